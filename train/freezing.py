@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.values import Cursor
+from shardmill.words import first_of
 from train.activities import Activity
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def frozen_names(config: TrainConfig, names: Sequence[str], head: Collection[str
         else:
             found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+            shown = first_of(names, MAX_NAMED)
             near = difflib.get_close_matches(pattern, [ALL_BUT_HEAD, *names], n=1, cutoff=0.6)
             raise UsageError(
                 f"train.freeze = {pattern!r} matches no weight of train.model = {config.model!r}",

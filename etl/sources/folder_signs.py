@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from etl.sources.split_words import is_split, names_splits
 from shardmill.printable import printable
+from shardmill.words import first_of
 
 _NUM_NAMED = 3
 _MAX_FOLDERS = 100_000
@@ -41,7 +42,7 @@ class FolderSigns:
                 levels.setdefault(folder[-1], len(folder) - (has_splits and is_split(folder[0])))
         if len(levels) < 2:
             return
-        named = ", ".join(map(printable, sorted(levels)[:_NUM_NAMED])) + (", ..." if len(levels) > _NUM_NAMED else "")
+        named = first_of([*map(printable, sorted(levels))], _NUM_NAMED)
         level = levels.popitem()[1] if len(set(levels.values())) == 1 else "N"
         yield (
             f"the images lie in the folders {named}, with texts beside them (if these folders are the classes, set "

@@ -17,6 +17,7 @@ from etl.sources.labels import as_labels
 from etl.sources.target import class_names_of
 from shardmill.errors import UsageError
 from shardmill.printable import printable
+from shardmill.words import first_of
 
 _LABEL_WORDS = frozenset(
     {
@@ -95,7 +96,7 @@ def _value_signs(rows: pa.Table, where: str) -> Iterator[str]:
     if len(flags) > 1 and (
         len(flags) == rows.num_columns or len(flags) >= _NUM_NAMED or _is_one_of(rows.select(flags))
     ):
-        named = ", ".join(map(printable, flags[:_NUM_NAMED])) + (", ..." if len(flags) > _NUM_NAMED else "")
+        named = first_of([*map(printable, flags)], _NUM_NAMED)
         yield (
             f"{printable(where)} has a column of 0 and 1 for each class ({named}); write them as one column of names, "
             "with | between several"
@@ -108,7 +109,7 @@ def _value_signs(rows: pa.Table, where: str) -> Iterator[str]:
         if _repeats(column, may_be_numbers=is_alone) and (is_alone or not is_measure(name))
     ]
     if repeating:
-        named = ", ".join(repeating[:_NUM_NAMED]) + (", ..." if len(repeating) > _NUM_NAMED else "")
+        named = first_of(repeating, _NUM_NAMED)
         yield f"{printable(where)} has {named}, whose values repeat as classes do"
 
 

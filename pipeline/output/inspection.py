@@ -21,7 +21,7 @@ from shardmill.near_duplicates import find_near_duplicates
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection
-from shardmill.words import counted
+from shardmill.words import counted, first_of
 
 _NUM_ROWS_SHOWN = 20
 _NUM_CLASSES_SHOWN = 10
@@ -67,7 +67,7 @@ def headline_rows(facts: dict[str, Any]) -> Rows:
     counts, image, names = facts["counts"], facts["image"], facts["class_names"]
     shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
     num_shards = sum(split["num_shards"] for split in facts["splits"].values())
-    shown = ", ".join(names[:_NUM_CLASSES_SHOWN]) + (", ..." if len(names) > _NUM_CLASSES_SHOWN else "")
+    shown = first_of(names, _NUM_CLASSES_SHOWN)
     return [
         ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
         *((f"in {name}", f"{facts['splits'][name]['num_rows']:,}") for name in SPLITS if name in facts["splits"]),
