@@ -35,11 +35,11 @@ class RunFolder:
 
     def record_of(self, stage: str) -> dict[str, Any]:
         """What a stage has left; empty if nothing. Raises IntegrityError if that was altered."""
-        from shardmill.sealed import unseal
+        from shardmill.checksummed import verified_body
 
         path = f"{self._folder}/{stage}.json"
         try:
-            return json.loads(unseal(self._store.read(path), path))
+            return json.loads(verified_body(self._store.read(path), path))
         except FileNotFoundError:
             return {}
 

@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/activation_checkpointing.py --backend torch --model torchvision.models:resnet50
     .venv/bin/python benchmarks/activation_checkpointing.py --backend keras --model resnet50
 
-Each measurement is a process of its own, which computes steps of made-up images on the CPU, once for its bytes and once
-for its seconds; off and on in turns.
+Each measurement is a process of its own, which computes steps of synthetic images on the CPU, once for its bytes and
+once for its seconds; off and on in turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.labels import LabelSpec
-from train.planning.fit import size_of
+from train.planning.memory_fit import size_of
 from train.planning.probe import ProbeTask, StepCost, probe
 
 NUM_CLASSES = 10

@@ -126,19 +126,19 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     def learner(config: TrainConfig) -> Callable[[], Learner]:
         return lambda: BACKENDS[backend].build(config, SPEC)
 
-    silent, num_parts = SilentReporter(), task.config.accumulation_steps
+    silent, num_microbatches = SilentReporter(), task.config.accumulation_steps
     at_once = task.config.model_copy(update={"accumulation_steps": 1})
-    batch, small = (random_batch(LOCAL_BATCH_SIZE * each, world.rank) for each in (num_parts, 1))
+    batch, small = (random_batch(LOCAL_BATCH_SIZE * each, world.rank) for each in (num_microbatches, 1))
     member = STRATEGIES[name].join(world, task.config, learner(task.config), silent)
     member.start({}, 0, "")
     alone = STRATEGIES["single"].join(World(), at_once, learner(at_once), silent)
     alone.start({}, 0, "")
-    total = LOCAL_BATCH_SIZE * num_parts * world.world_size
+    total = LOCAL_BATCH_SIZE * num_microbatches * world.world_size
     contestants: dict[str, Callable[[], object]] = {
-        ACCUMULATED if num_parts > 1 else "ours": lambda: member.train_step(batch, total, None),
+        ACCUMULATED if num_microbatches > 1 else "ours": lambda: member.train_step(batch, total, None),
         "uncoupled": lambda: alone.train_step(small, LOCAL_BATCH_SIZE, None),
     }
-    if num_parts == 1 and task.config.model == MODELS[name]:
+    if num_microbatches == 1 and task.config.model == MODELS[name]:
         coupled = {"keras": coupled_step_in_keras, "torch": coupled_step_in_torch}[backend](world.world_size)
         contestants["by hand"] = lambda: coupled(small)
     if BESIDE in os.environ:
@@ -155,7 +155,7 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
         # Who begins a block changes from block to block.
         first = block % len(order)
         for each, step in order[first:] + order[:first]:
-            num_steps = STEPS_OF_BLOCK // (num_parts if each == ACCUMULATED else 1)
+            num_steps = STEPS_OF_BLOCK // (num_microbatches if each == ACCUMULATED else 1)
             member.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(num_steps):
@@ -218,9 +218,9 @@ def main() -> None:
         sys.stdout.write(f"beside: {name} = {value}\n")
     what = ", ".join(f"{name} {value}" for name, value in settings.items())
     sys.stdout.write(f"{what}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {given.blocks} blocks\n")
-    for num_parts in given.parts:
-        ours = ACCUMULATED if num_parts > 1 else "ours"
-        seconds = _block_seconds(_config(settings, num_parts))
+    for num_microbatches in given.parts:
+        ours = ACCUMULATED if num_microbatches > 1 else "ours"
+        seconds = _block_seconds(_config(settings, num_microbatches))
         for (clock, name), each in seconds.items():
             median = 1e3 * statistics.median(each)
             sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
@@ -241,12 +241,12 @@ def interval_of_median(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _config(settings: Mapping[str, object], num_parts: int) -> TrainConfig:
+def _config(settings: Mapping[str, object], num_microbatches: int) -> TrainConfig:
     """Raises UsageError for what no command would run."""
     config = TrainConfig.model_validate(
         {
             **settings, "launcher": "local", "num_workers": 2, "optimizer": "adam",
-            "global_batch_size": 2 * LOCAL_BATCH_SIZE * num_parts, "accumulation_steps": num_parts,
+            "global_batch_size": 2 * LOCAL_BATCH_SIZE * num_microbatches, "accumulation_steps": num_microbatches,
         }
     )  # fmt: skip
     plan_training(config, SparkConfig())

@@ -28,6 +28,7 @@ from etl.config import EtlConfig
 from etl.engines import ENGINES, EngineSettings
 from etl.listing.listing import NUM_BUCKETS, Listing
 from etl.units.finished import Finished
+from shardmill.checksummed import ChecksummedFile
 from shardmill.dataset.index import INDEX_SCHEMA, shards_of_table, write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
@@ -37,7 +38,6 @@ from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.statistics import ImageSizes, SizeCounts
 from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig
-from shardmill.sealed import SealedFile
 from shardmill.stores import open_store
 from shardmill.values import ChunkInfo, Rejection, RejectReason, ShardInfo
 
@@ -84,7 +84,7 @@ def measured(way: str, folder: Path) -> dict[str, float]:
         found = layout.num_chunks["train"]
     elif way == "load":
         # As a later run holds them, all at once.
-        index = [SealedFile(**each) for each in json.loads((folder / "index.json").read_text())]
+        index = [ChecksummedFile(**each) for each in json.loads((folder / "index.json").read_text())]
         tables = (read_segment(store, segment, INDEX_SCHEMA, num_rows) for segment in index)
         loaded = tuple(shard for table in tables for shard in shards_of_table(table))
         found = sum(len(shard.chunks) for shard in loaded)

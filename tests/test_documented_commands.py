@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardmill.sealed import unseal
+from shardmill.checksummed import verified_body
 from tests.demo import Demo
 from tests.pipeline.command import ENVIRONMENT
 from tests.support import write_images
@@ -95,7 +95,7 @@ def test_every_slow_command_runs(tmp_path: Path):
     for command in (init, "shardmill run photos.toml --set train.epochs=1 --set etl.image_size=16", *slow):
         run_it(command, tmp_path)
     trainings = list((tmp_path / "shardmill-work" / "models").glob("trainings/*/*/*/fresh-*/result.json"))
-    assert [json.loads(unseal(each.read_bytes(), "result"))["world_size"] for each in trainings] == [2]
+    assert [json.loads(verified_body(each.read_bytes(), "result"))["world_size"] for each in trainings] == [2]
 
 
 @pytest.mark.parametrize("page", [README, LOOP], ids=lambda page: page.name)

@@ -213,8 +213,8 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
         return self.augment.model_copy(update={"random_flip": always or self.augment.flips})
 
     @property
-    def num_parts(self) -> int:
-        """In which a rank computes its share of a step."""
+    def num_microbatches(self) -> int:
+        """Into which a rank splits its share of a step."""
         return max(1, self.accumulation_steps)
 
     @property
@@ -251,7 +251,7 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
                 f"train.rank_weights = {list(self.rank_weights)} to have one weight for each of train.num_workers = "
                 f"{world_size} ranks; set train.num_workers = {len(self.rank_weights)}"
             )
-        if self.num_parts > (share := self.smallest_share(world_size)):
+        if self.num_microbatches > (share := self.smallest_share(world_size)):
             raise ValueError(
                 f"train.accumulation_steps = {self.accumulation_steps} to be at most {share}, the samples of a step "
                 "that the rank with the fewest streams has"

@@ -1,4 +1,4 @@
-"""`train.freeze`: which weights it names, and for which epochs they are held still, each backend in its own way."""
+"""`train.freeze`: which weights it names, and for which epochs they are frozen, each backend in its own way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_BUT_HEAD = "all_but_head"
 MAX_NAMED = 6
 
 
-def hold_still(learner: Learner, config: TrainConfig, cursor: Cursor) -> None:
+def freeze(learner: Learner, config: TrainConfig, cursor: Cursor) -> None:
     """Before the steps from `cursor` on: what follows from the cursor alone is the same after a resume."""
     if cursor.epoch < config.unfreeze_epoch:
         learner.freeze()

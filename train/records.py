@@ -1,4 +1,4 @@
-"""Sealed records below a models' root: numbered ones, of which the highest is the latest, and those of one training.
+"""Checksummed records below a models' root: numbered ones (the highest is the latest) and those of one training.
 
 A numbered record never changes; `put_if_absent` decides who writes it.
 """
@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from shardmill.checksummed import verified_body, with_checksum
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 from train.values import from_json
 
@@ -52,7 +52,7 @@ def put_record(store: Store, folder: str, number: int, record: BaseModel) -> boo
     before the store's client sent it again, finds itself there.
     """
     body = {"attempt": secrets.token_hex(16), "record": record.model_dump(mode="json")}
-    data = seal(json.dumps(body, ensure_ascii=False).encode())
+    data = with_checksum(json.dumps(body, ensure_ascii=False).encode())
     path = record_path(folder, number)
     return store.put_if_absent(path, data) or store.read(path) == data
 
@@ -65,7 +65,7 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
         data = store.read(path)
     except FileNotFoundError:
         raise IntegrityError(f"{where} is missing", f"expected record {number} of {folder}/") from None
-    body = unseal(data, where, fix="restore it from a backup, or use another models.uri")
+    body = verified_body(data, where, fix="restore it from a backup, or use another models.uri")
     try:
         return kind.model_validate_json(json.dumps(json.loads(body)["record"]))
     except (ValidationError, ValueError, KeyError, TypeError):
@@ -78,9 +78,9 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
 
 
 def read_if_whole(kind: type[Value], store: Store, path: str) -> Value | None:
-    """A value in a sealed file; None if there is none, or it was altered: for what is there for people to look at."""
+    """A value in a checksummed file; None if it is missing or altered: for records that only people look at."""
     try:
-        return from_json(kind, unseal(store.read(path), join_uri(store.uri, path)))
+        return from_json(kind, verified_body(store.read(path), join_uri(store.uri, path)))
     except (FileNotFoundError, IntegrityError, ValueError):
         return None
 
@@ -94,7 +94,7 @@ def read_kept(store: Store, folders: Iterable[str], name: str, kind: type[Record
         path = f"{folder}/{name}"
         where = join_uri(store.uri, path)
         try:
-            return kind.model_validate_json(unseal(store.read(path), where, fix=fix))
+            return kind.model_validate_json(verified_body(store.read(path), where, fix=fix))
         except FileNotFoundError:
             continue
         except ValidationError:

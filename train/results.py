@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from shardmill.checksummed import check_relative_path, verified_body
 from shardmill.errors import IntegrityError
-from shardmill.sealed import check_relative_path, unseal
 from shardmill.storage import Store, join_uri
 from train.values import RESULT, TrainResult, from_json
 
@@ -16,7 +16,7 @@ def read_result(store: Store, folder: str) -> TrainResult | None:
     where = join_uri(store.uri, path)
     fix = "restore it from a backup, or delete it: the training then resumes from its last checkpoint"
     try:
-        result = from_json(TrainResult, unseal(store.read(path), where, fix=fix))
+        result = from_json(TrainResult, verified_body(store.read(path), where, fix=fix))
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from shardmill.checksummed import with_checksum
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_pinned
 from shardmill.jobs.observer import WARNING
-from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from train.activities import Activity, during
@@ -21,7 +21,7 @@ from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter
 from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
-from train.freezing import hold_still, step_activity
+from train.freezing import freeze, step_activity
 from train.initialization.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
@@ -85,7 +85,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     best = load_best(session, None if caution else progress.best, last_checkpoint)
     result = replace(_result(session, progress, best, last_checkpoint, found), caution=caution)
     if member.rank == 0:
-        attempt.publish(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
+        attempt.publish(f"{task.training_dir}/{RESULT}", with_checksum(to_json(result)))
 
     # Leave together: if one rank failed, its own error must reach the driver before its peers report a lost connection.
     member.barrier()
@@ -198,7 +198,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
     """
     member = session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
-    hold_still(member.learner, session.task.config, progress.cursor)
+    freeze(member.learner, session.task.config, progress.cursor)
     plan, lap, activity = session.epochs[epoch], session.stopwatch.lap, step_activity(session.task.config, epoch)
     with member.batches(plan, progress.cursor) as reader:
         batches = each_announced(session.reporter, session.epochs.reading, reader)

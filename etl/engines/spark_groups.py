@@ -16,11 +16,11 @@ from etl.engines.spark_jobs import start_job, until_done
 from etl.listing.grouping import GroupBy, group_here
 from etl.listing.spill import ROWS_PER_PART, split_rows
 from shardmill.applications import OnExecutor
+from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.errors import ShardmillError
 from shardmill.jobs.reach import check_nonce, planted
 from shardmill.jobs.spark import spark_context
-from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Nonce
@@ -74,7 +74,7 @@ def _shared(group: GroupBy, store: Store, folder: str) -> GroupBy:
     return replace(group, uri=store.uri, segments=tuple(segments))
 
 
-def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -> list[SealedFile]:
+def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -> list[ChecksummedFile]:
     """Where the answer of each part is, in the order of the parts. The driver holds these names, and no row."""
     places, num_parts = range(len(group.segments)), group.num_parts
     blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(
@@ -97,7 +97,7 @@ def _blocks(group: GroupBy, places: Iterable[int], nonce: Nonce) -> Iterator[tup
     for place in places:
         rows = group.contribution(store, place)
         first = place if not waiting else first
-        waiting.append((rows, group.parts_of(rows)))
+        waiting.append((rows, group.microbatches_of(rows)))
         num_waiting += rows.num_rows
         if num_waiting >= ROWS_PER_PART:
             yield from _packed(waiting, first)
@@ -113,11 +113,11 @@ def _packed(waiting: list, first: int) -> Iterator[tuple[int, tuple[int, bytes]]
         yield part, (first, sink.getvalue().to_pybytes())
 
 
-def _answer(group: GroupBy, folder: str, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> SealedFile:
+def _answer(group: GroupBy, folder: str, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> ChecksummedFile:
     """Fold one part, whose blocks come in any order, and leave the answer where the driver reads it."""
     ordered = sorted((block for _, block in blocks), key=lambda block: block[0])
     tables = [pa.ipc.open_stream(data).read_all() for _, data in ordered]
     data = table_bytes(group.fold(pa.concat_tables([group.picked.empty_table(), *tables])))
-    file = seal_file(f"{folder}/{uuid.uuid4().hex}.parquet", data)
+    file = checksum_file(f"{folder}/{uuid.uuid4().hex}.parquet", data)
     open_store(group.uri).put(file.path, data)
     return file

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from etl.listing.grouping import Group, GroupBy, Segment
 from etl.listing.segments import SEGMENT_ROWS, SEGMENT_SCHEMA, ListingSegment, write_segment
-from shardmill.sealed import seal_file
+from shardmill.checksummed import checksum_file
 
 # A group-by divides its rows by the first column: into ranges, so that each of its parts is a segment.
 _BY_CELL = pa.schema([SEGMENT_SCHEMA.field("cell"), *(field for field in SEGMENT_SCHEMA if field.name != "cell")])
@@ -25,7 +25,7 @@ def by_cells(folder: Path, runs: Sequence[ListingSegment], group: Group) -> tupl
     """
     if all(run.last_cell <= following.first_cell for run, following in itertools.pairwise(runs)):
         return tuple(runs)
-    files = tuple(Segment(seal_file(run.path, (folder / run.path).read_bytes()), run.num_rows) for run in runs)
+    files = tuple(Segment(checksum_file(run.path, (folder / run.path).read_bytes()), run.num_rows) for run in runs)
     asked = GroupBy(
         str(folder), files, _BY_CELL, _as_they_are, _BY_CELL, _in_order, _BY_CELL, rows_per_part=SEGMENT_ROWS
     )

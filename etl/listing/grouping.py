@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from etl.listing.spill import ROWS_PER_PART, SpilledRows
+from shardmill.checksummed import ChecksummedFile
 from shardmill.dataset.segment import read_segment
 from shardmill.jobs.process import scratch_folder
-from shardmill.sealed import SealedFile
 from shardmill.storage import Store
 from shardmill.stores import open_store
 
@@ -32,7 +32,7 @@ _NUM_READERS = 8
 class Segment:
     """Some of the rows: a shard's row segment, say."""
 
-    file: SealedFile
+    file: ChecksummedFile
     num_rows: int
 
 
@@ -73,7 +73,7 @@ class GroupBy:
         segment = self.segments[place]
         return self.pick(read_segment(store, segment.file, self.schema, segment.num_rows), place)
 
-    def parts_of(self, contribution: pa.Table) -> np.ndarray:
+    def microbatches_of(self, contribution: pa.Table) -> np.ndarray:
         """The part of each row, by its digest; shape (N,), int64."""
         prefixes_N = digest_prefixes(contribution.column(0))
         return ((prefixes_N >> np.uint64(32)) * np.uint64(self.num_parts) >> np.uint64(32)).astype(np.int64)
@@ -89,7 +89,7 @@ def group_here(group: GroupBy, settings: EngineSettings | None = None) -> Iterat
     with scratch_folder(group.scratch_dir) as scratch:
         spilled = SpilledRows(scratch, group.picked)
         for rows in _contributions(group, store):
-            spilled.add(rows, group.parts_of(rows))
+            spilled.add(rows, group.microbatches_of(rows))
         for part in range(group.num_parts):
             yield group.fold(spilled.read(part))
 

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from etl.listing.grouping import Group, GroupBy, Segment, with_equals
 from etl.listing.segments import SEGMENT_SCHEMA, fact_limbs, find_sorted, key_digests, write_rows
 from etl.listing.spill import SpilledRows
+from shardmill.checksummed import checksum_file
 from shardmill.ids import next_sample_id
-from shardmill.sealed import seal_file
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason
 
@@ -118,7 +118,7 @@ class _Files:
         data = out.getvalue()
         with as_storage_error(file, len(data)):
             file.write_bytes(data)
-        self.segments.append(Segment(seal_file(str(file.relative_to(self._root)), data), table.num_rows))
+        self.segments.append(Segment(checksum_file(str(file.relative_to(self._root)), data), table.num_rows))
 
 
 def _placed_rows(file: Path, number: int, repeated_N: np.ndarray) -> pa.Table:

@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from shardmill.checksummed import verify_file
 from shardmill.dataset.index import read_shards, shard_file
 from shardmill.dataset.segment import rows_file
 from shardmill.dataset.unit_result import PENDING, UnitResult, read_pending, write_pending
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError
-from shardmill.sealed import check_sealed
 from shardmill.storage import Store, StoredFile
 from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
 
@@ -88,8 +88,8 @@ def kept_result(store: Store, unit: Unit) -> UnitResult | None:
         if not all(_still_holds(rejection) for rejection in result.rejections):
             return None
         for shard in result.shards:
-            check_sealed(store, shard_file(shard))
-            check_sealed(store, rows_file(shard))
+            verify_file(store, shard_file(shard))
+            verify_file(store, rows_file(shard))
     except (FileNotFoundError, IntegrityError):
         return None
     return result

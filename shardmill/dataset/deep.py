@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pyarrow as pa
 
+from shardmill.checksummed import verify_file
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import shard_file
@@ -16,7 +17,6 @@ from shardmill.formats.encodings import decode_row
 from shardmill.formats.rows import ChunkRows
 from shardmill.ids import row_digest
 from shardmill.options import ENCODINGS
-from shardmill.sealed import check_sealed
 from shardmill.storage import join_uri
 from shardmill.typed_columns import decode_values, stored_labels
 from shardmill.values import ShardInfo, Value
@@ -42,7 +42,7 @@ def read_everything(
             require(image_bytes == info.image_bytes, f"chunk {chunk} of shard {where} holds {image_bytes} image bytes")
             _check_rows(dataset, rows, recorded, f"chunk {chunk} of shard {where}")
             place += info.num_rows
-        check_sealed(dataset.store, shard_file(shard), fix=RESTORE)
+        verify_file(dataset.store, shard_file(shard), fix=RESTORE)
         num_bytes, num_rows = num_bytes + shard.size_bytes, num_rows + place
         if on_shard is not None:
             on_shard(number + 1, len(dataset.shards))

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from shardmill.checksummed import ChecksummedFile, check_relative_path
 from shardmill.dataset.segment import RESTORE, put_segment, read_segment, rows_file
 from shardmill.errors import CannotList, IntegrityError
-from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.storage import Store, join_uri
 from shardmill.values import ChunkInfo, ShardInfo
 
@@ -110,9 +110,9 @@ def index_table(shards: Iterable[ShardInfo]) -> pa.Table:
     )
 
 
-def write_index(store: Store, shards: Iterable[ShardInfo]) -> tuple[SealedFile, ...]:
+def write_index(store: Store, shards: Iterable[ShardInfo]) -> tuple[ChecksummedFile, ...]:
     """Publish the index in segments of whole shards, one of which is in memory as a table at a time."""
-    segments: list[SealedFile] = []
+    segments: list[ChecksummedFile] = []
     waiting: list[ShardInfo] = []
     num_chunks = 0
     for shard in shards:
@@ -167,9 +167,9 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
     return shards
 
 
-def shard_file(shard: ShardInfo) -> SealedFile:
+def shard_file(shard: ShardInfo) -> ChecksummedFile:
     """The shard itself, as its index vouches for it."""
-    return SealedFile(shard.path, shard.size_bytes, shard.sha256)
+    return ChecksummedFile(shard.path, shard.size_bytes, shard.sha256)
 
 
 def _check_places(shard: ShardInfo) -> None:
@@ -223,7 +223,7 @@ def read_shards(store: Store, manifest: Manifest) -> tuple[ShardInfo, ...]:
     return shards
 
 
-def stored_sizes(store: Store, expected: Sequence[SealedFile] = ()) -> dict[str, int]:
+def stored_sizes(store: Store, expected: Sequence[ChecksummedFile] = ()) -> dict[str, int]:
     """The size of each file that is there, by path; of others than the expected ones, too.
 
     Two listings, however many shards there are: a request for each file would take minutes on an object store.

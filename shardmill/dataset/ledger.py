@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.ids import DIGEST_MODULUS, format_digest, key_bytes, key_hash
 from shardmill.printable import without_surrogates
-from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
@@ -50,7 +50,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def write_ledger(store: Store, rejections: Iterable[Rejection]) -> tuple[SealedFile, ...]:
+def write_ledger(store: Store, rejections: Iterable[Rejection]) -> tuple[ChecksummedFile, ...]:
     """Publish the rejects ledger in segments, one of which is in memory at a time; without rejections there is none."""
     left = iter(rejections)
     segments = iter(lambda: list(itertools.islice(left, SEGMENT_ROWS)), [])
@@ -79,7 +79,7 @@ def read_ledger(uri: str) -> list[Rejection]:
         data = store.read(name)
     except FileNotFoundError:
         raise UsageError(f"no ledger {uri}", "expected the path that the failed run's error names") from None
-    file = seal_file(name, data)
+    file = checksum_file(name, data)
     if name != f"{file.sha256[:32]}.parquet":
         expected = f"expected a file named {file.sha256[:32]}.parquet"
         raise IntegrityError(f"{uri} was altered, or is no ledger", expected)

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from shardmill.checksummed import ChecksummedFile, check_relative_path
 from shardmill.dataset.statistics import ChannelSums, ImageSizes
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import OWN_COLUMNS, RowSchema
 from shardmill.ids import canonical_digest
 from shardmill.options import NormalizeOptions
-from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_known
@@ -138,8 +138,8 @@ class Manifest(Section):
     """The newest source; its `key_sum` is that of all inputs of the version."""
     other_sources: tuple[SourceRef, ...] = ()
     """Those whose images were there when `source` was appended."""
-    index_segments: tuple[SealedFile, ...]
-    ledger_segments: tuple[SealedFile, ...]
+    index_segments: tuple[ChecksummedFile, ...]
+    ledger_segments: tuple[ChecksummedFile, ...]
     ledger_digest: str
     """Order-free digest of (key, reason) of every rejection."""
 
@@ -219,8 +219,8 @@ def manifest_path(version: int) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical bytes of a manifest, its own SHA-256 among them.
 
-    Not an envelope of `shardmill.sealed`: people read and compare manifests line by line, and a pin is the SHA-256 of
-    the whole file.
+    Not an envelope of `shardmill.checksummed`: people read and compare manifests line by line, and a pin is the SHA-256
+    of the whole file.
     """
     body = manifest.model_dump(mode="json")
     body["manifest_digest"] = canonical_digest(body)

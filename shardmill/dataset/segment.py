@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from shardmill.checksummed import ChecksummedFile, checksum_file, read_checksummed
 from shardmill.errors import IntegrityError
-from shardmill.sealed import SealedFile, read_sealed, seal_file
 from shardmill.storage import Store, join_uri
 
 if TYPE_CHECKING:
@@ -41,22 +41,22 @@ def table_bytes(table: pa.Table) -> bytes:
     return out.getvalue()
 
 
-def put_segment(store: Store, folder: str, table: pa.Table) -> SealedFile:
+def put_segment(store: Store, folder: str, table: pa.Table) -> ChecksummedFile:
     """Publish a table under a name that follows from its content."""
     data = table_bytes(table)
-    digest = seal_file("", data).sha256
+    digest = checksum_file("", data).sha256
     path = f"{folder}/{digest[:32]}.parquet"
     store.put(path, data)
-    return seal_file(path, data)
+    return checksum_file(path, data)
 
 
-def rows_file(shard: ShardInfo) -> SealedFile:
+def rows_file(shard: ShardInfo) -> ChecksummedFile:
     """A shard's row segment, as its index vouches for it."""
-    return SealedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
+    return ChecksummedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
 
 
 def read_segment(
-    store: Store, file: SealedFile, schema: pa.Schema, max_rows: int, *, later: Collection[str] = ()
+    store: Store, file: ChecksummedFile, schema: pa.Schema, max_rows: int, *, later: Collection[str] = ()
 ) -> pa.Table:
     """The columns of `schema` from a verified segment; `max_rows` is what the record that names it counted.
 
@@ -64,7 +64,7 @@ def read_segment(
     read: an older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks
     a column or is larger than it may be.
     """
-    data = read_sealed(store, file, fix=RESTORE)
+    data = read_checksummed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
     try:
         footer = pq.read_metadata(pa.BufferReader(data))

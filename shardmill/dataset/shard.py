@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import google_crc32c
 
+from shardmill.checksummed import checksum_file
 from shardmill.dataset.index import ROWS, SHARDS
 from shardmill.dataset.row_segments import rows_table
 from shardmill.dataset.segment import table_bytes
 from shardmill.failpoints import failpoint
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
-from shardmill.sealed import seal_file
 from shardmill.storage import Store
 from shardmill.values import ChunkInfo, ShardInfo
 
@@ -38,7 +38,7 @@ def publish_shard(
     rows_path = f"{ROWS}/{split}/{name}-{format_name}.parquet"
     store.put(rows_path, rows_data)
     failpoint("shard_close")
-    shard_seal, rows_seal = seal_file(path, data), seal_file(rows_path, rows_data)
+    shard_seal, rows_seal = checksum_file(path, data), checksum_file(rows_path, rows_data)
     return ShardInfo(
         split=split,
         format=format_name,

@@ -11,10 +11,10 @@ from functools import cache
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from shardmill.checksummed import verified_body, with_checksum
 from shardmill.dataset.statistics import ImageSizes, add_sizes
 from shardmill.errors import IntegrityError
 from shardmill.ids import add_digests, format_digest
-from shardmill.sealed import seal, unseal
 from shardmill.storage import Store
 from shardmill.values import Rejection, ShardInfo
 
@@ -95,12 +95,12 @@ def decode_unit_result(data: bytes | str) -> UnitResult:
 
 def write_pending(store: Store, path: str, result: UnitResult) -> None:
     """Keep a unit's result until its commit."""
-    store.put(path, seal(encode_unit_result(result)))
+    store.put(path, with_checksum(encode_unit_result(result)))
 
 
 def read_pending(store: Store, path: str) -> UnitResult:
     """What `write_pending` wrote. Raises IntegrityError if it is damaged, FileNotFoundError if it is not there."""
-    return decode_unit_result(unseal(store.read(path), path))
+    return decode_unit_result(verified_body(store.read(path), path))
 
 
 @cache

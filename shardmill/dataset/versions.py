@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from shardmill.checksummed import verified_body, with_checksum
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path, parse_manifest
 from shardmill.errors import CannotList, IntegrityError, NoDataset, NoSuchRoot, ShardmillError, UsageError
-from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 
@@ -81,7 +81,7 @@ def check_recorded(store: Store, version: int) -> str:
     except FileNotFoundError:
         return "not recorded: the commit was interrupted, or made by an older shardmill"
     where = join_uri(store.uri, path)
-    unseal(data, where, fix="restore it from a copy")
+    verified_body(data, where, fix="restore it from a copy")
     if data != _record_of(version, read_manifest_bytes(store, version)):
         raise IntegrityError(
             f"{join_uri(store.uri, manifest_path(version))} is not the manifest that was committed",
@@ -210,4 +210,4 @@ def _record_path(version: int) -> str:
 
 
 def _record_of(version: int, data: bytes) -> bytes:
-    return seal(json.dumps({"version": version, "manifest_sha256": hashlib.sha256(data).hexdigest()}).encode())
+    return with_checksum(json.dumps({"version": version, "manifest_sha256": hashlib.sha256(data).hexdigest()}).encode())

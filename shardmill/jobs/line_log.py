@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from shardmill.checksummed import check_relative_path
 from shardmill.errors import NoSuchRoot, StorageError
 from shardmill.jobs.redact import redacted_text
-from shardmill.sealed import check_relative_path
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from shardmill.checksummed import check_relative_path, verified_body, with_checksum
 from shardmill.errors import IntegrityError, SecurityRefusal, ShardmillError, UsageError
 from shardmill.jobs.ending import exit_code_of
 from shardmill.jobs.process import why_ended
 from shardmill.jobs.redact import redacted, redacted_text
-from shardmill.sealed import check_relative_path, seal, unseal
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
@@ -97,7 +97,7 @@ def run_folder(run_id: str) -> str:
 
 def write_stage_record(workdir: str | Path, run_id: str, record: StageRecord) -> None:
     """Write `<workdir>/runs/<run_id>/<stage>.json`, replacing the record of an earlier attempt."""
-    body = seal(redacted_record(record).model_dump_json(indent=2).encode())
+    body = with_checksum(redacted_record(record).model_dump_json(indent=2).encode())
     open_store(workdir).put(f"{run_folder(run_id)}/{record.stage}.json", body)
 
 
@@ -110,7 +110,7 @@ def read_stage_record(workdir: str | Path, run_id: str, stage: str) -> StageReco
         return None
     where, again = join_uri(workdir, path), "delete it: its stage then runs again, or finds its result"
     try:
-        return StageRecord.model_validate_json(unseal(data, where, fix=again))
+        return StageRecord.model_validate_json(verified_body(data, where, fix=again))
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
         raise IntegrityError(f"{where} is not a stage record: {message}", "", again) from None

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig
+from shardmill.checksummed import checksum_file
 from shardmill.dataset.index import INDEX_SCHEMA, index_table
 from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
@@ -24,7 +25,6 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError
 from shardmill.reader import read_samples
-from shardmill.sealed import seal_file
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, ShardInfo
 from tests.support import build_here, make_dataset, write_images
@@ -177,7 +177,7 @@ def test_an_index_that_would_fill_the_memory_is_refused(dataset_root: Path):
     pq.write_table(pa.table(columns, names=INDEX_SCHEMA.names), out, compression="zstd", store_schema=False)
     assert len(out.getvalue()) < 150_000
     dataset.store.put("indexes/bomb.parquet", out.getvalue())
-    bomb = seal_file("indexes/bomb.parquet", out.getvalue())
+    bomb = checksum_file("indexes/bomb.parquet", out.getvalue())
     for num_chunks in (dataset.manifest.splits["train"].num_chunks, num_rows):
         splits = {
             name: split.model_copy(update={"num_chunks": num_chunks}) for name, split in dataset.manifest.splits.items()
@@ -198,7 +198,7 @@ def test_a_text_that_is_small_only_while_it_is_compressed_is_refused(dataset_roo
         pq.write_table(table, out, compression="zstd", use_dictionary=use_dictionary)
         store.put("bomb.parquet", out.getvalue())
         with pytest.raises(IntegrityError, match="would grow from .* bytes in memory"):
-            read_segment(store, seal_file("bomb.parquet", out.getvalue()), table.schema, 100)
+            read_segment(store, checksum_file("bomb.parquet", out.getvalue()), table.schema, 100)
 
 
 def test_a_ledger_of_nonsense_is_a_finding_and_no_traceback(dataset_root: Path):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from shardmill.checksummed import checksum_file
 from shardmill.dataset.segment import put_segment, read_segment, table_bytes
 from shardmill.errors import IntegrityError
-from shardmill.sealed import seal_file
 from shardmill.stores import open_store
 
 SCHEMA = pa.schema([("key", pa.string()), ("sums", pa.list_(pa.int64())), ("number", pa.int64())])
@@ -46,7 +46,7 @@ def test_any_bytes_that_a_record_vouches_for_are_a_table_or_an_error(tmp_path: P
             damaged[rng.randrange(len(whole))] = rng.randrange(256)
         store.put("file", bytes(damaged))
         try:
-            read_segment(store, seal_file("file", bytes(damaged)), SCHEMA, 20)
+            read_segment(store, checksum_file("file", bytes(damaged)), SCHEMA, 20)
         except IntegrityError:
             num_refused += 1
     assert num_refused > 200

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.checksummed import check_relative_path
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
-from shardmill.sealed import check_relative_path
 from shardmill.storage import Store
 from shardmill.stores import STORES, open_store, scheme_of
 

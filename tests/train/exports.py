@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmill.checksummed import checksum_file
 from shardmill.dataset.open import open_dataset
 from shardmill.reader import read_samples, read_split
-from shardmill.sealed import seal_file
 from shardmill.stores import open_store
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.backend import SAVED_MODEL
@@ -47,7 +47,7 @@ def put_export(
         write_saved_model(serving, Path(scratch, SAVED_MODEL))
         served = load_saved_model(Path(scratch, SAVED_MODEL))
         for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
-            files.append(seal_file(f"{artifact_dir}/{file.relative_to(scratch)}", file.read_bytes()))
+            files.append(checksum_file(f"{artifact_dir}/{file.relative_to(scratch)}", file.read_bytes()))
             store.put_file(files[-1].path, file)
     evaluation = None
     if split:

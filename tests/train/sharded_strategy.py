@@ -149,6 +149,6 @@ SHARDED = Strategy(
     checkpoint_layout=CheckpointLayout("sharded", whole_model),
     max_world_size=None,
     join=join,
-    echo=TORCH_DDP.echo,
+    secondary_error=TORCH_DDP.secondary_error,
     shares_streams=False,
 )

@@ -16,7 +16,7 @@ from tests.train.test_models import batch_of
 from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
-from train.backends.parts import parts_of
+from train.backends.microbatches import microbatches_of
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +28,8 @@ def test_a_batch_computed_in_parts_gives_the_same_sums(name):
     """Five rows in four parts: none of the parts is of the size of all others."""
     batch = batch_of(SHAPE, num_rows=5)
     whole = learner(name, LINEAR[name]).gradients(batch, 5, 1.0)
-    in_parts = learner(name, LINEAR[name], accumulation_steps=4).gradients(batch, 5, 1.0)
-    for expected, found in zip(whole, in_parts, strict=True):
+    accumulated = learner(name, LINEAR[name], accumulation_steps=4).gradients(batch, 5, 1.0)
+    for expected, found in zip(whole, accumulated, strict=True):
         np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-5, atol=1e-6)
 
 
@@ -45,9 +45,9 @@ def test_an_update_by_parts_is_that_of_the_whole_batch(name):
         found.append(
             (outcomes, [each for part in (StatePart.WEIGHTS, StatePart.OPTIMIZER) for each in one.arrays(part)])
         )
-    (whole, expected), (in_parts, arrays) = found
+    (whole, expected), (accumulated, arrays) = found
     assert min(outcome.gradient_norm for outcome in whole) > 0.1, "clipped"
-    for one, other in zip(whole, in_parts, strict=True):
+    for one, other in zip(whole, accumulated, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=1e-5) and other.num_correct == one.num_correct
         assert other.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-5)
     for one, other in zip(expected, arrays, strict=True):
@@ -69,11 +69,11 @@ def test_padding_adds_nothing_to_the_sums_of_the_parts(name):
 def test_each_part_moves_statistics_and_generators_as_a_batch_of_its_own(name):
     """Batch norm and dropout: parts one after the other, and their sums. A regularisation loss counts once."""
     batch = batch_of(SHAPE, num_rows=6)
-    in_parts = learner(name, STATEFUL[name], accumulation_steps=3)
-    found, state = in_parts.gradients(batch, 6, 1.0), in_parts.arrays(StatePart.OWN)
+    accumulated = learner(name, STATEFUL[name], accumulation_steps=3)
+    found, state = accumulated.gradients(batch, 6, 1.0), accumulated.arrays(StatePart.OWN)
     # PyTorch has one generator: it begins anew here.
     by_hand = learner(name, STATEFUL[name])
-    addends = [by_hand.gradients(part, 6, 1 / 3) for part in parts_of(batch, 3)]
+    addends = [by_hand.gradients(part, 6, 1 / 3) for part in microbatches_of(batch, 3)]
     for place, total in enumerate(found):
         expected = sum(np.array(each[place]) for each in addends)
         np.testing.assert_allclose(np.array(total), expected, rtol=1e-5, atol=1e-6)

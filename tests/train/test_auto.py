@@ -18,7 +18,7 @@ from train.launching.spark_slots import why_no_places
 from train.planning.auto import choose, choose_ranks, resolve
 from train.planning.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
 from train.planning.exchange import EXCHANGE_RULES
-from train.planning.fit import FIT_RULES, MemoryFacts, fit
+from train.planning.memory_fit import FIT_RULES, MemoryFacts, fit
 from train.strategies import STRATEGIES
 
 ALL = frozenset({*STRATEGIES.entries, *LAUNCHERS.entries})
@@ -85,25 +85,40 @@ FIT_CASES = [
     # Facts, choice, parts, and what must be among the words.
     (replace(SHORT, device_bytes=68 * GIB), "at_once", 1, "they fit"),
     (replace(SHORT, num_images=16), "at_once", 1, "16 images at once need 20.0 GiB (4.0 GiB whatever the batch, 1.0"),
-    (SHORT, "parts", 4, "train.accumulation_steps = 4, 16 images at a time need 20.0 GiB"),
-    (replace(SHORT, may_change_precision=True), "parts", 4, "one T4 has 20.0 GiB"),
+    (SHORT, "microbatches", 4, "train.accumulation_steps = 4, 16 images at a time need 20.0 GiB"),
+    (replace(SHORT, may_change_precision=True), "microbatches", 4, "one T4 has 20.0 GiB"),
     # 24 images have no fourth or fifth part: 6 parts of 4 where 5 images would fit.
-    (replace(SHORT, device_bytes=9 * GIB, num_images=24), "parts", 6, "4 images at a time need 8.0 GiB"),
-    (replace(SHORT, device_bytes=9 * GIB, num_images=24, max_parts=5), "too_large", 4, "6 images at a time still need"),
+    (replace(SHORT, device_bytes=9 * GIB, num_images=24), "microbatches", 6, "4 images at a time need 8.0 GiB"),
+    (
+        replace(SHORT, device_bytes=9 * GIB, num_images=24, max_microbatches=5),
+        "too_large",
+        4,
+        "6 images at a time still need",
+    ),
     (
         replace(SHORT, image_bytes=20 * GIB, may_change_precision=True),
         "bfloat16",
         64,
         "1 images at a time with train.mi",
     ),
-    (replace(SHORT, max_parts=2, may_change_precision=True), "bfloat16", 2, "halve what an image needs, need 20.0 GiB"),
     (
-        replace(SHORT, max_parts=2),
+        replace(SHORT, max_microbatches=2, may_change_precision=True),
+        "bfloat16",
+        2,
+        "halve what an image needs, need 20.0 GiB",
+    ),
+    (
+        replace(SHORT, max_microbatches=2),
         "too_large",
         2,
         "set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run",
     ),
-    (replace(SHORT, max_parts=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (starts a new run)"),
+    (
+        replace(SHORT, max_microbatches=1),
+        "too_large",
+        1,
+        "need 68.0 GiB: a lower train.global_batch_size (starts a new run)",
+    ),
     (replace(SHORT, image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
     (
         replace(SHORT, fixed_bytes=21 * GIB),
@@ -116,16 +131,26 @@ FIT_CASES = [
         replace(RECOMPUTED, may_change_precision=True),
         "activation_checkpointing",
         8,
-        "smaller parts and bfloat16 alone",
+        "smaller microbatches and bfloat16 alone",
     ),
-    (replace(RECOMPUTED, max_parts=2), "too_large", 2, "(activations that are computed twice still take 2.0 GiB an"),
     (
-        replace(RECOMPUTED, max_parts=4, may_change_precision=True),
+        replace(RECOMPUTED, max_microbatches=2),
+        "too_large",
+        2,
+        "(activations that are computed twice still take 2.0 GiB an",
+    ),
+    (
+        replace(RECOMPUTED, max_microbatches=4, may_change_precision=True),
         "bfloat16_and_activation_checkpointing",
         4,
         "an image 2.0 GiB in float32, need 21.0 GiB",
     ),
-    (replace(SHORT, max_parts=2, why_not_recomputed="so it is"), "too_large", 2, "are not computed twice: so it is)"),
+    (
+        replace(SHORT, max_microbatches=2, why_not_recomputed="so it is"),
+        "too_large",
+        2,
+        "are not computed twice: so it is)",
+    ),
     (
         replace(SHORT, image_bytes=40 * GIB, may_ask_to_recompute=True),
         "too_large",
@@ -135,7 +160,7 @@ FIT_CASES = [
     (replace(SHORT, fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
     # The precision was changed by an earlier attempt.
     (
-        replace(RECOMPUTED, max_parts=4, is_halved=True),
+        replace(RECOMPUTED, max_microbatches=4, is_halved=True),
         "bfloat16_and_activation_checkpointing",
         4,
         "as decided before the first step, and train.activation_checkpointing = 'on', by which a step takes longer and "
@@ -150,7 +175,7 @@ FIT_CASES = [
         "decided before the first step, need 20.0 GiB",
     ),
     (
-        replace(SHORT, is_halved=True, max_parts=1),
+        replace(SHORT, is_halved=True, max_microbatches=1),
         "too_large",
         1,
         "with train.mixed_precision = 'bfloat16', as decided before the first step, still need 36.0 GiB",
@@ -255,10 +280,10 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     assert never is not None and set(re.findall(r"`(\w+)`", never[1])) == ALL - reached
 
 
-@pytest.mark.parametrize(("facts", "choice", "num_parts", "words"), FIT_CASES)
-def test_memory(facts: MemoryFacts, choice: str, num_parts: int, words: str):
+@pytest.mark.parametrize(("facts", "choice", "num_microbatches", "words"), FIT_CASES)
+def test_memory(facts: MemoryFacts, choice: str, num_microbatches: int, words: str):
     found = fit(facts)
-    assert (found.choice, found.num_parts) == (choice, num_parts)
+    assert (found.choice, found.num_microbatches) == (choice, num_microbatches)
     assert (found.to_bfloat16, found.recomputes) == ("bfloat16" in choice, "activation_checkpointing" in choice)
     assert words in found.reason
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardmill.checksummed import with_checksum
 from shardmill.errors import CommitConflict, SecurityRefusal, StorageError
-from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
@@ -161,7 +161,7 @@ def test_a_marker_whose_names_leave_its_folder_is_refused(tiny_uri, models, path
     marker = newest(models) / MARKER
     body = json.loads(marker.read_bytes())["body"]
     body["files"][0]["path"] = path
-    marker.write_bytes(seal(json.dumps(body).encode()))
+    marker.write_bytes(with_checksum(json.dumps(body).encode()))
     with pytest.raises(SecurityRefusal, match="does not stay under its root"):
         train_here(tiny_uri, models, **CONFIG)
 

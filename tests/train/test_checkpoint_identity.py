@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.sealed import seal
 from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, newest
 from tests.train.training import Killed, Recorder, train_here
@@ -140,7 +140,7 @@ def test_what_makes_another_training_than_those_before_it_is_named():
 def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, models):
     marker = newest(models) / MARKER
     body = to_json(open_dataset(tiny_uri).pin)
-    marker.write_bytes(seal(body))
+    marker.write_bytes(with_checksum(body))
     with pytest.raises(UsageError, match="has another layout"):
         train_here(tiny_uri, models, **CONFIG)
     assert marker.exists()

@@ -1,4 +1,4 @@
-"""The device of each rank: made-up addresses through every launcher that gives some. No GPU is needed or used."""
+"""The device of each rank: synthetic addresses through every launcher that gives some. No GPU is needed or used."""
 
 from __future__ import annotations
 

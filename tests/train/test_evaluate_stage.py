@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardmill.checksummed import with_checksum
 from shardmill.dataset.maintenance.rollback import roll_back
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.reader import read_split
-from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset
@@ -47,7 +47,7 @@ class Trained:
     def put_result(self, pin: DatasetPin) -> None:
         task = WorkerTask(TrainConfig(), pin, str(self.folder / "models"), FOLDER, "")
         result = replace(result_of(task, World()), checkpoint="c", last_checkpoint="c", evaluation=self.recorded)
-        open_store(self.folder / "models").put(f"{FOLDER}/{RESULT}", seal(to_json(result)))
+        open_store(self.folder / "models").put(f"{FOLDER}/{RESULT}", with_checksum(to_json(result)))
 
     def evaluate(self, dataset_uri: str) -> Evaluated:
         return evaluate_on(str(self.folder / "models"), self.export, dataset_uri, is_new=False)

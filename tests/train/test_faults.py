@@ -25,12 +25,12 @@ from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
 from train.strategies import STRATEGIES
 from train.values import from_json
 
-HOROVODS_ECHO = STRATEGIES["horovod"].echo
-ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
+HOROVODS_SECONDARY = STRATEGIES["horovod"].secondary_error
+SECONDARY = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
 
 
 def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | None = None, **more) -> RankFault:
-    failure = failure_of(error, HOROVODS_ECHO) if error is not None else None
+    failure = failure_of(error, HOROVODS_SECONDARY) if error is not None else None
     return RankFault(kind, rank, "host a, pid 1", seen_seconds, failure=failure, **more)
 
 
@@ -38,12 +38,14 @@ def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | No
     ("faults", "rank"),
     [
         pytest.param(
-            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.KILLED, 1, 1.1)], 1, id="killed after its echo"
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, SECONDARY), fault(FaultKind.KILLED, 1, 1.1)],
+            1,
+            id="killed after its secondary error",
         ),
         pytest.param(
-            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.FAILED, 2, 1.2, ValueError("x"))],
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, SECONDARY), fault(FaultKind.FAILED, 2, 1.2, ValueError("x"))],
             2,
-            id="own error after its echo",
+            id="own error after its secondary error",
         ),
         pytest.param(
             [fault(FaultKind.FAILED, 2, 1.2, ValueError("x")), fault(FaultKind.FAILED, 1, 1.1, ValueError("y"))],
@@ -54,9 +56,9 @@ def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | No
             [fault(FaultKind.LAUNCHER, -1, 1.0), fault(FaultKind.KILLED, 1, 2.0)], 1, id="the launcher knows less"
         ),
         pytest.param(
-            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.LAUNCHER, -1, 1.5)],
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, SECONDARY), fault(FaultKind.LAUNCHER, -1, 1.5)],
             -1,
-            id="but more than an echo",
+            id="but more than a secondary error",
         ),
         pytest.param(
             [
@@ -73,13 +75,15 @@ def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | No
             id="a survivor that Gloo aborted",
         ),
         pytest.param(
-            [fault(FaultKind.COLLECTIVE, 1, 1.1, ECHO), fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO)], 0, id="echoes alone"
+            [fault(FaultKind.COLLECTIVE, 1, 1.1, SECONDARY), fault(FaultKind.COLLECTIVE, 0, 1.0, SECONDARY)],
+            0,
+            id="secondary errors alone",
         ),
     ],
 )
 def test_the_cause_is_chosen(faults, rank):
-    assert root_cause(faults, HOROVODS_ECHO).rank == rank
-    assert root_cause(reversed(faults), HOROVODS_ECHO).rank == rank
+    assert root_cause(faults, HOROVODS_SECONDARY).rank == rank
+    assert root_cause(reversed(faults), HOROVODS_SECONDARY).rank == rank
 
 
 def test_a_dead_rank_is_known_within_seconds_in_whatever_order_its_end_is_seen():
@@ -92,7 +96,7 @@ def test_a_dead_rank_is_known_within_seconds_in_whatever_order_its_end_is_seen()
         # The kernel closes its connection; who started it tells its exit; the others lose it in the middle of a sum.
         signs = [fault(FaultKind.KILLED, dead, chance.uniform(0, 2))]
         signs += [fault(FaultKind.KILLED, dead, chance.uniform(0, 2), returncode=-signal.SIGKILL)]
-        signs += [fault(FaultKind.COLLECTIVE, rank, chance.uniform(0, 30), ECHO) for rank in survivors]
+        signs += [fault(FaultKind.COLLECTIVE, rank, chance.uniform(0, 30), SECONDARY) for rank in survivors]
         signs += [fault(FaultKind.LAUNCHER, -1, chance.uniform(0, 30))] * chance.randrange(2)
         now, seen = 0.0, {}
         while not (seen and is_cause_known(seen.values(), now)):
@@ -101,7 +105,7 @@ def test_a_dead_rank_is_known_within_seconds_in_whatever_order_its_end_is_seen()
                 if now - TICK_SECONDS <= sign.seen_seconds < now:
                     seen[sign.rank] = merged(seen.get(sign.rank), sign)
             assert now < 10 - ABORT_SECONDS - 2.0
-        assert root_cause(seen.values(), HOROVODS_ECHO).rank == dead
+        assert root_cause(seen.values(), HOROVODS_SECONDARY).rank == dead
 
 
 def test_two_sights_of_one_end_become_one():
@@ -190,13 +194,13 @@ def test_the_place_is_the_users_own_line_and_not_where_a_library_raised(tmp_path
     assert ours is not None and "/pydantic/" in failure_of(ours).place
 
 
-def test_what_horovod_says_of_another_rank_is_an_echo_however_it_is_wrapped():
-    assert failure_of(ECHO, HOROVODS_ECHO).collective
+def test_what_horovod_says_of_another_rank_is_a_secondary_error_however_it_is_wrapped():
+    assert failure_of(SECONDARY, HOROVODS_SECONDARY).collective
     try:
         try:
-            raise ECHO
+            raise SECONDARY
         except RuntimeError as inner:
             raise ValueError("step failed") from inner
     except ValueError as outer:
-        assert failure_of(outer, HOROVODS_ECHO).collective
-    assert not failure_of(ValueError("connection to the database refused"), HOROVODS_ECHO).collective
+        assert failure_of(outer, HOROVODS_SECONDARY).collective
+    assert not failure_of(ValueError("connection to the database refused"), HOROVODS_SECONDARY).collective

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from shardmill.checksummed import checksum_file, with_checksum
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import SparkConfig
 from shardmill.options import NormalizeOptions
-from shardmill.sealed import seal, seal_file
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import write_checkpoint
@@ -56,7 +56,7 @@ def training(models: Path, number: int, *, result: bool = True, uses: str = "") 
             num_steps=1, seconds=1.0, images_per_second=1.0, time_shares=TimeShares(), final_loss_hex="0x0p+0",
             weights_sha256="", stopped_early=False, resumed_from=None, history=(), evaluation=None,
         )  # fmt: skip
-        store.put(f"{folder}/{RESULT}", seal(to_json(done)))
+        store.put(f"{folder}/{RESULT}", with_checksum(to_json(done)))
     age(models / folder, (100 - number) * _HOUR)
     return folder
 
@@ -66,7 +66,7 @@ def export(models: Path, number: int, training_dir: str = "") -> str:
     store, artifact = open_store(models), f"artifacts/{number:04d}"
     store.put(f"{artifact}/model.keras", b"model")
     record = ExportRecord(
-        created_at="", run_id="run", artifact_dir=artifact, files=(seal_file(f"{artifact}/model.keras", b"model"),),
+        created_at="", run_id="run", artifact_dir=artifact, files=(checksum_file(f"{artifact}/model.keras", b"model"),),
         keras_note="", model="m", class_names=("a",), normalize=NormalizeOptions(), normalization_fingerprint="",
         decoder_id="", channel_mean=(), channel_std=(), dataset=_PIN, content_digest="", layout_digest="",
         training_dir=training_dir, checkpoint="", weights_sha256="", training_evaluation=None, evaluation=None,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.checksummed import with_checksum
 from shardmill.errors import GateNotPassed, IntegrityError, UsageError
-from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
@@ -107,7 +107,7 @@ def candidate_damaged(models: Models) -> None:
 def other_layout(models: Models) -> None:
     candidate = models.export()
     written_by_another = b'{"attempt": "a", "record": {"export": 1, "colour": "blue"}}'
-    open_store(models.uri).put("current/00000001.json", seal(written_by_another))
+    open_store(models.uri).put("current/00000001.json", with_checksum(written_by_another))
     with pytest.raises(UsageError, match=f"another layout; .*promote {models.uri}@N"):
         models.promote(candidate)
     assert choose_export(models.uri, candidate.number, "run").current == candidate.number

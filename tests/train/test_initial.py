@@ -230,7 +230,7 @@ def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
     assert "(5,) in the model" in said["replaced"] and said["missing"] == ""
     found = read_initialized(open_store(tmp_path / "other"), "t")
     assert found is not None and found.num_loaded == said["loaded"]
-    # Held still, what was taken over is still there, bit by bit; the head is another one.
+    # Frozen, what was taken over is still there, bit by bit; the head is another one.
     old = load_arrays((models / first.checkpoint / WEIGHTS).read_bytes())
     new = load_arrays((tmp_path / "other" / result.checkpoint / rank_file(0)).read_bytes())
     assert len(new) == len(old) - 2 and all((a == b).all() for a, b in zip(old, new, strict=False))

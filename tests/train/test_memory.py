@@ -19,7 +19,7 @@ from tests.train.test_job import Recorder, tree_of
 from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.host_memory import free_bytes
-from train.planning.memory import Memory, images_at_once, look_at_memory, most_parts
+from train.planning.memory import Memory, images_at_once, look_at_memory, most_microbatches
 from train.planning.memory_record import MemoryRecord
 from train.planning.record import keep_plan
 from train.planning.trainings import TrainingChoice
@@ -53,7 +53,7 @@ def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, 
         train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory_budget_bytes=3 * GIB // 2), first)
     found = first.fields["memory"]
     parts = found["accumulation_steps"]
-    assert (found["choice"], found["mixed_precision"]) == ("parts", "off") and parts > 1 and 96 % parts == 0
+    assert (found["choice"], found["mixed_precision"]) == ("microbatches", "off") and parts > 1 and 96 % parts == 0
     assert torch_models.Roomy.most_images == 96 // parts
     assert "train.memory_budget_bytes has 1.5 GiB" in found["reason"]
 
@@ -127,16 +127,16 @@ def test_what_is_ample_is_not_measured(tiny_uri, tmp_path, choice_of):
 def test_images_and_parts_follow_from_the_config():
     three = TrainConfig(global_batch_size=64, num_streams=8, num_workers=3, strategy="torch_ddp")
     # Streams are shared 3, 3, 2, each with 8 images.
-    assert (images_at_once(three), most_parts(three)) == (24, 16)
+    assert (images_at_once(three), most_microbatches(three)) == (24, 16)
     local = three.model_copy(update={"strategy": "local_sgd"}).with_options(LocalSgdOptions(local_steps=4))
-    assert (images_at_once(local), most_parts(local)) == (6, 4)
+    assert (images_at_once(local), most_microbatches(local)) == (6, 4)
     mirrored = TrainConfig(num_workers=1, num_streams=8, global_batch_size=64, strategy="mirrored")
     mirrored = mirrored.with_options(MirroredOptions(num_devices=4))
-    assert (images_at_once(mirrored), most_parts(mirrored)) == (64, 16)
-    assert (images_at_once(mirrored, 4), most_parts(mirrored, 4)) == (16, 16)
-    assert most_parts(three.model_copy(update={"sync_batch_norm": True})) == 1
+    assert (images_at_once(mirrored), most_microbatches(mirrored)) == (64, 16)
+    assert (images_at_once(mirrored, 4), most_microbatches(mirrored, 4)) == (16, 16)
+    assert most_microbatches(three.model_copy(update={"sync_batch_norm": True})) == 1
     served = TrainConfig(global_batch_size=64, num_streams=8, strategy="parameter_server", num_workers=2)
-    assert (images_at_once(served), most_parts(served)) == (64, 1)
+    assert (images_at_once(served), most_microbatches(served)) == (64, 1)
 
 
 def test_a_container_has_what_its_group_still_may_use(tmp_path):

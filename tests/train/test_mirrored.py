@@ -71,7 +71,7 @@ def test_devices_that_are_not_there_are_refused(tiny_uri, tmp_path):
     with pytest.raises(UsageError, match=r"mirrored.num_devices = 9 with train.global_batch_size = 8; .* = 8 or less"):
         check_terms(TrainConfig(**small).with_options(MirroredOptions(num_devices=9)), SparkConfig())
     with pytest.raises(
-        UsageError, match=r"the 8 devices of train.mirrored.num_devices = 0 with .* in 2 parts; .* set .* = 4 or"
+        UsageError, match=r"the 8 devices of train.mirrored.num_devices = 0 with .* in 2 microbatches; .* set .* = 4 or"
     ):
         check_rows(TrainConfig(**small, accumulation_steps=2), 8)
     # TensorFlow runs in this process, and has the devices that it was started with.

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
+from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
 from shardmill.reader import read_split
-from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export
@@ -199,7 +199,7 @@ def test_rollbacks_go_back_from_what_was_chosen_after_a_rollback(promoted):
 
 def test_a_pointer_of_another_version_is_no_damage(promoted):
     store = open_store(promoted)
-    store.put(f"{CURRENT}/00000004.json", seal(b'{"attempt": "a", "record": {"export": 2, "colour": "blue"}}'))
+    store.put(f"{CURRENT}/00000004.json", with_checksum(b'{"attempt": "a", "record": {"export": 2, "colour": "blue"}}'))
     candidate = read_export(promoted, 1)
     asks = (
         lambda: current_export(promoted),
@@ -216,7 +216,7 @@ def test_a_pointer_of_another_version_is_no_damage(promoted):
 
 def test_an_export_of_another_version_is_no_damage(promoted, tiny_uri):
     candidate = put_export(promoted, tiny_uri)
-    open_store(promoted).put("exports/00000003.json", seal(b'{"attempt": "a", "record": {"colour": "blue"}}'))
+    open_store(promoted).put("exports/00000003.json", with_checksum(b'{"attempt": "a", "record": {"colour": "blue"}}'))
     with pytest.raises(UsageError, match=r"exports/00000003.json has another layout"):
         promote_export(promoted, candidate, GateConfig(min_accuracy=0.0), "run")
     choose_export(promoted, candidate.number, "run")

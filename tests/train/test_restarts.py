@@ -155,11 +155,15 @@ def test_what_a_restart_cannot_cure_is_raised_at_once():
     ],
 )
 def test_only_ranks_that_something_outside_took_away_are_lost(kind, more, is_lost):
-    echo = STRATEGIES["horovod"].echo
+    secondary = STRATEGIES["horovod"].secondary_error
     survivor = RankFault(
-        FaultKind.COLLECTIVE, 0, "host a", 0.5, failure=failure_of(RuntimeError("Connection closed by peer"), echo)
+        FaultKind.COLLECTIVE,
+        0,
+        "host a",
+        0.5,
+        failure=failure_of(RuntimeError("Connection closed by peer"), secondary),
     )
-    error = error_of_all([survivor, RankFault(kind, 1, "host b", 1.0, "what", Cursor(0, 3), **more)], echo)
+    error = error_of_all([survivor, RankFault(kind, 1, "host b", 1.0, "what", Cursor(0, 3), **more)], secondary)
     assert isinstance(error, RankLost) == is_lost
     if isinstance(error, RankLost):
         assert (error.ranks, error.last_step) == (frozenset({1}), Cursor(0, 3))

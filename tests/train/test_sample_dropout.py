@@ -122,8 +122,8 @@ def test_a_sample_keeps_its_mask_in_any_batch(name):
     rows = np.array([4, 1, 5, 0, 3, 2])
     names = ("images_NHWC", "labels_N", "weights_N", "sample_ids_N")
     shuffled = replace(batch, **{each: getattr(batch, each)[rows] for each in names})
-    in_parts = learner(name, SMOOTH_MODEL[name], seed=3, accumulation_steps=4).gradients(shuffled, 6, 1.0)
-    for expected, found in zip(whole, in_parts, strict=True):
+    accumulated = learner(name, SMOOTH_MODEL[name], seed=3, accumulation_steps=4).gradients(shuffled, 6, 1.0)
+    for expected, found in zip(whole, accumulated, strict=True):
         np.testing.assert_allclose(np.array(found), expected, rtol=1e-4, atol=1e-6)
     # And another one in another epoch.
     *_, (loss, _) = one.gradients(replace(batch, epoch=1), 6, 1.0)

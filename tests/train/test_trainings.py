@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
-from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
 from train.backends.backend import InputScale, model_spec
@@ -183,7 +183,7 @@ def test_a_result_with_any_bit_flipped_is_refused_and_never_trained_again(finish
 def test_a_result_whose_paths_lead_elsewhere_is_refused(finished, tmp_path, change, error):
     body = json.loads(result_file(finished).read_bytes())["body"]
     folder = body["training_dir"]
-    open_store(tmp_path).put(f"{folder}/{RESULT}", seal(json.dumps({**body, **change}).encode()))
+    open_store(tmp_path).put(f"{folder}/{RESULT}", with_checksum(json.dumps({**body, **change}).encode()))
     with pytest.raises(error):
         read_result(open_store(tmp_path), folder)
 

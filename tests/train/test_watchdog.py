@@ -22,7 +22,7 @@ from shardmill.values import DatasetPin
 from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
-from train.launching.keeper_messages import RankExit
+from train.launching.agent_messages import RankExit
 from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.launching.watchdog import Watchdog

@@ -78,7 +78,7 @@ def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
     return ModelSpec(shape_HWC, labels, scale, weights, steps_per_epoch)
 
 
-def made_up_batch(spec: ModelSpec, num_rows: int) -> Batch:
+def synthetic_batch(spec: ModelSpec, num_rows: int) -> Batch:
     """(num_rows, H, W, C) random bytes, with labels as the model learns them; for steps that are only measured."""
     rng = np.random.default_rng(0)
     images_NHWC = rng.integers(0, 256, (num_rows, *spec.image_shape_HWC), dtype=np.uint8)
@@ -203,7 +203,7 @@ class Learner(Protocol):
         """From here on they change it, and the optimizer begins anew.
 
         Adam corrects its means by the number of steps: with that of the first epochs and without their gradients it
-        would change what was held still several times as fast as the learning rate says.
+        would change what was frozen several times as fast as the learning rate says.
         """
         ...
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from shardmill.checksummed import ChecksummedFile, check_relative_path, read_checksummed, verified_body
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.sealed import SealedFile, check_relative_path, read_sealed, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.checkpoints.attempts import Attempt
@@ -66,7 +66,7 @@ class CheckpointMarker:
     global_step: int
     """Steps done since the training began, over all epochs."""
     progress: Progress
-    files: tuple[SealedFile, ...]
+    files: tuple[ChecksummedFile, ...]
     """Their paths are relative to the checkpoint's folder."""
 
 
@@ -82,7 +82,7 @@ class FoundCheckpoint:
         listed = next((file for file in self.marker.files if file.path == name), None)
         if listed is None:
             raise IntegrityError(f"checkpoint {self.path} has no {name}", "expected it in its marker", _DAMAGED)
-        return read_sealed(store, listed, self.path)
+        return read_checksummed(store, listed, self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def delete_older(folder: CheckpointFolder, keep: str) -> None:
 def _read_marker(store: Store, path: str) -> CheckpointMarker:
     where = join_uri(store.uri, f"{path}/{MARKER}")
     try:
-        body = unseal(store.read(f"{path}/{MARKER}"), where)
+        body = verified_body(store.read(f"{path}/{MARKER}"), where)
     except FileNotFoundError:
         raise IntegrityError(
             f"{path} has no {MARKER}",

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
+from shardmill.checksummed import ChecksummedFile, checksum_file, with_checksum
 from shardmill.errors import StorageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
-from shardmill.sealed import SealedFile, seal, seal_file
 from shardmill.storage import Store
 from train.activities import Activity, during, waiting
 from train.checkpoints.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
@@ -195,13 +195,13 @@ class CheckpointWriter:
             self._activity = activity
             self._changed.notify_all()
 
-    def _publish(self, moment: Moment, files: tuple[SealedFile, ...]) -> str:
+    def _publish(self, moment: Moment, files: tuple[ChecksummedFile, ...]) -> str:
         """-> why not, or ''. Raises CommitConflict if a newer attempt has begun."""
         marker = CheckpointMarker(moment.identity, moment.world_size, moment.global_step, moment.progress, files)
         try:
             self._folder.attempt.check()
             failpoint("checkpoint_marker")
-            self._folder.store.put(f"{moment.path}/{MARKER}", seal(to_json(marker)))
+            self._folder.store.put(f"{moment.path}/{MARKER}", with_checksum(to_json(marker)))
         except StorageError as error:
             return str(error)
         failpoint("checkpoint_done")
@@ -215,7 +215,7 @@ class CheckpointWriter:
 class _Stored:
     """What one rank has stored of a checkpoint, or why it could not."""
 
-    files: tuple[SealedFile, ...]
+    files: tuple[ChecksummedFile, ...]
     problem: str = ""
 
 
@@ -226,7 +226,7 @@ def _stored(store: Store, moment: Moment) -> _Stored:
             data = dump_arrays(arrays)
             failpoint("checkpoint_file")
             store.put(f"{moment.path}/{name}", data)
-            written.append(seal_file(name, data))
+            written.append(checksum_file(name, data))
     except StorageError as error:
         return _Stored((), str(error))
     return _Stored(tuple(written))

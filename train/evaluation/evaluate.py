@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.sealed import seal
+from shardmill.checksummed import with_checksum
 from shardmill.storage import Store
 from shardmill.values import Batch, LabelKind
 from train.labels import LabelSpec
+from train.metrics import METRICS
+from train.metrics.metrics import Exchange, Metrics
 from train.records import read_if_whole
-from train.tallies import TALLIES
-from train.tallies.tally import Exchange, Tally
 from train.values import CONFUSION, Confusion, Evaluation, to_json
 
 # Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
@@ -55,9 +55,9 @@ def scores_by(outputs: Outputs, kind: LabelKind, are_logits: bool) -> Scores:
     return lambda images_NHWC: scores_of(kind, outputs(images_NHWC), are_logits)
 
 
-def tally_of(labels: LabelSpec) -> Tally:
-    """An empty tally for labels of that kind."""
-    return TALLIES[labels.kind](labels)
+def metrics_of(labels: LabelSpec) -> Metrics:
+    """An empty metrics for labels of that kind."""
+    return METRICS[labels.kind](labels)
 
 
 def evaluate_batches(
@@ -67,10 +67,10 @@ def evaluate_batches(
 
     Raises TrainingError if an output is not a number.
     """
-    tally = tally_of(labels)
+    metrics = metrics_of(labels)
     for batch in batches:
-        tally.add(scores(batch.images_NHWC), batch)
-    return tally.evaluation(split, exchange)
+        metrics.add(scores(batch.images_NHWC), batch)
+    return metrics.evaluation(split, exchange)
 
 
 def evaluation_section(evaluation: Evaluation | None) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ def evaluation_section(evaluation: Evaluation | None) -> dict[str, Any] | None:
 
 def write_confusion(store: Store, training_dir: str, confused: Confusion) -> None:
     """In a file of its own: it grows with the square of the number of classes."""
-    store.put(f"{training_dir}/{CONFUSION}", seal(to_json(confused)))
+    store.put(f"{training_dir}/{CONFUSION}", with_checksum(to_json(confused)))
 
 
 def read_confusion(store: Store, training_dir: str) -> Confusion | None:

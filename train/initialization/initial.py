@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from shardmill.checksummed import checksum_file
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.sealed import seal_file
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.config import SHA256_OF_FILE, TrainConfig
@@ -89,7 +89,7 @@ class InitialFile:
 
     def read_digest(self) -> str:
         """SHA-256 of its bytes. Raises as `check` does."""
-        return seal_file(self.uri, self.read()).sha256
+        return checksum_file(self.uri, self.read()).sha256
 
     def _place(self) -> tuple[Store, str]:
         folder, _, name = self.uri.rpartition("/")
@@ -186,7 +186,7 @@ def read_pinned(config: TrainConfig) -> tuple[InitialFile, bytes]:
     """The file and its bytes. Raises IntegrityError if they are not those that the driver hashed."""
     file = find_initial(config)
     data = file.read()
-    digest = seal_file(file.uri, data).sha256
+    digest = checksum_file(file.uri, data).sha256
     if digest != file.sha256:
         raise IntegrityError(
             f"{file.uri} has SHA-256 {digest}",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardmill.checksummed import with_checksum
 from shardmill.jobs.observer import WARNING
-from shardmill.sealed import seal
 from shardmill.storage import Store
 from train.activities import Activity, during
 from train.initialization.initial import InitialFile, read_pinned
@@ -39,7 +39,7 @@ def initialize(session: Session) -> None:
     match = match_weights(named.arrays, given, named.head, file.uri, other_classes=other_classes)
     named.assign(match.arrays)
     found = match.initialized(file.uri, named.arrays)
-    session.checkpoints.store.put(f"{session.task.training_dir}/{INITIALIZED}", seal(to_json(found)))
+    session.checkpoints.store.put(f"{session.task.training_dir}/{INITIALIZED}", with_checksum(to_json(found)))
     fields: dict[str, str | int | float] = {
         "source": found.source,
         "loaded": found.num_loaded,

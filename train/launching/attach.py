@@ -23,13 +23,13 @@ from shardmill.jobs.ending import error_line, exit_code_of, print_error
 from shardmill.jobs.process import one_of_a_job, python_path, why_ended
 from train.config import TrainConfig
 from train.launching import Launcher
+from train.launching.agent import keep_rank, rank_processes
 from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_messages import Begin, Ended, Stop
 from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import host_of_rank_0, loopback_warning
 from train.launching.devices import device_environment
 from train.launching.environments import find_place
-from train.launching.keeper import keep_rank, rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog

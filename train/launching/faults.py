@@ -33,7 +33,7 @@ class FaultKind(StrEnum):
     LAUNCHER = "launcher"
     """What started the ranks reports a failure, most often without its cause."""
     COLLECTIVE = "collective"
-    """A survivor's "connection closed": an echo of another rank's fault."""
+    """A survivor's "connection closed": a secondary error of another rank's fault."""
 
 
 # A rank that ended so is lost; the work can go on without it.
@@ -42,10 +42,12 @@ LOSSES = {FaultKind.KILLED, FaultKind.SILENT, FaultKind.STALLED}
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
 RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
 
-# The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
-# ("connection closed") have arrived so far, the cause itself does within the longer one.
+# The first fault need not be the cause. Other faults of the same cause arrive within this time; if only secondary
+# errors
+# ("connection closed") have arrived so far, the cause
+# itself arrives within the longer one.
 GRACE_SECONDS = 1.0
-ECHO_GRACE_SECONDS = 4.0
+SECONDARY_GRACE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +109,19 @@ class RankLost(TrainingError):
     """What the rank that was the cause had done."""
 
 
-def failure_of(error: BaseException, echo: re.Pattern[str] | None = None) -> Failure:
-    """What a rank sends to its driver when its function raises. `echo`: that of the strategy, if it has peers."""
+def failure_of(error: BaseException, secondary: re.Pattern[str] | None = None) -> Failure:
+    """What a rank sends to its driver when its function raises. `secondary`: `Strategy.secondary_error`."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
     place = line_of_user(error) or _last_line_of(error)
     if isinstance(error, ShardmillError):
         # Other errors of ours are about data or config: a store's "connection reset" says nothing of another rank.
-        collective = isinstance(error, TrainingError) and _is_echo(error, echo)
+        collective = isinstance(error, TrainingError) and _is_secondary(error, secondary)
         return Failure(
             type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail, place
         )
     what, code = message_of(error), TrainingError.exit_code
-    return Failure(type(error).__name__, what, "", "", code, _is_echo(error, echo), tail, place)
+    return Failure(type(error).__name__, what, "", "", code, _is_secondary(error, secondary), tail, place)
 
 
 def merged(older: RankFault | None, newer: RankFault) -> RankFault:
@@ -141,30 +143,30 @@ def is_cause_known(faults: Collection[RankFault], now: float) -> bool:
     """Whether all that could be the cause of the others, of which there is one, has been seen by `now`."""
     first_seconds = min(fault.seen_seconds for fault in faults)
     has_cause = any(RANK_OF_KIND[fault.kind] == 0 for fault in faults)
-    return now - first_seconds > (GRACE_SECONDS if has_cause else ECHO_GRACE_SECONDS)
+    return now - first_seconds > (GRACE_SECONDS if has_cause else SECONDARY_GRACE_SECONDS)
 
 
-def root_cause(faults: Iterable[RankFault], echo: re.Pattern[str]) -> RankFault:
-    """The earliest fault that can be a cause; else what the launcher reports; else the earliest echo.
+def root_cause(faults: Iterable[RankFault], secondary: re.Pattern[str]) -> RankFault:
+    """The earliest fault that can be a cause; else what the launcher reports; else the earliest secondary error.
 
-    `echo`: `Strategy.echo`, by which a survivor's last words are told from a cause.
+    `secondary`: `Strategy.secondary_error`, by which a survivor's last words are told from a cause.
     """
     return min(
-        (_reclassified(fault, echo) for fault in faults),
+        (_reclassified(fault, secondary) for fault in faults),
         key=lambda fault: (RANK_OF_KIND[fault.kind], fault.seen_seconds),
     )
 
 
-def error_of_all(faults: Collection[RankFault], echo: re.Pattern[str]) -> ShardmillError:
+def error_of_all(faults: Collection[RankFault], secondary: re.Pattern[str]) -> ShardmillError:
     """The error of the root cause; a RankLost if what is left could go on."""
-    cause = root_cause(faults, echo)
+    cause = root_cause(faults, secondary)
     error = error_of(cause)
     if not _is_loss(cause) and cause.kind is not FaultKind.COLLECTIVE:
         return error
     lost = RankLost(*(getattr(error, part) for part in ("what", "expected", "fix")))
     for note in getattr(error, "__notes__", ()):
         lost.add_note(note)
-    lost.ranks = frozenset(each.rank for each in faults if each.rank >= 0 and _is_loss(_reclassified(each, echo)))
+    lost.ranks = frozenset(each.rank for each in faults if each.rank >= 0 and _is_loss(_reclassified(each, secondary)))
     lost.last_step = cause.last_step
     return lost
 
@@ -190,16 +192,16 @@ def _is_loss(fault: RankFault) -> bool:
     return fault.kind in LOSSES and not ended_itself
 
 
-def _reclassified(fault: RankFault, echo: re.Pattern[str]) -> RankFault:
+def _reclassified(fault: RankFault, secondary: re.Pattern[str]) -> RankFault:
     # Gloo may also end a survivor with an uncaught C++ exception: it dies of SIGABRT, and stderr holds the text.
-    if fault.kind is FaultKind.KILLED and echo.search(fault.output_tail) and fault.returncode == -signal.SIGABRT:
+    if fault.kind is FaultKind.KILLED and secondary.search(fault.output_tail) and fault.returncode == -signal.SIGABRT:
         return replace(fault, kind=FaultKind.COLLECTIVE)
     return fault
 
 
-def _is_echo(error: BaseException | None, echo: re.Pattern[str] | None) -> bool:
-    while echo is not None and error is not None:
-        if echo.search(f"{type(error).__name__}: {error}"):
+def _is_secondary(error: BaseException | None, secondary: re.Pattern[str] | None) -> bool:
+    while secondary is not None and error is not None:
+        if secondary.search(f"{type(error).__name__}: {error}"):
             return True
         error = error.__cause__ or error.__context__
     return False

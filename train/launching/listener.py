@@ -1,4 +1,4 @@
-"""The driver's listening socket: authenticates connections, and keeps those of this job's ranks and keepers.
+"""The driver's listening socket: authenticates connections, and keeps those of this job's ranks and agents.
 
 Anyone who reaches the port can connect. A connection has one deadline for the whole handshake and takes one of a
 bounded number of pending places. It cannot keep ranks out: not by silence, not by connecting often, not by using up
@@ -26,7 +26,7 @@ RETRY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message from a rank or its keeper."""
+    """A message from a rank or its agent."""
 
     role: str
     rank: int

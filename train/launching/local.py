@@ -7,8 +7,8 @@ import os
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.launching import Launcher
+from train.launching.agent import rank_processes
 from train.launching.devices import device_environment
-from train.launching.keeper import rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog

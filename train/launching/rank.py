@@ -122,7 +122,7 @@ def _outcome(work: Callable[[], TrainResult], task: WorkerTask) -> Finished | St
         return Stopped(str(stopped))
     except BaseException as error:
         # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
-        return failure_of(error, STRATEGIES[task.config.strategy].echo)
+        return failure_of(error, STRATEGIES[task.config.strategy].secondary_error)
 
 
 def _work(

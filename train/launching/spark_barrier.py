@@ -17,8 +17,8 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.spark import spark_context
 from train.launching import Launcher
+from train.launching.agent import keep_rank
 from train.launching.faults import FIX
-from train.launching.keeper import keep_rank
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.spark_addresses import driver_addresses

@@ -19,12 +19,12 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
+from train.launching.agent_messages import Output, RankExit
 from train.launching.deadlines import Deadlines, RankState
 from train.launching.exchanges import Exchange, ExchangeAssembler
 from train.launching.faults import FaultKind, RankFault, error_of_all, is_cause_known, merged, root_cause
-from train.launching.keeper_messages import Output, RankExit
 from train.launching.listener import RankListener, Received
-from train.launching.losses import Losses
+from train.launching.lost_ranks import LostRanks
 from train.launching.stop_point import Begun, Hold, StopAfter, StopAgreement, Stopped
 from train.launching.wire import (
     ADDRESS_VARIABLE,
@@ -78,7 +78,7 @@ class Watchdog:
         self._exited: set[int] = set()
         """Ranks whose processes have ended, as those tell who started them."""
         may_lose = STRATEGIES[task.config.strategy].may_lose(task.config)
-        self._losses = Losses(self._ranks, may_lose, observer)
+        self._lost_ranks = LostRanks(self._ranks, may_lose, observer)
         self._steps = StepAssembler(len(self._loops) - len(may_lose))
         self._exchanges = ExchangeAssembler(len(self._ranks))
         self._stop = StopAgreement()
@@ -104,11 +104,11 @@ class Watchdog:
 
     def report_exit(self, rank: int, note: RankExit) -> None:
         """A launcher in this process saw the process of `rank` end. From any thread."""
-        self._inbox.put(Received("keeper", rank, note, time.monotonic()))
+        self._inbox.put(Received("agent", rank, note, time.monotonic()))
 
     def report_output(self, rank: int, text: str) -> None:
         """A launcher in this process read what the process of `rank` printed. From any thread."""
-        self._inbox.put(Received("keeper", rank, Output(text), time.monotonic()))
+        self._inbox.put(Received("agent", rank, Output(text), time.monotonic()))
 
     def report_launcher_failure(self, what: str, output_tail: str = "") -> None:
         """What should start the ranks failed as a whole. From any thread."""
@@ -122,7 +122,7 @@ class Watchdog:
         """
         with stopping_in_order(self._task.config.watch.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
-            while not self._losses.is_over(time.monotonic()):
+            while not self._lost_ranks.is_over(time.monotonic()):
                 try:
                     received = self._inbox.get(timeout=TICK_SECONDS)
                 except queue.Empty:
@@ -174,11 +174,11 @@ class Watchdog:
             fault if fault.rank < 0 else replace(fault, last_step=self._ranks[fault.rank].last_step)
             for fault in self._faults.values()
         ]
-        echo = STRATEGIES[self._task.config.strategy].echo
-        cause = root_cause(faults, echo)
+        secondary = STRATEGIES[self._task.config.strategy].secondary_error
+        cause = root_cause(faults, secondary)
         fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
         self._observer.event("rank_failed", fields)
-        return error_of_all(faults, echo)
+        return error_of_all(faults, secondary)
 
     def _stop_ranks(self) -> None:
         """Ask all ranks to stop, and tell them after which step when all have answered."""
@@ -187,7 +187,7 @@ class Watchdog:
             self._observer.event("stopping", {"rank": 0, "reason": "SIGTERM"})
             self._listener.send_to_all(Hold())
         # One that is away may never answer; when it wakes, it finds both messages in its connection.
-        answering = [rank for rank in self._loops if not rank.is_done and not self._losses.is_away(rank.number)]
+        answering = [rank for rank in self._loops if not rank.is_done and not self._lost_ranks.is_away(rank.number)]
         last = self._stop.agreed({rank.number for rank in answering})
         if last is not None:
             self._listener.send_to_all(StopAfter(last))
@@ -239,7 +239,7 @@ class Watchdog:
                 self._deadlines.progress(rank, received.seen_seconds)
                 for each in (rank, *self._serving):
                     each.last_step = Cursor(report.epoch, report.step)
-                if not self._losses.may_lose(received.rank) and (step := self._steps.add(report)) is not None:
+                if not self._lost_ranks.may_lose(received.rank) and (step := self._steps.add(report)) is not None:
                     self._observer.step(step)
             case Event(name, fields):
                 self._deadlines.progress(rank, received.seen_seconds)
@@ -267,7 +267,7 @@ class Watchdog:
             case None if received.role == "rank":
                 rank.is_connected = False
                 self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
-        self._losses.progressed(rank)
+        self._lost_ranks.progressed(rank)
 
     def _pass_on(self, given: Exchange, rank: RankState, seen_seconds: float) -> None:
         """To all, when the last rank has given its part."""
@@ -281,7 +281,7 @@ class Watchdog:
 
     def _record_fault(self, fault: RankFault) -> None:
         is_known = fault.rank in self._faults
-        if fault.rank >= 0 and not is_known and self._losses.takes(self._ranks[fault.rank], fault):
+        if fault.rank >= 0 and not is_known and self._lost_ranks.takes(self._ranks[fault.rank], fault):
             return
         if fault.rank < 0 or not self._ranks[fault.rank].is_done:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)

@@ -27,10 +27,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shardmill.jobs.observer import FieldValue
 from train.activities import Activity
 from train.launching.activity_clock import ActivityClock, Timed
+from train.launching.agent_messages import Output, RankExit
 from train.launching.attach_messages import Admitted, AttachMessage
 from train.launching.exchanges import Exchange, Exchanged
 from train.launching.faults import Failure
-from train.launching.keeper_messages import Output, RankExit
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.values import StepReport, TrainResult
 
@@ -58,9 +58,9 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a rank, of its keeper (it started the rank and sees its exit), or to the gate of rank 0."""
+    """First message of a rank, of its agent (it started the rank and sees its exit), or to the gate of rank 0."""
 
-    role: Literal["rank", "keeper", "attached"]
+    role: Literal["rank", "agent", "attached"]
     rank: int
     host: str
     pid: int
@@ -127,7 +127,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Driver to rank or keeper: end at once."""
+    """Driver to rank or agent: end at once."""
 
     kind: Literal["abort"] = "abort"
 
@@ -259,7 +259,7 @@ def is_proof(token: str, role: str, nonce: str, proof: str) -> bool:
 
 
 def call_driver(
-    address: str, token: str, role: Literal["rank", "keeper"], rank: int, pid: int
+    address: str, token: str, role: Literal["rank", "agent"], rank: int, pid: int
 ) -> tuple[Connection, Welcome]:
     """Connect to the driver at `host:port` and introduce this process. Raises OSError or ProtocolError."""
     host, _, port = address.rpartition(":")

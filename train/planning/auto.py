@@ -84,9 +84,10 @@ def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
 
 
 def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
-    """Whether so many own equally many streams, and each enough for its parts of a step."""
+    """Whether so many own equally many streams, and each enough for its microbatches."""
     config = config.model_copy(update={"num_streams": config.num_streams_at(num_ranks)})
-    is_enough = config.num_parts * config.options(LocalSgdOptions).local_steps <= config.smallest_share(num_ranks)
+    num_steps = config.options(LocalSgdOptions).local_steps
+    is_enough = config.num_microbatches * num_steps <= config.smallest_share(num_ranks)
     return config.num_streams % num_ranks == 0 and is_enough
 
 

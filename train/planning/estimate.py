@@ -14,10 +14,10 @@ from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
 from train.planning.exchange import ExchangeFacts, Weighed, weigh
-from train.planning.fit import Fit, decided, size_of
 from train.planning.host_memory import Limit, limit_of, ranks_here
 from train.planning.make import plan_training
 from train.planning.memory import Memory, measured
+from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe

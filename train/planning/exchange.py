@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardmill.jobs.observer import FieldValue
-from train.planning.fit import size_of
+from train.planning.memory_fit import size_of
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
 
@@ -42,7 +42,7 @@ EXCHANGE_RULES = (
     ExchangeRule(
         "exchange_large",
         lambda facts: True,
-        "kept, as every step exchanges once, in however many parts it is computed, and what would help is for you to "
+        "kept: a step exchanges once, however many microbatches it has. What would help is for you to "
         "decide: fewer ranks (now {num_ranks}), or another training with a larger train.global_batch_size or with "
         "train.local_sgd.local_steps",
     ),

@@ -15,8 +15,8 @@ from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.state import WEIGHTS
 from train.config import TrainConfig
 from train.launching.devices import gpus_here
-from train.planning.fit import Fit, MemoryFacts, decided, fit, size_of
 from train.planning.host_memory import Limit, limit_of, ranks_here
+from train.planning.memory_fit import Fit, MemoryFacts, decided, fit, size_of
 from train.planning.memory_record import MemoryRecord
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.strategies import STRATEGIES, shares_streams, streams_per_rank
@@ -41,7 +41,7 @@ WindowBytes = Callable[[TrainConfig], int]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A config in which parts, precision and activation checkpointing are chosen."""
+    """A config in which microbatches, precision and activation checkpointing are chosen."""
 
     config: TrainConfig
     fit: Fit | None
@@ -75,7 +75,7 @@ class Memory:
     """See `Fitted`."""
 
     def fitted(self, config: TrainConfig) -> Fitted:
-        """`config` with the parts that so many ranks need."""
+        """`config` with the microbatches that so many ranks need."""
         if self.record is None:
             available = _available(self.limit, config, self.spark) if self.limit else ""
             return Fitted(decided(config, 1, to_bfloat16=False), None, available, self.ample(config))
@@ -83,7 +83,7 @@ class Memory:
         # What was decided first stays: the precision decides the numbers.
         found = fit(replace(facts, may_change_precision=False))
         to_bfloat16, recomputes = self.record.to_bfloat16, found.recomputes
-        config = decided(config, found.num_parts, to_bfloat16=to_bfloat16, recomputes=recomputes)
+        config = decided(config, found.num_microbatches, to_bfloat16=to_bfloat16, recomputes=recomputes)
         return Fitted(config, found, _available(self.record, config, self.spark))
 
 
@@ -124,14 +124,14 @@ def model_size(store: Store, checkpoint: str) -> str:
 
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
-    """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in parts."""
+    """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in microbatches."""
     per_stream = config.global_batch_size // config.num_streams
     of_update = -(-streams_per_rank(config) * per_stream // config.options(LocalSgdOptions).local_steps)
     return -(-of_update // max(1, num_gpus))
 
 
-def most_parts(config: TrainConfig, num_gpus: int = 0) -> int:
-    """In how many parts a step can be computed on every rank, with an image for each of its devices."""
+def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
+    """In how many microbatches a step can be computed on every rank, with an image for each of its devices."""
     if not shares_streams(config) or config.sync_batch_norm:
         return 1
     fewest_streams = min(len(config.streams_of(rank, config.num_workers)) for rank in range(config.num_workers))
@@ -210,10 +210,10 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
     in_host = 0 if record.on_gpu else window_bytes + config.prefetch_bytes
     is_spread = record.on_gpu and STRATEGIES[config.strategy].devices_per_rank == "all"
     num_gpus = len(gpus_here(config, config.backend)) if is_spread else 0
-    num_images, parts = images_at_once(config, num_gpus), most_parts(config, num_gpus)
+    num_images, microbatches = images_at_once(config, num_gpus), most_microbatches(config, num_gpus)
     if config.accumulation_steps:
         # Set: only the precision is left to choose.
-        num_images, parts = -(-num_images // config.accumulation_steps), 1
+        num_images, microbatches = -(-num_images // config.accumulation_steps), 1
     may_recompute = config.activation_checkpointing == "auto"
     recomputed_image_bytes = record.recomputed_image_bytes if may_recompute else 0
     # The first world size may have fitted without it, and then it was not looked at.
@@ -225,7 +225,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
         fixed_bytes=record.fixed_bytes + in_host,
         image_bytes=record.image_bytes,
         num_images=num_images,
-        max_parts=parts,
+        max_microbatches=microbatches,
         may_change_precision=config.mixed_precision == "auto",
         is_halved=record.to_bfloat16 and config.mixed_precision in ("auto", "bfloat16"),
         recomputed_fixed_bytes=record.recomputed_fixed_bytes + in_host,

@@ -15,7 +15,7 @@ from shardmill.values import DatasetPin
 from train.backends import BACKENDS
 from train.backends.backend import model_spec
 from train.config import TrainConfig
-from train.evaluation.evaluate import scores_by, tally_of
+from train.evaluation.evaluate import metrics_of, scores_by
 from train.labels import LabelSpec
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask
@@ -187,14 +187,14 @@ def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset)
     """-> seconds that compilation added to the first batch, seconds of all batches of the rank."""
     plan = plan_evaluation(dataset, config, "validation")
     labels = LabelSpec.of(dataset.manifest)
-    tally, scores_of = tally_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
+    metrics, scores_of = metrics_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
     seconds = []
     with read_batches(
         dataset, plan, streams=config.streams_of(0, config.num_workers), options=reader_options(config)
     ) as batches:
         before = time.perf_counter()
         for batch in batches:
-            tally.add(scores_of(batch.images_NHWC), batch)
+            metrics.add(scores_of(batch.images_NHWC), batch)
             after = time.perf_counter()
             seconds.append(after - before)
             before = after

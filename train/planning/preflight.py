@@ -161,7 +161,7 @@ def _check_batch_norm(config: TrainConfig) -> None:
     if config.accumulation_steps > 1:
         raise UsageError(
             f"train.sync_batch_norm = true with train.accumulation_steps = {config.accumulation_steps}",
-            "a part of a batch does not know the moments of those after it",
+            "a microbatch does not know the moments of those after it",
             "set train.accumulation_steps = 1, or train.sync_batch_norm = false",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardmill.sealed import seal
+from shardmill.checksummed import with_checksum
 from shardmill.section import Section
 from shardmill.storage import Store
 from train.planning.memory_record import MemoryRecord
@@ -82,4 +82,4 @@ def keep_plan(store: Store, training_dir: str, plan: TrainingPlan, spark: SparkC
     # The reasons of the first attempt hold as long as its decisions do.
     told = {name: getattr(now, name) for name in ("ranks_reason", "strategy_reason", "launcher_reason", "decisions")}
     if before is None or before.model_copy(update=told) != now:
-        store.put(f"{training_dir}/{PLAN}", seal(now.model_dump_json().encode()))
+        store.put(f"{training_dir}/{PLAN}", with_checksum(now.model_dump_json().encode()))

@@ -24,8 +24,8 @@ from train.checkpoints.checkpoint import complete_checkpoints
 from train.initialization.initial import check_initial, pinned
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
-from train.planning.fit import decided
 from train.planning.make import plan_training
+from train.planning.memory_fit import decided
 from train.planning.preflight import check_trainable
 from train.reporting.observer import GlobalStep
 from train.strategies.options import silos_of
@@ -36,7 +36,7 @@ from train.tree import TrainTree
 def rehearse(tree: TrainTree) -> str:
     """Train on the committed dataset until the first step, and leave that in a checkpoint. -> how it went, in words.
 
-    Memory is not measured: a step is computed in one part, unless the config says otherwise.
+    Memory is not measured: a step is one microbatch, unless the config says otherwise.
     Raises what the training would raise, and UsageError for ranks that this process cannot start.
     """
     dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))

@@ -20,7 +20,7 @@ from train.launching.devices import CUDA_VARIABLE
 from train.launching.side_process import Question, answer, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
-from train.planning.fit import decided
+from train.planning.memory_fit import decided
 from train.values import to_json
 from train.world import World
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.reader import read_samples, read_split
-from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.backends import BACKENDS
@@ -256,11 +256,11 @@ def _write_and_compare(
     return _Comparison(difference, len(images_NHWC), measured, note)
 
 
-def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[SealedFile, ...]:
+def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[ChecksummedFile, ...]:
     """Copy every file of `scratch` below `artifact_dir`. What a killed export leaves there, no record ever names."""
     files = []
     for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
-        files.append(seal_file(f"{artifact_dir}/{file.relative_to(scratch).as_posix()}", file.read_bytes()))
+        files.append(checksum_file(f"{artifact_dir}/{file.relative_to(scratch).as_posix()}", file.read_bytes()))
         store.put_file(files[-1].path, file)
     return tuple(files)
 

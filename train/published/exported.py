@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardmill.checksummed import ChecksummedFile, verify_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions
-from shardmill.sealed import SealedFile, check_sealed
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
@@ -32,7 +32,7 @@ class ExportRecord(Section):
     run_id: str
     artifact_dir: str
     """Relative to the models' root: holds `saved_model/` and `model.keras`, or what another backend writes."""
-    files: tuple[SealedFile, ...]
+    files: tuple[ChecksummedFile, ...]
     """Their paths are relative to the models' root."""
     keras_note: str
     """What a reader of `model.keras` must know (classes to register, or why there is none); most often empty."""
@@ -129,7 +129,7 @@ def verify_export(models_uri: str, export: Export) -> None:
     """Raises IntegrityError that names the first file that is missing or altered."""
     store = open_store(models_uri)
     for file in export.record.files:
-        check_sealed(store, file)
+        verify_file(store, file)
 
 
 def number_of_artifact(models_uri: str, artifact: str) -> int:

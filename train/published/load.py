@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from shardmill.checksummed import check_relative_path, read_checksummed
 from shardmill.errors import UsageError
-from shardmill.sealed import check_relative_path, read_sealed
 from shardmill.stores import open_store
 from train.backends import BACKENDS
 from train.published.current import read_history, unknown_current
@@ -38,5 +38,5 @@ def load_exported(models_uri: str, number: int) -> ExportedModel:
             if file.path.startswith(f"{root}{backend.served}/"):
                 target = Path(scratch, check_relative_path(file.path)[len(root) :])
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(read_sealed(store, file))
+                target.write_bytes(read_checksummed(store, file))
         return ExportedModel(export, backend.load_served(Path(scratch)))

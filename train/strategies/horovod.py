@@ -24,7 +24,7 @@ from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare, replicated
-from train.strategies.strategy import GLOO_ECHO, Strategy
+from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 from train.values import Reporter
 from train.world import Gather, World
 
@@ -170,9 +170,9 @@ HOROVOD = Strategy(
     timeline=timeline,
     # The binding's operations do not take bfloat16.
     compressions=("none", "fp16"),
-    echo=re.compile(
+    secondary_error=re.compile(
         r"HorovodInternalError|Horovod has been shut down|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Barrier)"
-        rf"|{GLOO_ECHO}",
+        rf"|{GLOO_LOST_PEER}",
         re.IGNORECASE,
     ),
 )

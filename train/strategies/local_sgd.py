@@ -1,7 +1,7 @@
 """The strategy of local updates: a rank updates its own replica several times in a step, then replicas are averaged.
 
 McMahan et al., arXiv:1602.05629; Stich, arXiv:1805.09767. A step of the loop is one round: a rank cuts its share of the
-global batch into `local_steps` parts and applies an update after each. Then weights, and what the optimizer
+global batch into `local_steps` microbatches and applies an update after each. Then weights, and what the optimizer
 remembers of them, become their mean over ranks, weighted by samples: between two steps all ranks are equal, so
 checkpoints are those of other replicas.
 """
@@ -18,7 +18,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, StepOutcome
-from train.backends.parts import parts_of
+from train.backends.microbatches import microbatches_of
 from train.config import TrainConfig
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
@@ -27,7 +27,7 @@ from train.strategies.local_sgd_check import check_local_sgd
 from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
 from train.strategies.options import LocalSgdOptions, silos_of
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
-from train.strategies.silo_post import SiloPost
+from train.strategies.silo_mailbox import SiloMailbox
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 from train.values import Reporter
@@ -55,11 +55,11 @@ class LocalRound:
 
 
 def local_round(learner: Learner, batch: Batch, num_steps: int, learning_rate: float | None) -> LocalRound:
-    """Update the learner by the mean gradient of each of `num_steps` parts of `batch` that has samples."""
+    """Update the learner by the mean gradient of each of `num_steps` microbatches of `batch` that has samples."""
     num_samples, loss_sum, num_correct, gradient_norm = 0.0, 0.0, 0.0, 0.0
-    for part in _parts_with_samples(batch, num_steps):
-        here = float(part.weights_N.sum())
-        outcome = learner.apply(learner.gradients(part, round(here), 1.0), learning_rate)
+    for microbatch in _microbatches_with_samples(batch, num_steps):
+        here = float(microbatch.weights_N.sum())
+        outcome = learner.apply(learner.gradients(microbatch, round(here), 1.0), learning_rate)
         num_samples += here
         loss_sum += outcome.loss * here
         num_correct += outcome.num_correct
@@ -69,10 +69,10 @@ def local_round(learner: Learner, batch: Batch, num_steps: int, learning_rate: f
     return LocalRound(num_samples, loss_sum, num_correct, gradient_norm, True)
 
 
-def _parts_with_samples(batch: Batch, num_steps: int) -> Iterator[Batch]:
-    """Without the parts that are padding alone: momentum, moments, weight decay and regularisation losses would change
+def _microbatches_with_samples(batch: Batch, num_steps: int) -> Iterator[Batch]:
+    """Without microbatches of padding alone: momentum, moments, weight decay and regularisation losses would change
     the weights without a sample."""
-    return (part for part in parts_of(batch, num_steps) if part.weights_N.any())
+    return (each for each in microbatches_of(batch, num_steps) if each.weights_N.any())
 
 
 class LocalSgdMember(ReplicatedMember):
@@ -107,14 +107,15 @@ class LocalSgdMember(ReplicatedMember):
 
     def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
         # By the weights as its own updates of the round have left them.
-        parts = _parts_with_samples(batch, self._local_steps)
-        return all(self.learner.are_finite(self.learner.gradients(part, len(part.weights_N), 1.0)) for part in parts)
+        microbatches = _microbatches_with_samples(batch, self._local_steps)
+        gradients = (self.learner.gradients(each, len(each.weights_N), 1.0) for each in microbatches)
+        return all(map(self.learner.are_finite, gradients))
 
     def _mean(self, part: StatePart, weight_here: float) -> list[np.ndarray]:
         """The mean over ranks of a part of the state.
 
         Scalars in float64, in which the mean of equal ones is what they were. Integers count updates: a rank whose last
-        parts were padding has made fewer, and the mean is rounded.
+        microbatches were padding has made fewer, and the mean is rounded.
         """
         arrays = self.learner.arrays(part)
         tensors = [place for place, array in enumerate(arrays) if array.ndim and array.dtype.kind == "f"]
@@ -135,9 +136,9 @@ class LocalSgdMember(ReplicatedMember):
 class SiloMember(ReplicatedMember):
     """A silo: it reads a dataset of its own, and nothing of it travels but weights, and figures of a round."""
 
-    def __init__(self, learner: Learner, post: SiloPost, data: SiloIndex, local_steps: int) -> None:
-        super().__init__(learner, post, data, StreamShare(1, 1), alone)
-        self._post = post
+    def __init__(self, learner: Learner, mailbox: SiloMailbox, data: SiloIndex, local_steps: int) -> None:
+        super().__init__(learner, mailbox, data, StreamShare(1, 1), alone)
+        self._mailbox = mailbox
         self._silo = data
         self._local_steps = local_steps
 
@@ -157,7 +158,7 @@ class SiloMember(ReplicatedMember):
             compute_seconds = stopwatch.lap()
             return [np.array([done.num_samples, *done.figures()]), *self._travelling()]
 
-        done = self._post.average(compute)
+        done = self._mailbox.average(compute)
         if done.weights:
             self._take_mean(done.weights)
         num_samples, loss_sum, num_correct, norms, _ = done.figures.tolist()
@@ -217,9 +218,9 @@ def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], 
         raise UsageError(f"the silo {uri} has no train split", "expected one", "raise etl.split_fractions.train there")
     learner = build()
     rows = world.exchange(str(manifest.splits["train"].num_rows).encode())
-    post = SiloPost(world, config.options(LocalSgdOptions).silo_timeout_seconds, reporter)
+    mailbox = SiloMailbox(world, config.options(LocalSgdOptions).silo_timeout_seconds, reporter)
     data = SiloIndex(world.rank, world.world_size, uri, tuple(map(int, rows)))
-    return SiloMember(learner, post, data, config.options(LocalSgdOptions).local_steps)
+    return SiloMember(learner, mailbox, data, config.options(LocalSgdOptions).local_steps)
 
 
 def ranks_that_may_be_lost(config: TrainConfig) -> frozenset[int]:
@@ -236,5 +237,5 @@ LOCAL_SGD = Strategy(
     join=join_local_sgd,
     check=check_local_sgd,
     may_lose=ranks_that_may_be_lost,
-    echo=re.compile(f"{HOROVOD.echo.pattern}|{TORCH_DDP.echo.pattern}", re.IGNORECASE),
+    secondary_error=re.compile(f"{HOROVOD.secondary_error.pattern}|{TORCH_DDP.secondary_error.pattern}", re.IGNORECASE),
 )

@@ -32,7 +32,7 @@ def check_local_sgd(config: TrainConfig) -> None:
 
 def _check_updates(config: TrainConfig) -> None:
     local_steps, share = config.options(LocalSgdOptions).local_steps, config.smallest_share(config.num_workers)
-    if config.num_parts * local_steps > share:
+    if config.num_microbatches * local_steps > share:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps} times train.local_sgd.local_steps = {local_steps}",
             f"expected at most {share}, the samples of a step that the rank with the fewest streams has",

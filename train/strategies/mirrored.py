@@ -125,15 +125,15 @@ def check_mirrored(config: TrainConfig) -> None:
 
 
 def check_rows(config: TrainConfig, num_devices: int) -> None:
-    """Raises UsageError for more devices than a batch, or one of its accumulated parts, has rows."""
-    num_rows = config.global_batch_size // config.num_parts
+    """Raises UsageError for more devices than a batch, or one of its microbatches, has rows."""
+    num_rows = config.global_batch_size // config.num_microbatches
     if num_devices > num_rows:
         asked = config.options(MirroredOptions).num_devices
         given = f"train.mirrored.num_devices = {asked}"
         raise UsageError(
             ("" if asked else f"the {num_devices} devices of ")
             + f"{given} with train.global_batch_size = {config.global_batch_size}"
-            + (f" in {config.accumulation_steps} parts" if config.accumulation_steps > 1 else ""),
+            + (f" in {config.accumulation_steps} microbatches" if config.accumulation_steps > 1 else ""),
             "expected at least one row for each device",
             f"set train.mirrored.num_devices = {num_rows} or less",
         )

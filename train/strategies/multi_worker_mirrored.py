@@ -162,7 +162,7 @@ MULTI_WORKER_MIRRORED = Strategy(
     max_world_size=None,
     join=join_multi_worker,
     check=_check,
-    echo=re.compile(
+    secondary_error=re.compile(
         r"Collective ops is aborted|tensorflow\.WorkerService|Connection reset by peer|Socket closed"
         r"|failed to connect to all addresses",
         re.IGNORECASE,

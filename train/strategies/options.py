@@ -17,8 +17,8 @@ class LocalSgdOptions(Section):
     """Settings of the strategy `local_sgd`."""
 
     local_steps: Annotated[int, DEFAULTED] = Field(default=1, ge=1)
-    """Each rank divides its share of a step by this number and updates its own weights after each part, before weights
-    are averaged. To keep the batch size of an update, multiply `global_batch_size` by the same number."""
+    """Each rank divides its share of a step by this number and updates its own weights after each microbatch, before
+    weights are averaged. To keep the batch size of an update, multiply `global_batch_size` by the same number."""
     silos: Annotated[tuple[str, ...], DEFAULTED] = ()
     """For each rank the dataset version that it trains on, as `uri@N`; no image leaves it. `dataset.uri` then gives the
     classes, the standardization, and what rank 0 evaluates on."""

@@ -213,7 +213,9 @@ PARAMETER_SERVER = Strategy(
     max_world_size=None,
     join=join_chief,
     # What the chief says of a worker or server that failed or is gone.
-    echo=re.compile(r"/job:(worker|ps)|Socket closed|failed to connect to all addresses|pyfunc_\d+", re.IGNORECASE),
+    secondary_error=re.compile(
+        r"/job:(worker|ps)|Socket closed|failed to connect to all addresses|pyfunc_\d+", re.IGNORECASE
+    ),
     check=check,
     roles=roles,
     serve=serve,

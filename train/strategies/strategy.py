@@ -73,9 +73,9 @@ def _takes_all(config: TrainConfig) -> None:
     return
 
 
-NO_ECHO = re.compile(r"(?!)")
+MATCHES_NOTHING = re.compile(r"(?!)")
 """Matches nothing: a rank without peers fails by itself."""
-GLOO_ECHO = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
+GLOO_LOST_PEER = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
 """Of Gloo's C++ code, on which several strategies stand."""
 
 
@@ -98,7 +98,7 @@ class Strategy:
     """How many GPUs a rank computes on: one, or its equal part of all that its host shows."""
     leaves_out_batches: bool = False
     """A batch can be left out as if it had not been (`train.on_non_finite`): all that it changes is the learner's."""
-    echo: re.Pattern[str] = NO_ECHO
+    secondary_error: re.Pattern[str] = MATCHES_NOTHING
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it cannot run with; nothing is imported that trains."""

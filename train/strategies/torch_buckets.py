@@ -64,7 +64,7 @@ class Bucket:
         weight.grad = None
 
     def take_the_rest(self) -> None:
-        """The backward pass is over: what it did not reach has the gradient of earlier parts of the batch, or none."""
+        """The backward pass is over: what it did not reach has the gradient of earlier microbatches, or none."""
         for number in self.missing:
             weight = self.weights[number]
             if weight.grad is None:
@@ -74,7 +74,7 @@ class Bucket:
         self.missing.clear()
 
     def send(self) -> None:
-        """Begin to sum it, unless all of its weights are held still, on all ranks alike."""
+        """Begin to sum it, unless all of its weights are frozen, on all ranks alike."""
         import torch.distributed as dist
 
         if any(weight.requires_grad for weight in self.weights):
@@ -158,7 +158,7 @@ class BucketSums:
         return Bucket(weights, {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.compression])
 
     def _take(self, bucket: Bucket, number: int, _: Any) -> None:
-        """The hook of one weight. Earlier parts of a batch leave their gradients where they are."""
+        """The hook of one weight. Earlier microbatches leave their gradients where they are."""
         if not self._collects:
             return
         bucket.take(number)

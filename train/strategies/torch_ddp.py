@@ -29,7 +29,7 @@ from train.strategies.nics import nic_with
 from train.strategies.options import TorchDdpOptions
 from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
-from train.strategies.strategy import GLOO_ECHO, Strategy
+from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 from train.strategies.torch_buckets import BucketSums
 from train.values import Reporter
 from train.world import Gather, World
@@ -243,7 +243,7 @@ TORCH_DDP = Strategy(
     join=join_ddp,
     compressions=tuple(SUMS),
     check=check,
-    echo=re.compile(
-        rf"{GLOO_ECHO}|Dist(Backend|Network|Store)Error|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE
+    secondary_error=re.compile(
+        rf"{GLOO_LOST_PEER}|Dist(Backend|Network|Store)Error|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE
     ),
 )

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from shardmill.checksummed import ChecksummedFile
 from shardmill.dataset.manifest import Manifest, VersionRange
-from shardmill.sealed import SealedFile
 from shardmill.storage import StoredFile
 
 UNPUBLISHED = "unpublished"
@@ -48,7 +48,7 @@ def choose_expired(
     if retention.keep is None:
         return ()
     newest_first = sorted(versions, key=lambda each: each.manifest.version, reverse=True)
-    kept: list[tuple[SealedFile, ...]] = []
+    kept: list[tuple[ChecksummedFile, ...]] = []
     expired: list[int] = []
     for each in newest_first:
         # An expiry names the very index of its parent. Counted apart, each `gc` would push another version out.

@@ -61,6 +61,6 @@ class WeightAverages:
         import tensorflow as tf
 
         for average, weight in zip(self.averages, self.weights, strict=True):
-            # In this form a weight that is held still keeps its bits.
+            # In this form a weight that is frozen keeps its bits.
             old = tf.convert_to_tensor(average.value)
             average.assign(old + tf.cast(share, old.dtype) * (tf.convert_to_tensor(weight.value) - old))

@@ -46,11 +46,11 @@ class KerasLearner:
         self._moments = TensorFlowMoments()
         norms = KerasBatchNorms(built.model, config.model, self._moments) if config.sync_batch_norm else None
         segments = Segments(config.model, built.model) if config.activation_checkpointing == "on" else None
-        self.step = TrainStep(built, chosen, spec.scale, config.num_parts, norms, segments, config.seed)
+        self.step = TrainStep(built, chosen, spec.scale, config.num_microbatches, norms, segments, config.seed)
         self._model = built.model
         self._frozen = built.frozen
         self._is_frozen = False
-        # As they are now: what is held still for some epochs keeps its place among the weights.
+        # As they are now: what is frozen for some epochs keeps its place among the weights.
         self._trainable = tuple(built.model.trainable_variables)
         self._own = tuple(built.model.non_trainable_variables)
         self._optimizer = chosen.optimizer

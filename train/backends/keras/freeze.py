@@ -1,4 +1,4 @@
-"""Weights of a Keras model that `train.freeze` holds still: for good, or until `train.unfreeze_epoch`.
+"""Weights of a Keras model that `train.freeze` freezes: for good, or until `train.unfreeze_epoch`.
 
 Works on each of Keras's own backends.
 """
@@ -26,7 +26,7 @@ class Frozen:
         kept = [each for layer in self.layers for each in layer.variables if not each.trainable]
         for layer in self.layers:
             layer.trainable = is_trainable
-        # A layer takes all its variables with it, also those that a factory holds still for itself.
+        # A layer takes all its variables with it, also those that a factory freezes for itself.
         for variable in kept:
             variable.trainable = False
         for variable in self.variables:
@@ -34,7 +34,7 @@ class Frozen:
 
 
 def freeze(config: TrainConfig, model: Any) -> Frozen:
-    """Hold still what `train.freeze` names; with `train.unfreeze_epoch` only name it.
+    """Freeze what `train.freeze` names; with `train.unfreeze_epoch` only name it.
 
     Raises UsageError for a pattern that matches nothing.
     """

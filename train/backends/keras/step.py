@@ -20,7 +20,7 @@ from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.recompute import Segments, compute_in_tensorflow
 from train.backends.keras.standardize import standardize
 from train.backends.layer_errors import as_layers_raised_them
-from train.backends.parts import parts_of
+from train.backends.microbatches import microbatches_of
 from train.layers.sample_bits import drawing, sample_keys
 
 
@@ -105,43 +105,43 @@ class TrainStep:
         self._compiled_whole = tf.function(self._whole)
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        parts = list(parts_of(batch, self._accumulation_steps))
-        return self._gradients_of_parts(parts, global_weight, share_of_streams / len(parts))
+        microbatches = list(microbatches_of(batch, self._accumulation_steps))
+        return self._accumulated(microbatches, global_weight, share_of_streams / len(microbatches))
 
-    def _gradients_of_parts(self, parts: list[Batch], global_weight: int, share_of_each: float) -> list[Any]:
+    def _accumulated(self, microbatches: list[Batch], global_weight: int, share_of_each: float) -> list[Any]:
         addends: list[Any] = []
-        for part in parts:
+        for microbatch in microbatches:
             # The first call traces.
             with self._changed_layers(), as_layers_raised_them():
-                of_part = self._compiled_gradients(*self._arguments(part, global_weight, share_of_each))
-            addends = self._compiled_sum(addends, of_part) if addends else of_part
+                addends_here = self._compiled_gradients(*self._arguments(microbatch, global_weight, share_of_each))
+            addends = self._compiled_sum(addends, addends_here) if addends else addends_here
             # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce, and
-            # the activations of one part at a time in its memory.
+            # the activations of one microbatch at a time in its memory.
             addends[-1].numpy()
         return addends
 
     def whole(
         self, batch: Batch, global_weight: int, share_of_streams: float, learning_rate: float | None
     ) -> StepOutcome:
-        """Gradients, their sum over ranks (`sum_by`) and the update; of a batch in parts, all that with the last.
+        """Gradients, their sum over ranks (`sum_by`) and the update, all with the last microbatch.
 
-        The halves are traced when they are called: for the other parts, or to find what was not finite.
+        The halves are traced when they are called: for the other microbatches, or to find what was not finite.
         """
-        *earlier, last = parts_of(batch, self._accumulation_steps)
+        *earlier, last = microbatches_of(batch, self._accumulation_steps)
         share_of_each = share_of_streams / (len(earlier) + 1)
-        addends = self._gradients_of_parts(earlier, global_weight, share_of_each)
+        addends = self._accumulated(earlier, global_weight, share_of_each)
         self._set_learning_rate(learning_rate)
         with self._changed_layers(), as_layers_raised_them():
             return _outcome(*self._compiled_whole(addends, *self._arguments(last, global_weight, share_of_each)))
 
-    def _arguments(self, part: Batch, global_weight: int, share_of_streams: float) -> tuple[Rows, Any, Any]:
+    def _arguments(self, microbatch: Batch, global_weight: int, share_of_streams: float) -> tuple[Rows, Any, Any]:
         import tensorflow as tf
 
         rows = Rows(
-            tf.constant(part.images_NHWC),
-            tf.constant(part.labels_N),
-            tf.constant(part.weights_N, tf.float32),
-            tf.constant(sample_keys(self._seed, part.epoch, part.sample_ids_N)),
+            tf.constant(microbatch.images_NHWC),
+            tf.constant(microbatch.labels_N),
+            tf.constant(microbatch.weights_N, tf.float32),
+            tf.constant(sample_keys(self._seed, microbatch.epoch, microbatch.sample_ids_N)),
         )
         return rows, tf.constant(global_weight, tf.float32), tf.constant(share_of_streams, tf.float32)
 

@@ -26,7 +26,7 @@ class WeightAverages:
         share = 1 - ema_decay_after(int(self.num_updates), self._limit)
         self.num_updates += 1
         for average, weight in zip(self.averages, self.weights, strict=True):
-            # A weight that is held still keeps its bits.
+            # A weight that is frozen keeps its bits.
             average.lerp_(weight.detach(), share)
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, StepOutcome, SumInStep
-from train.backends.parts import parts_of
+from train.backends.microbatches import microbatches_of
 from train.backends.torch.averages import WeightAverages
 from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
@@ -57,7 +57,7 @@ class TorchLearner:
         self.classifier = built.classifier
         self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
         self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
-        # As they are now: what is held still for some epochs keeps its place among the weights.
+        # As they are now: what is frozen for some epochs keeps its place among the weights.
         self.weights, self._own = built.parts_of_state()
         name = optimizer_name(config)
         create = OPTIMIZERS[name].torch
@@ -88,24 +88,24 @@ class TorchLearner:
         """As `gradients`, which are left at the weights. -> (loss, number correct).
 
         `before_last` is given these before the backward pass that completes the gradients, that of the batch's last
-        part.
+        microbatch.
         """
         torch = import_torch()
         self.classifier.train()
         self._optimizer.zero_grad(set_to_none=True)
-        parts = list(parts_of(batch, self._config.num_parts))
+        microbatches = list(microbatches_of(batch, self._config.num_microbatches))
         figures = torch.zeros(2, device=device())
-        for part in parts:
-            with self._draws.of(part):
-                loss, num_correct = self._loss(part, global_weight, share_of_streams / len(parts))
+        for microbatch in microbatches:
+            with self._draws.of(microbatch):
+                loss, num_correct = self._loss(microbatch, global_weight, share_of_streams / len(microbatches))
                 figures += torch.stack([loss.detach(), num_correct]).float()
-                if part is parts[-1]:
+                if microbatch is microbatches[-1]:
                     before_last(figures)
                 self._precision.objective(loss).backward()
         return figures
 
     def _loss(self, batch: Batch, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
-        """-> this part's addend to the loss of the global batch, ready for the backward pass; its number correct."""
+        """-> the microbatch's addend to the global batch's loss, ready for the backward pass; its number correct."""
         torch = import_torch()
         images_NHWC, labels_N, weights_N = (
             torch.from_numpy(array).to(device(), non_blocking=True)

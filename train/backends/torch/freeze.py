@@ -1,4 +1,4 @@
-"""Weights of a PyTorch module that `train.freeze` holds still: for good, or until `train.unfreeze_epoch`.
+"""Weights of a PyTorch module that `train.freeze` freezes: for good, or until `train.unfreeze_epoch`.
 
 What a Keras model on PyTorch trains is what Keras says; it tells PyTorch.
 """
@@ -34,7 +34,7 @@ class Frozen:
 
 
 def freeze(config: TrainConfig, model: Any, is_keras: bool) -> Frozen:
-    """Hold still what `train.freeze` names; with `train.unfreeze_epoch` only name it.
+    """Freeze what `train.freeze` names; with `train.unfreeze_epoch` only name it.
 
     Raises UsageError for a pattern that matches nothing.
     """

@@ -9,12 +9,12 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.labels import LabelSpec
-from train.tallies.tally import Exchange, check_finite
+from train.metrics.metrics import Exchange, check_finite
 from train.values import Evaluation
 
 
-class NumberTally:
-    """`train.tallies.Tally` for float32 labels."""
+class NumberMetrics:
+    """`train.metrics.Metrics` for float32 labels."""
 
     def __init__(self, labels: LabelSpec) -> None:
         self._labels = labels

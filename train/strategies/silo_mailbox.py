@@ -49,7 +49,7 @@ class Round:
     """The mean; empty if this silo is so far behind that it is gone."""
 
 
-class SiloPost:
+class SiloMailbox:
     """`train.strategies.collective.Collective` of silos. What they exchange besides weights is rank 0's alone."""
 
     def __init__(self, world: World, timeout_seconds: float, reporter: Reporter) -> None:

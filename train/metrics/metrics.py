@@ -1,4 +1,4 @@
-"""What a tally is: what a rank adds up over a split, and from the sums of all ranks the figures."""
+"""What a metrics is: what a rank adds up over a split, and from the sums of all ranks the figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.values import Evaluation
 
 
 class Exchange(Protocol):
-    """What a tally needs of the other ranks; a `Member` has it, and a world of one."""
+    """What a metrics needs of the other ranks; a `Member` has it, and a world of one."""
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         """The sum over all ranks, in the array's own type."""
@@ -23,7 +23,7 @@ class Exchange(Protocol):
         ...
 
 
-class Tally(Protocol):
+class Metrics(Protocol):
     """The part of one rank."""
 
     def add(self, scores_NK: np.ndarray, batch: Batch, /) -> None:

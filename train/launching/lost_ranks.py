@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEAVE_SECONDS = 5.0
 
 
-class Losses:
+class LostRanks:
     """Which of the ranks that may be lost are; called from the watchdog's main thread."""
 
     def __init__(self, ranks: Sequence[RankState], may_lose: frozenset[int], observer: TrainObserver) -> None:

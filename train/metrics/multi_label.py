@@ -10,15 +10,15 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.labels import LabelSpec
-from train.tallies.tally import Exchange, check_finite
+from train.metrics.metrics import Exchange, check_finite
 from train.values import ClassFigures, Evaluation
 
 BLOCK_BYTES = 64_000_000
 _BYTES_EACH = 5
 
 
-class MultiLabelTally:
-    """`train.tallies.Tally` for labels that are 0 or 1 for each class."""
+class MultiLabelMetrics:
+    """`train.metrics.Metrics` for labels that are 0 or 1 for each class."""
 
     def __init__(self, labels: LabelSpec) -> None:
         self._names = labels.class_names

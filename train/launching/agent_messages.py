@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A keeper read whole lines of what its rank's process printed."""
+    """An agent read whole lines of what its rank's process printed."""
 
     text: str
     kind: Literal["output"] = "output"
@@ -16,7 +16,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """A keeper saw its rank's process end."""
+    """An agent saw its rank's process end."""
 
     returncode: int
     """As `subprocess` gives it: minus the signal's number if a signal ended it."""

@@ -28,7 +28,7 @@ class MemoryFacts:
     """What each image of a step needs more, while it is computed."""
     num_images: int
     """Of a step on a rank, were it computed at once."""
-    max_parts: int = 2**31
+    max_microbatches: int = 2**31
     may_change_precision: bool = False
     is_halved: bool = False
     """The precision was changed before, and stays so: an image needs `HALF` of `image_bytes`."""
@@ -45,19 +45,19 @@ class MemoryFacts:
     def may_be_halved(self) -> bool:
         return self.may_change_precision or self.is_halved
 
-    def images_at_a_time(self, num_parts: int) -> int:
-        return -(-self.num_images // num_parts)
+    def images_at_a_time(self, num_microbatches: int) -> int:
+        return -(-self.num_images // num_microbatches)
 
-    def needed_bytes(self, num_parts: int, *, halved: bool = False, recomputed: bool = False) -> int:
+    def needed_bytes(self, num_microbatches: int, *, halved: bool = False, recomputed: bool = False) -> int:
         share = HALF if halved or self.is_halved else 1
         fixed_bytes, image_bytes = (
             (self.recomputed_fixed_bytes, self.recomputed_image_bytes)
             if recomputed
             else (self.fixed_bytes, self.image_bytes)
         )
-        return fixed_bytes + int(self.images_at_a_time(num_parts) * image_bytes * share)
+        return fixed_bytes + int(self.images_at_a_time(num_microbatches) * image_bytes * share)
 
-    def fitting_parts(self, *, halved: bool = False, recomputed: bool = False) -> int | None:
+    def fitting_microbatches(self, *, halved: bool = False, recomputed: bool = False) -> int | None:
         """The smallest divisor of the images that fits; None if none does."""
         if recomputed and not self.recomputed_image_bytes:
             return None
@@ -68,12 +68,12 @@ class MemoryFacts:
         )
         return next(fitting, None)
 
-    def helpful_parts(self) -> int:
+    def helpful_microbatches(self) -> int:
         """If nothing fits: the most, unless what does not depend on the batch is too large by itself."""
         return max(self._parts()) if self.fixed_bytes < self.device_bytes else 1
 
     def _parts(self) -> Iterator[int]:
-        most = min(self.num_images, self.max_parts)
+        most = min(self.num_images, self.max_microbatches)
         return (number for number in range(1, max(1, most) + 1) if self.num_images % number == 0)
 
 
@@ -82,7 +82,7 @@ class Fit:
     """What a rule chose."""
 
     choice: str
-    num_parts: int
+    num_microbatches: int
     """For `train.accumulation_steps`."""
     to_bfloat16: bool
     """Whether `train.mixed_precision` becomes, or has become, bfloat16."""
@@ -103,21 +103,21 @@ class FitRule:
 
 
 FIT_RULES = (
-    FitRule("at_once", lambda facts: not facts.is_halved and facts.fitting_parts() == 1),
-    FitRule("parts", lambda facts: not facts.is_halved and facts.fitting_parts() is not None),
+    FitRule("at_once", lambda facts: not facts.is_halved and facts.fitting_microbatches() == 1),
+    FitRule("microbatches", lambda facts: not facts.is_halved and facts.fitting_microbatches() is not None),
     FitRule(
         "bfloat16",
-        lambda facts: facts.may_be_halved and facts.fitting_parts(halved=True) is not None,
+        lambda facts: facts.may_be_halved and facts.fitting_microbatches(halved=True) is not None,
         halved=True,
     ),
     FitRule(
         "activation_checkpointing",
-        lambda facts: not facts.is_halved and facts.fitting_parts(recomputed=True) is not None,
+        lambda facts: not facts.is_halved and facts.fitting_microbatches(recomputed=True) is not None,
         recomputed=True,
     ),
     FitRule(
         "bfloat16_and_activation_checkpointing",
-        lambda facts: facts.may_be_halved and facts.fitting_parts(halved=True, recomputed=True) is not None,
+        lambda facts: facts.may_be_halved and facts.fitting_microbatches(halved=True, recomputed=True) is not None,
         halved=True,
         recomputed=True,
     ),
@@ -128,9 +128,11 @@ FIT_RULES = (
 def fit(facts: MemoryFacts) -> Fit:
     """The first row that applies, and why."""
     rule = next(rule for rule in FIT_RULES if rule.applies(facts))
-    num_parts = facts.fitting_parts(halved=rule.halved, recomputed=rule.recomputed) or facts.helpful_parts()
-    reason = f"{_needs(facts)}: {_done(facts, rule, num_parts)}"
-    return Fit(rule.choice, num_parts, rule.halved, rule.recomputed, reason)
+    num_microbatches = (
+        facts.fitting_microbatches(halved=rule.halved, recomputed=rule.recomputed) or facts.helpful_microbatches()
+    )
+    reason = f"{_needs(facts)}: {_done(facts, rule, num_microbatches)}"
+    return Fit(rule.choice, num_microbatches, rule.halved, rule.recomputed, reason)
 
 
 def size_of(num_bytes: float) -> str:
@@ -150,9 +152,11 @@ def _needs(facts: MemoryFacts) -> str:
     )
 
 
-def _done(facts: MemoryFacts, rule: FitRule, num_parts: int) -> str:
-    in_parts = f"train.accumulation_steps = {num_parts}, {facts.images_at_a_time(num_parts)} images at a time"
-    needed = size_of(facts.needed_bytes(num_parts, halved=rule.halved, recomputed=rule.recomputed))
+def _done(facts: MemoryFacts, rule: FitRule, num_microbatches: int) -> str:
+    in_microbatches = (
+        f"train.accumulation_steps = {num_microbatches}, {facts.images_at_a_time(num_microbatches)} images at a time"
+    )
+    needed = size_of(facts.needed_bytes(num_microbatches, halved=rule.halved, recomputed=rule.recomputed))
     halved = "train.mixed_precision = 'bfloat16', which is taken to halve what an image needs"
     if facts.is_halved:
         halved = "train.mixed_precision = 'bfloat16', as decided before the first step"
@@ -163,27 +167,27 @@ def _done(facts: MemoryFacts, rule: FitRule, num_parts: int) -> str:
     match rule.choice:
         case "at_once":
             return "they fit"
-        case "parts":
-            return f"{in_parts} need {needed}"
+        case "microbatches":
+            return f"{in_microbatches} need {needed}"
         case "bfloat16":
-            why = "" if facts.is_halved else "smaller parts alone do not fit; "
-            return f"{why}{in_parts} with {halved}, need {needed}"
+            why = "" if facts.is_halved else "smaller microbatches alone do not fit; "
+            return f"{why}{in_microbatches} with {halved}, need {needed}"
         case "activation_checkpointing":
             also = " and bfloat16" if facts.may_change_precision else ""
-            return f"smaller parts{also} alone do not fit; {in_parts} with {recomputed}, need {needed}"
+            return f"smaller microbatches{also} alone do not fit; {in_microbatches} with {recomputed}, need {needed}"
         case "bfloat16_and_activation_checkpointing":
-            why = "smaller parts alone do not fit" if facts.is_halved else "neither of two ways out alone fits"
-            return f"{why}; {in_parts} with {halved}, and {recomputed}, need {needed}"
+            why = "smaller microbatches alone do not fit" if facts.is_halved else "neither of two ways out alone fits"
+            return f"{why}; {in_microbatches} with {halved}, and {recomputed}, need {needed}"
     so_far = f" with {halved}," if facts.is_halved else ""
-    return f"{in_parts}{so_far} still need {needed}: {_way_out(facts)}"
+    return f"{in_microbatches}{so_far} still need {needed}: {_way_out(facts)}"
 
 
 def _way_out(facts: MemoryFacts) -> str:
     """What a person can do if nothing fits."""
     way_out = "smaller images or a smaller model"
-    if facts.max_parts < facts.num_images:
+    if facts.max_microbatches < facts.num_images:
         way_out = f"a lower train.global_batch_size (starts a new run), or {way_out}"
-    if not facts.may_change_precision and not facts.is_halved and facts.fitting_parts(halved=True):
+    if not facts.may_change_precision and not facts.is_halved and facts.fitting_microbatches(halved=True):
         way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run); or {way_out}"
     if facts.may_ask_to_recompute and facts.fixed_bytes < facts.device_bytes:
         way_out = (
@@ -197,13 +201,16 @@ def _way_out(facts: MemoryFacts) -> str:
     return way_out
 
 
-def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool, recomputes: bool = False) -> TrainConfig:
-    """`config` with these parts, unless others are set, and without `auto` for precision and checkpointing."""
+def decided(config: TrainConfig, num_microbatches: int, *, to_bfloat16: bool, recomputes: bool = False) -> TrainConfig:
+    """`config` with these microbatches, unless others are set, and without `auto` for precision and checkpointing."""
     precision, checkpointing = config.mixed_precision, config.activation_checkpointing
     if checkpointing == "auto":
         checkpointing = "on" if recomputes else "off"
     if precision == "auto":
         precision = "bfloat16" if to_bfloat16 else "off"
-    parts = config.accumulation_steps or num_parts
-    found = {"accumulation_steps": parts, "mixed_precision": precision, "activation_checkpointing": checkpointing}
+    found = {
+        "accumulation_steps": config.accumulation_steps or num_microbatches,
+        "mixed_precision": precision,
+        "activation_checkpointing": checkpointing,
+    }
     return config.model_copy(update=found)

@@ -1,7 +1,8 @@
 """Files with a known digest: their size and SHA-256 are known before they are read, or are stored inside them.
 
-Two kinds. A `SealedFile` is named by another record (a checkpoint's marker, an export's record), which holds its size
-and digest. An envelope is a record that nothing else names: one line of JSON that carries the SHA-256 of its own body.
+Two kinds. A `ChecksummedFile` is named by another record (a checkpoint's marker, an export's record), which holds its
+size and digest. An envelope is a record that nothing else names: one line of JSON with the SHA-256 of its own
+body.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BLOCK_BYTES = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class SealedFile:
+class ChecksummedFile:
     """A file as its record vouches for it."""
 
     path: str
@@ -53,26 +54,26 @@ def check_relative_path(path: str) -> str:
     return path
 
 
-def seal_file(path: str, data: bytes) -> SealedFile:
+def checksum_file(path: str, data: bytes) -> ChecksummedFile:
     """What vouches for `data` at `path`."""
-    return SealedFile(path, len(data), hashlib.sha256(data).hexdigest())
+    return ChecksummedFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-def read_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str = "") -> bytes:
-    """The bytes of a sealed file, its path relative to `folder`.
+def read_checksummed(store: Store, file: ChecksummedFile, folder: str = "", *, fix: str = "") -> bytes:
+    """The bytes of a checksummed file, its path relative to `folder`.
 
     Raises IntegrityError, with `fix` as its advice, if it is missing or altered; SecurityRefusal if its path leaves
-    `folder`. Of a larger file no more is read than its seal allows.
+    `folder`. Of a larger file no more is read than its record allows.
     """
     with _expected(store, file, folder, fix) as path:
         # One byte more than expected: a file that has it is larger, and nothing else needs to ask for its size.
         data = store.read_range(path, 0, file.size_bytes + 1)
-    _compare(store, seal_file(file.path, data), file, path, fix)
+    _compare(store, checksum_file(file.path, data), file, path, fix)
     return data
 
 
-def check_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str = "") -> None:
-    """Read a sealed file for its digest alone, in bounded memory. Raises as `read_sealed` does."""
+def verify_file(store: Store, file: ChecksummedFile, folder: str = "", *, fix: str = "") -> None:
+    """Read a checksummed file for its digest alone, in bounded memory. Raises as `read_checksummed` does."""
     digest, size_bytes = hashlib.sha256(), 0
     with _expected(store, file, folder, fix) as path:
         while size_bytes <= file.size_bytes:
@@ -81,25 +82,25 @@ def check_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str =
                 break
             digest.update(block)
             size_bytes += len(block)
-    _compare(store, SealedFile(file.path, size_bytes, digest.hexdigest()), file, path, fix)
+    _compare(store, ChecksummedFile(file.path, size_bytes, digest.hexdigest()), file, path, fix)
 
 
-def seal(body: bytes) -> bytes:
+def with_checksum(body: bytes) -> bytes:
     """An envelope around `body`, which is one JSON value: itself JSON, so that people and tools can read it."""
     return _BEFORE_DIGEST + hashlib.sha256(body).hexdigest().encode() + _BEFORE_BODY + body + _AFTER_BODY
 
 
-def unseal(data: bytes, where: str, *, fix: str = "") -> bytes:
-    """The body of the envelope that `seal` made. Raises IntegrityError, with `where` and `fix`, if any byte differs."""
+def verified_body(data: bytes, where: str, *, fix: str = "") -> bytes:
+    """The body of what `with_checksum` made. Raises IntegrityError, with `where` and `fix`, if any byte differs."""
     body = data[_BODY_START : -len(_AFTER_BODY)]
-    if data != seal(body):
+    if data != with_checksum(body):
         raise IntegrityError(f"{where} was altered", "its own SHA-256 does not match", fix)
     return body
 
 
 @contextmanager
-def _expected(store: Store, file: SealedFile, folder: str, fix: str) -> Iterator[str]:
-    """The path of a sealed file below the store's root; its absence is an IntegrityError."""
+def _expected(store: Store, file: ChecksummedFile, folder: str, fix: str) -> Iterator[str]:
+    """The path of a checksummed file below the store's root; its absence is an IntegrityError."""
     check_relative_path(file.path)
     path = f"{folder}/{file.path}" if folder else file.path
     try:
@@ -112,7 +113,7 @@ def _expected(store: Store, file: SealedFile, folder: str, fix: str) -> Iterator
         ) from None
 
 
-def _compare(store: Store, found: SealedFile, file: SealedFile, path: str, fix: str) -> None:
+def _compare(store: Store, found: ChecksummedFile, file: ChecksummedFile, path: str, fix: str) -> None:
     """Raise IntegrityError unless what was read is what the record vouches for."""
     if found == file:
         return

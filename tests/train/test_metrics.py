@@ -12,10 +12,10 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from shardmill.values import Batch
-from train.evaluation.evaluate import scores_of, tally_of
+from train.evaluation.evaluate import metrics_of, scores_of
 from train.labels import LabelSpec
-from train.tallies import multi_label as multi_label_tally
-from train.tallies.multi_label import average_precision
+from train.metrics import multi_label
+from train.metrics.multi_label import average_precision
 from train.values import Evaluation, from_json, to_json
 
 
@@ -58,15 +58,15 @@ def on_ranks(
     threads, found = Threads(num_ranks), {}
 
     def work(rank: int) -> None:
-        tally = tally_of(labels)
+        metrics = metrics_of(labels)
         mine = np.arange(rank, len(outputs_NK), num_ranks)
         for start in range(0, len(mine), 7):
             rows = mine[start : start + 7]
             padded = np.concatenate([rows, np.zeros(7 - len(rows), int)])
             weights_N = np.array([1.0] * len(rows) + [0.0] * (7 - len(rows)), np.float32)
             batch = Batch(np.zeros((7, 1, 1, 1), np.uint8), truth_N[padded], weights_N, padded, 0, 0)
-            tally.add(scores_of(labels.kind, outputs_NK[padded], are_logits), batch)
-        found[rank] = tally.evaluation("test", threads.of(rank))
+            metrics.add(scores_of(labels.kind, outputs_NK[padded], are_logits), batch)
+        found[rank] = metrics.evaluation("test", threads.of(rank))
 
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
     for each in workers:
@@ -122,7 +122,7 @@ def test_the_loss_of_several_classes_is_exact_at_any_size_of_logits(size, num_ra
 @pytest.mark.parametrize("are_logits", [True, False])
 def test_several_classes_an_image(num_ranks, are_logits, monkeypatch):
     # A block holds one class: the gathering goes round more than once.
-    monkeypatch.setattr(multi_label_tally, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(multi_label, "BLOCK_BYTES", 100)
     rng = np.random.default_rng(3)
     truth_NK = (rng.random((40, 5)) < [0.5, 0.1, 0.9, 0.3, 0.0]).astype(np.float32)
     # Rounded, so that many scores are equal.

@@ -12,14 +12,14 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.labels import LabelSpec
-from train.tallies.tally import Exchange, check_finite
+from train.metrics.metrics import Exchange, check_finite
 from train.values import ClassFigures, Confusion, Evaluation
 
 TOP = 5
 
 
-class ClassTally:
-    """`train.tallies.Tally` for labels that are class numbers.
+class ClassMetrics:
+    """`train.metrics.Metrics` for labels that are class numbers.
 
     A pair of classes is one number, true * (K + 1) + predicted: at 10,000 classes a matrix would take 800 MB on every
     rank.

@@ -9,38 +9,38 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.checksummed import checksum_file, read_checksummed, verified_body, verify_file, with_checksum
 from shardmill.errors import IntegrityError, SecurityRefusal
-from shardmill.sealed import check_sealed, read_sealed, seal, seal_file, unseal
 from shardmill.stores import open_store
 
 
 def test_an_envelope_is_json_and_opens_again():
     body = b'{"accuracy": 0.5}'
-    sealed = seal(body)
-    assert json.loads(sealed)["body"] == {"accuracy": 0.5}
-    assert unseal(sealed, "here") == body
+    envelope = with_checksum(body)
+    assert json.loads(envelope)["body"] == {"accuracy": 0.5}
+    assert verified_body(envelope, "here") == body
 
 
 def test_every_flipped_bit_and_every_cut_of_an_envelope_is_noticed():
-    sealed = seal(b'{"accuracy": 0.3667}')
+    envelope = with_checksum(b'{"accuracy": 0.3667}')
     damaged = [
-        sealed[:place] + bytes([sealed[place] ^ (1 << bit)]) + sealed[place + 1 :]
-        for place in range(len(sealed))
+        envelope[:place] + bytes([envelope[place] ^ (1 << bit)]) + envelope[place + 1 :]
+        for place in range(len(envelope))
         for bit in range(8)
     ]
-    damaged += [sealed[:length] for length in range(len(sealed))] + [sealed + b" "]
+    damaged += [envelope[:length] for length in range(len(envelope))] + [envelope + b" "]
     for data in damaged:
         with pytest.raises(IntegrityError, match="here was altered; .*; restore it"):
-            unseal(data, "here", fix="restore it")
+            verified_body(data, "here", fix="restore it")
 
 
-def test_a_sealed_file_is_read_only_as_it_was(tmp_path: Path):
+def test_a_checksummed_file_is_read_only_as_it_was(tmp_path: Path):
     store = open_store(tmp_path)
     store.put("models/a.bin", b"weights")
-    file = seal_file("a.bin", b"weights")
-    assert read_sealed(store, file, "models") == b"weights"
-    check_sealed(store, file, "models")
-    for look in (read_sealed, check_sealed):
+    file = checksum_file("a.bin", b"weights")
+    assert read_checksummed(store, file, "models") == b"weights"
+    verify_file(store, file, "models")
+    for look in (read_checksummed, verify_file):
         for wrong in (replace(file, sha256="0" * 64), replace(file, size_bytes=1 << 50), replace(file, size_bytes=0)):
             with pytest.raises(IntegrityError, match="altered"):
                 look(store, wrong, "models")
@@ -55,8 +55,8 @@ def test_a_file_is_checked_in_blocks(tmp_path: Path):
     for size in (0, 1, block - 1, block, block + 1, 2 * block, 2 * block + 9):
         data = os.urandom(size)
         store.put("file", data)
-        check_sealed(store, seal_file("file", data))
+        verify_file(store, checksum_file("file", data))
         if size:
             store.put("file", data[:-1] + bytes([data[-1] ^ 1]))
             with pytest.raises(IntegrityError, match="altered"):
-                check_sealed(store, seal_file("file", data))
+                verify_file(store, checksum_file("file", data))

@@ -15,9 +15,9 @@ from functools import partial
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
+from train.launching.agent_messages import Output, RankExit
 from train.launching.devices import device_environment
 from train.launching.faults import failure_of
-from train.launching.keeper_messages import Output, RankExit
 from train.launching.output import RankOutput
 from train.launching.place import Place
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, call_driver
@@ -107,7 +107,7 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
     `environment` holds the driver's address and token; `assigned`: see `devices_of_rank`.
     """
     address, token = environment[ADDRESS_VARIABLE], environment[TOKEN_VARIABLE]
-    connection, welcome = call_driver(address, token, "keeper", place.rank, os.getpid())
+    connection, welcome = call_driver(address, token, "agent", place.rank, os.getpid())
     try:
         own = place.environment() | device_environment(place, from_json(WorkerTask, welcome.task_json).config, assigned)
     except ShardmillError as error:
@@ -116,7 +116,7 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
         _wait_for_abort(connection)
         return EXIT_NOT_STARTED
     process = RankProcess(environment | own, partial(_send_output, connection))
-    threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
+    threading.Thread(target=_end_on_abort, args=(connection, process), name="agent-abort", daemon=True).start()
     note = process.wait()
     # A rank that is gone may have left children in its session.
     process.kill()

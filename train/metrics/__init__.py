@@ -1,0 +1,25 @@
+"""What ranks add up over a split, by the kind of its labels: a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from train.labels import LabelSpec
+    from train.metrics.metrics import Metrics
+
+_NUMBERS = Entry("train.metrics.numbers:NumberMetrics", "mean squared and mean absolute error")
+
+METRICS: Registry[Callable[[LabelSpec], Metrics]] = Registry(
+    "the kind of labels",
+    {
+        "class": Entry("train.metrics.one_class:ClassMetrics", "accuracy, top five, which class is taken for which"),
+        "multi_label": Entry("train.metrics.multi_label:MultiLabelMetrics", "average precision"),
+        "float": _NUMBERS,
+        "float_vector": _NUMBERS,
+    },
+)
+"""`LabelKind` -> what makes an empty metrics of such labels."""
