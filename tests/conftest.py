@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from tests.demo import demo
 from tests.in_process import pytest_addoption, pytest_configure, pytest_runtest_protocol
+from tests.quick_start import pytest_sessionstart
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
@@ -31,6 +32,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_runtest_protocol",
+    "pytest_sessionstart",
     "pytest_xdist_make_scheduler",
     "s3_bucket",
     "s3_server",

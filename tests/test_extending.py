@@ -23,6 +23,7 @@ from scripts.docs_site.entries import entries, of_registry
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry, install_hint
 from tests.pipeline.command import ENVIRONMENT, shardmill
+from tests.quick_start import FOLDER
 from tests.support import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +89,7 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     """In a copy of the sources, follow the document: one more module, one more line in each registry; then run."""
     sources = tmp_path / "sources"
     for package in ("shardmill", "etl", "train", "pipeline"):
-        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, sources / package)
     shutil.copy(ROOT / "tests" / "extending_entries.py", sources / "new_entries.py")
     for point in points():
         file = sources / point.entry_file
@@ -101,7 +102,7 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
 
     def try_to_run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pipeline.cli", *words]
-        environment = {**ENVIRONMENT, "PYTHONPATH": str(sources), **variables}
+        environment = {**ENVIRONMENT, "PYTHONPATH": f"{sources}:{FOLDER}", **variables}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
 
     def run(*words: str) -> str:

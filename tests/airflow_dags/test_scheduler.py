@@ -20,6 +20,7 @@ from shardmill.stores import open_store
 from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
 from tests.pipeline.command import ROOT
 from tests.processes import parent_of
+from tests.quick_start import FOLDER
 from tests.services.airflow import Airflow, running_airflow
 from tests.services.marked import marked
 from tests.support import write_images
@@ -63,7 +64,7 @@ def airflow(folder: Path) -> Iterator[Airflow]:
         "SHARDMILL_WORKDIR": f"{folder}/work",
         "SHARDMILL_SCHEDULE": "* * * * *",
         "SHARDMILL_RETRY_DELAY_SECONDS": "1",
-        "PYTHONPATH": f"{ROOT}:{folder}/python",
+        "PYTHONPATH": f"{ROOT}:{folder}/python:{FOLDER}",
         "SPARK_LOCAL_IP": "127.0.0.1",
         "TEST_GATE": f"{folder}/gate",
     }

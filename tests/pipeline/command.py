@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.quick_start import FOLDER
+
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent.parent
 SUMMARY_SCHEMA = json.loads((ROOT / "docs" / "summary.schema.json").read_text())
-ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{FOLDER}"}
 
 
 def shardmill(

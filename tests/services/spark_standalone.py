@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick_start import FOLDER
 from tests.services.marked import MARK, QUICK_JVM, end_marked, free_ports, marked
 from tests.services.servers import start_server, wait_until_up
 
@@ -100,6 +101,6 @@ def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Pope
     nodes = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "SPARK"))}
     nodes |= {"SPARK_HOME": str(home), "SPARK_CONF_DIR": str(cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1",
               "SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": " ".join(QUICK_JVM), MARK: cluster.mark,
-              "SPARK_LOCAL_DIRS": str(cluster.folder / "scratch")}  # fmt: skip
+              "SPARK_LOCAL_DIRS": str(cluster.folder / "scratch"), "PYTHONPATH": FOLDER}  # fmt: skip
     command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", *arguments]
     return start_server(command, cluster.folder / "servers.log", nodes)

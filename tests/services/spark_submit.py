@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmill.stores import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
+from tests.quick_start import FOLDER
 from tests.services.marked import QUICK_JVM
 
 SECURE = ROOT / "examples" / "spark" / "secure.properties"
@@ -51,7 +52,8 @@ class Submitter:
         ]  # fmt: skip
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "SPARK"))}
         process = subprocess.Popen(
-            command, cwd=self.folder, env={**plain, "PATH": ENVIRONMENT["PATH"], **self.environment}, text=True,
+            command, cwd=self.folder, text=True,
+            env={**plain, "PATH": ENVIRONMENT["PATH"], "PYTHONPATH": FOLDER, **self.environment},
             stdout=open(self.folder / "stdout", "w"), stderr=open(self.folder / "stderr", "w"),  # noqa: SIM115
             start_new_session=True,
         )  # fmt: skip
