@@ -17,17 +17,17 @@ VARIABLE = "SHARDMILL_FAILPOINT"
 
 FAILPOINTS = {
     "list": "while the source is listed",
-    "decode": "a source image was read and goes to the decoder",
-    "shard_open": "a shard's rows are complete, nothing of it is written",
+    "decode": "a source image has been read and is passed to the decoder",
+    "shard_open": "a shard's rows are complete, but nothing is written",
     "shard_mid": "the shard is published, its row segment is not",
     "shard_close": "shard and row segment are published",
-    "task_report": "a unit is finished and recorded, its task has not reported it",
-    "manifest_put": "all that a manifest names is published, the lease is checked, the manifest is not published",
-    "post_commit": "the manifest is there, nothing that follows the commit was done",
+    "task_report": "a unit is finished and recorded, but its task has not reported it",
+    "manifest_put": "all files that a manifest names are published, the lease is checked, but the manifest is not published",
+    "post_commit": "the manifest is published, but nothing that follows the commit is done",
     "checkpoint_file": "a file of a training's checkpoint is about to be written",
-    "checkpoint_marker": "all files of a checkpoint are there, its marker is not",
-    "checkpoint_done": "the marker is there, older checkpoints were not deleted",
-    "gc_delete": "gc deletes a file that nothing names",
+    "checkpoint_marker": "all files of a checkpoint are written, but its marker is not",
+    "checkpoint_done": "the marker is written, but older checkpoints are not deleted yet",
+    "gc_delete": "gc is about to delete a file that nothing refers to",
 }
 
 _passes: Iterator[int] = itertools.count(1)

@@ -103,7 +103,7 @@ def candidate_damaged(models: Models) -> None:
     assert read_history(open_store(models.uri)).current is None
 
 
-@row("current model's record has another layout (another version of shardmill wrote it)")
+@row("current model's record has a different layout (written by another version of shardmill)")
 def other_layout(models: Models) -> None:
     candidate = models.export()
     written_by_another = b'{"attempt": "a", "record": {"export": 1, "colour": "blue"}}'
@@ -223,14 +223,14 @@ def overlapping(models: Models) -> None:
     assert "3 classes that both know (of 3)" in models.promoted(models.export())
 
 
-@row("behind the current model by more than `gate.max_regression`")
+@row("worse than the current model by more than `gate.max_regression`")
 def regression(models: Models) -> None:
     models.promoted(models.export())
     worse = models.export(is_good=False)
     assert "falls behind the current model's" in models.kept(worse, floor=0.0, replace_current=True)
 
 
-@row("as good as the current model")
+@row("otherwise")
 def as_good(models: Models) -> None:
     models.promoted(models.export())
     assert "the current model has" in models.promoted(models.export())
