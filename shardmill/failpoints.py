@@ -22,7 +22,7 @@ FAILPOINTS = {
     "shard_mid": "the shard is published, its row segment is not",
     "shard_close": "shard and row segment are published",
     "task_report": "a unit is finished and recorded, but its task has not reported it",
-    "manifest_put": "all files that a manifest names are published, the lease is checked, but the manifest is not published",
+    "manifest_put": "all files of a version are published and the lease is checked, but the manifest is not published",
     "post_commit": "the manifest is published, but nothing that follows the commit is done",
     "checkpoint_file": "a file of a training's checkpoint is about to be written",
     "checkpoint_marker": "all files of a checkpoint are written, but its marker is not",
