@@ -20,9 +20,9 @@ from pipeline.report.page import render
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from tests.etl.test_extra_columns import build
+from tests.train.forked_ranks import launch_forked
 from tests.train.test_models import batch_of
 from tests.train.test_trainings import Observer, tree_of
 from tests.train.training import MODELS, task_of, train_here
@@ -31,7 +31,6 @@ from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig
 from train.gate_config import GateConfig
 from train.labels import LabelSpec, check_gate, check_labels
-from train.launching import LAUNCHERS
 from train.planning.preflight import check_trainable
 from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
@@ -199,7 +198,7 @@ def test_two_ranks_have_the_figures_of_one(datasets, tmp_path):
     one = train_here(uri, tmp_path, **settings)
     (tmp_path / "t" / "result.json").unlink()
     task = task_of(uri, tmp_path, **settings, strategy="torch_ddp", launcher="local", num_workers=2)
-    two = LAUNCHERS["local"].launch(task, SparkConfig(), RunLog(SilentObserver()))
+    two = launch_forked(task, RunLog(SilentObserver()))
     assert two.weights_sha256 == one.weights_sha256, "nothing is left to train"
     assert two.evaluation.per_class == one.evaluation.per_class
     assert two.evaluation.mean_average_precision == one.evaluation.mean_average_precision

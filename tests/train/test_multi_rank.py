@@ -16,6 +16,7 @@ import pytest
 
 from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
+from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import MARKER
@@ -106,7 +107,7 @@ def train_on_ranks(
 ) -> tuple[TrainResult, Watcher]:
     task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()
-    result = LAUNCHERS["local"].launch(task, SparkConfig(), watcher, worker=f"{WORKERS}:{worker}")
+    result = launch_forked(task, watcher, f"{WORKERS}:{worker}")
     told = {(models / "told" / f"rank-{rank}").read_text() for rank in range(world_size)}
     assert told == {result.weights_sha256}, "every rank ends with the same weights and moving statistics"
     return result, watcher
@@ -119,7 +120,7 @@ def kill_on_ranks(uri, models, world_size, config, monkeypatch, killed_at) -> Wa
     watcher = Watcher()
     # Not another death, before the one that is meant.
     with pytest.raises(TrainingError, match=f"rank {world_size - 1} .*SIGKILL"):
-        LAUNCHERS["local"].launch(task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
+        launch_forked(task, watcher, f"{WORKERS}:last_rank_dies")
     return watcher
 
 
@@ -277,4 +278,4 @@ def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(t
     limits = {"progress_timeout_seconds": 2, "start_timeout_seconds": 120}
     task = task_of(tiny_uri, tmp_path, **config, watch=limits)
     with pytest.raises(TrainingError, match=r"^rank 1 .* hangs .* rank 0 waiting in an? (allreduce|gather)"):
-        LAUNCHERS["local"].launch(task, SparkConfig(), Watcher(), worker=f"{WORKERS}:{worker}")
+        launch_forked(task, Watcher(), f"{WORKERS}:{worker}")

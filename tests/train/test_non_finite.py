@@ -13,13 +13,13 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.reader import read_samples
 from shardmill.stores import open_store
+from tests.train.forked_ranks import launch_forked
 from tests.train.test_multi_rank import WORKERS, Watcher
 from tests.train.test_parameter_server import planned
 from tests.train.training import Recorder, check_terms, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
-from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
 from train.strategies import STRATEGIES
 
@@ -111,7 +111,7 @@ def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, t
     watcher = Watcher()
     with pytest.raises(TrainingError, match=said):
         worker = f"{WORKERS}:every_rank_tells_what_a_failure_leaves"
-        LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), watcher, worker=worker)
+        launch_forked(task_of(tiny_uri, tmp_path, **config), watcher, worker)
     # The step that stopped it is not reported.
     assert [step for step, loss in enumerate(watcher.losses.values()) if loss == "nan"] == skipped
     assert len(watcher.losses) == stopped_at and watcher.events.count("step_skipped") == len(skipped)
@@ -136,7 +136,7 @@ def test_a_keras_model_is_as_if_a_batch_had_not_been(
               "global_batch_size": 96, "strategy": strategy, "num_workers": num_workers,
               "launcher": "local"}  # fmt: skip
     watcher = Watcher()
-    result = LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), watcher)
+    result = launch_forked(task_of(tiny_uri, tmp_path, **config), watcher)
     assert result.num_skipped_steps == result.num_steps == 1 and watcher.events.count("step_skipped") == 1
     for rank in range(num_workers):
         moving_mean, moving_variance, *_ = load_arrays((tmp_path / result.checkpoint / rank_file(rank)).read_bytes())
@@ -181,7 +181,7 @@ def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
     )
     watcher = Watcher()
     with pytest.raises(TrainingError, match=said):
-        LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), watcher, worker=worker)
+        launch_forked(task_of(tiny_uri, tmp_path, **config), watcher, worker)
     assert list(watcher.losses) == [(0, step) for step in range(stopped_at)]
     newest = next(complete_checkpoints(open_store(tmp_path), "t"))
     saved = load_arrays((tmp_path / newest.path / WEIGHTS).read_bytes())

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from shardmill.epoch_plan import streams_by_weight
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
+from tests.train.forked_ranks import launch_forked
 from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
 from train.config import TrainConfig
-from train.launching import LAUNCHERS
 
 CONFIG = {"model": "tests.train.torch_models:smooth", "num_streams": 8, "global_batch_size": 24, "epochs": 4,
           "label_smoothing": 0.1, "record_samples": True}  # fmt: skip
@@ -39,7 +39,7 @@ def test_the_global_batches_and_losses_stay_the_same(tiny_uri, tmp_path):
     train_here(tiny_uri, tmp_path / "one", one, **CONFIG)
     how = {"strategy": "torch_ddp", "launcher": "local", "num_workers": 2, "rank_weights": [3, 1]}
     task = task_of(tiny_uri, tmp_path / "two", **CONFIG, **how)
-    LAUNCHERS["local"].launch(task, SparkConfig(), watcher)
+    launch_forked(task, watcher)
     assert watcher.sample_ids == {(report.epoch, report.step): report.sample_ids for report in one.steps}
     for step, loss in one.losses.items():
         assert float.fromhex(watcher.losses[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)

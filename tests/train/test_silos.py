@@ -15,6 +15,7 @@ from etl.config import EtlConfig, SplitFractions
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.support import build_here, write_images
+from tests.train.forked_ranks import launch_forked
 from tests.train.test_multi_rank import WORKERS
 from tests.train.training import StepWatcher, check_terms, task_of
 from train.config import TrainConfig
@@ -79,7 +80,7 @@ def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(t
     config = {**TORCH, "local_sgd": of_silos, "num_workers": 3, "global_batch_size": 48, "epochs": 16}
     task = task_of(tiny_uri, tmp_path, **config)
     disturbing = Disturbing()
-    result = LAUNCHERS["local"].launch(task, SparkConfig(), disturbing)
+    result = launch_forked(task, disturbing)
 
     assert disturbing.silos("silo_missing") == [2, 1] and disturbing.silos("silo_back") == [2]
     lost = [fields["rank"] for name, fields in disturbing.events if name == "rank_lost"]
@@ -93,9 +94,8 @@ def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(t
 def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
     """Rank 0 also reads what it evaluates on; of that dataset the others open no image."""
     config = {**TORCH, "local_sgd": {"silos": silos}, "num_workers": 3, "global_batch_size": 48, "epochs": 1}
-    LAUNCHERS["local"].launch(
-        task_of(tiny_uri, tmp_path, **config), SparkConfig(), StepWatcher(), f"{WORKERS}:every_rank_tells_what_it_opens"
-    )
+    task = task_of(tiny_uri, tmp_path, **config)
+    launch_forked(task, StepWatcher(), f"{WORKERS}:every_rank_tells_what_it_opens")
     pinned, *of_silos = (Path(uri.rpartition("@")[0] or uri).resolve() for uri in (tiny_uri, *silos))
     for rank, own in enumerate(of_silos):
         opened = {Path(line) for line in (tmp_path / "opened" / f"rank-{rank}").read_text().splitlines()}
@@ -112,7 +112,7 @@ def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
 def test_silos_train_a_keras_model(tiny_uri, tmp_path, silos):
     two = {"silos": (silos[0], silos[2]), "local_steps": 4}
     config = {**KERAS, "local_sgd": two, "num_workers": 2, "global_batch_size": 32, "epochs": 16}
-    result = LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), StepWatcher())
+    result = launch_forked(task_of(tiny_uri, tmp_path, **config), StepWatcher())
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
 
 
