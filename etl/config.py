@@ -20,20 +20,20 @@ from shardmill.values import SourceLabelKind
 
 
 class DownloadConfig(Section):
-    """How a task fetches images that a table names by `http://` or `https://`."""
+    """How a task downloads images that a table names by `http://` or `https://`."""
 
     timeout_seconds: float = Field(default=20.0, gt=0)
-    """For one attempt, including its redirects."""
+    """Time limit of one attempt, including redirects."""
     num_retries: int = Field(default=2, ge=0, le=20)
-    """Retries after a transient failure, each after a longer wait."""
+    """Retries after a transient failure, with growing delays."""
     num_parallel: int = Field(default=16, ge=1, le=256)
-    """Images that a task fetches at once; also of a table's files and objects."""
+    """Images that a task downloads at once; also applies to files and objects that a table names."""
     num_parallel_per_host: int = Field(default=4, ge=1)
-    """Of these, at most so many from one host."""
+    """Maximum number of simultaneous downloads from one host."""
     allow_private_addresses: bool = False
-    """Fetch from private networks and this machine too; without it such URLs are rejected."""
+    """Also download from private networks and this machine; otherwise such URLs are rejected."""
     allow_networks: tuple[str, ...] = ()
-    """Private networks that may be fetched from without that, such as `10.1.0.0/16`."""
+    """Private networks that are allowed in any case, such as `10.1.0.0/16`."""
 
     @field_validator("allow_networks")
     @classmethod
@@ -49,34 +49,36 @@ class SourceConfig(Section):
     uri: str = ""
     """The source images: a local folder, `s3://bucket/prefix` or `hdfs://host:port/path`.
 
-    For other kinds also one file or a pattern.
+    For kinds other than `folders` also one file or a pattern.
     """
     kind: Annotated[str, OneOf("etl.sources:SOURCES")] = "folders"
-    """How the images are laid out, and how they are listed."""
+    """How the images are stored and listed."""
     label_level: int = Field(default=0, ge=0, le=32)
-    """Which level of folders (below a split folder) names the class; 0: the first one, and no other could be meant."""
+    """Level of folders (under a split folder) that names the class; 0: the first one, if that is unambiguous."""
     follow_symlinks: bool = False
-    """Read links to folders, and links that leave the source; without it they are rejected. Loops always are."""
+    """Read links to folders, and links that leave the source; otherwise they are rejected. Loops are always
+    rejected."""
     image_field: str = ""
-    """Where the image is in a container's row, record or sample, if not under its usual name (docs/sources.md)."""
+    """Name of the image in a container's row, record or sample, if it is not a usual one (docs/sources.md)."""
     uri_field: str = ""
-    """A table's column of URIs; empty for `uri`, `url`, `path`, `file_name` or `filename`."""
+    """A table's column of URIs; empty: `uri`, `url`, `path`, `file_name` or `filename`."""
     label_field: str = ""
-    """Where the class is, if not under its usual name (docs/sources.md)."""
+    """Name of the label, if it is not a usual one (docs/sources.md)."""
     split_field: str = ""
-    """A table's column that names the split; empty for `split`."""
+    """A table's column that names the split; empty: `split`."""
     group_field: str = ""
-    """A column of groups (patients, videos) that no two splits may share; empty for `group`."""
+    """A column of groups (patients, videos); all images of a group are in one split. Empty: `group`."""
     key_field: str = ""
-    """A table's column with a permanent name for each image; empty for `key`. Without it, the URI is the name."""
+    """A table's column with a permanent name for each image; empty: `key`. Without such a column, the URI is the
+    name."""
     label_kind: SourceLabelKind = "class"
-    """What a label is: one class, several (`multi_label`), a number, a vector of numbers, or `none`: no labels."""
+    """Kind of the labels: one class, several classes (`multi_label`), a number, a vector of numbers, or `none`."""
     extra_columns: tuple[str, ...] = ()
-    """Columns, fields or features to keep beside each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
+    """Additional columns, fields or features to store with each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
     download: DownloadConfig = DownloadConfig()
-    """URLs in a table."""
+    """Downloads of URLs in a table."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SourceConfig] = Field(default_factory=dict)
-    """The sources of kind `several`: name -> this section's keys; a part's name precedes the keys of its images."""
+    """The sources of kind `several`: name -> keys of this section. The keys of a part's images begin with its name."""
 
     @model_validator(mode="after")
     def _parts_belong_to_several(self) -> SourceConfig:
@@ -127,7 +129,7 @@ class SourceConfig(Section):
 
 
 class SplitFractions(Section):
-    """Shares of the splits, which a hash of each image's content decides; they must add up to 1."""
+    """Shares of the splits; a hash of each image's content decides its split. They must add up to 1."""
 
     train: float = Field(default=0.8, ge=0, le=1)
     validation: float = Field(default=0.1, ge=0, le=1)
@@ -140,48 +142,52 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     image_size: int = Field(default=0, ge=0, le=8192)
     """Height and width in pixels of every stored image; 0: as in the latest version, or 64, less for small sources."""
     kernel: Literal["auto", "wheels", "native"] = "auto"
-    """What shrinks JPEGs: `native` (docs/images.md) if the driver has it, and then on every executor; or `wheels`."""
+    """Code that shrinks JPEGs: `native` or `wheels` (docs/images.md). `auto`: `native` if the driver has it; then all
+    executors need it."""
     engine: Annotated[str, OneOf("etl.engines:ENGINES")] = "auto"
-    """What runs the work units."""
+    """The engine that runs the work units."""
     num_workers: int = Field(default=0, ge=0)
     """Work units that the engine `local` decodes at once; 0: one per core."""
     formats: tuple[Annotated[str, OneOf("shardmill.formats:SHARD_FORMATS")], ...] = ("parquet",)
-    """Shard formats to write, one or several."""
+    """One or several shard formats to write."""
     split_fractions: SplitFractions = SplitFractions()
-    """Used where the source has no split folders."""
+    """Shares of the splits, for images whose split the source does not name."""
     stratified_splits: bool = False
-    """Give every class the shares of `split_fractions`, to two images, instead of splitting by content hash alone."""
+    """Give every class the shares of `split_fractions`, to within two images, instead of splitting by content hash."""
     label_map: tuple[str, ...] | str = ()
-    """Class names, in the order of their numbers: a list, or a file (docs/etl.md); empty: those found, sorted."""
+    """Class names in the order of their numbers: a list, or a file (docs/etl.md); empty: the classes found, sorted."""
     unknown_class: Literal["reject", "error"] = "reject"
-    """An image of a class that `label_map` does not have: reject it, or end with exit 7."""
+    """If the class of an image is not in `label_map`: reject the image, or end with exit 7."""
     max_reject_fraction: float = Field(default=0.05, ge=0, le=1)
-    """More rejected images than this share end the run with exit 7 before anything is published.
+    """If more than this share of the images is rejected, the run ends with exit 7 and publishes nothing.
 
-    Files that are not named like images count neither as rejected nor as images (docs/rejects.md).
+    Files without an image suffix count neither as rejected nor as images (docs/rejects.md).
     """
     max_unreadable_fraction: float = Field(default=0.0, ge=0, le=1)
-    """More images than this share that access is denied to (`unreadable`) end the run with exit 4."""
+    """If access to more than this share of the images is denied (`unreadable`), the run ends with exit 4."""
     max_changed_fraction: float = Field(default=0.01, ge=0, le=1)
-    """More images than this share that vanish or change (`missing`, `source_changed`) end the run with exit 4."""
+    """If more than this share of the images vanish or change (`missing`, `source_changed`), the run ends with exit
+    4."""
     max_vanished_fraction: float = Field(default=0.5, ge=0, le=1)
-    """A source that lacks more than this share of the latest version's images ends the run with exit 4."""
+    """If the source lacks more than this share of the latest version's images, the run ends with exit 4."""
     write_mode: Literal["overwrite", "append"] = "overwrite"
-    """The next version holds the source's images alone, or those of the latest version as well."""
+    """Whether the next version contains only the source's images, or also those of the latest version."""
     detect_changes: Literal["stat", "content"] = "stat"
-    """An input has changed if its size, time or etag has; or only if its bytes have, too, which then are read."""
+    """`stat`: an input has changed if its size, time or etag has. `content`: such an input is read and its bytes
+    compared."""
     duplicates: Literal["report", "drop", "error"] = "report"
     """Inputs with equal bytes: count them, keep only the one with the smallest key, or end with exit 7."""
     seed: int = 0
-    """Decides the order of samples over the work units."""
+    """Seed of the assignment of samples to work units."""
     shard_max_bytes: int = Field(default=128_000_000, ge=1)
-    """A shard is closed before it would grow past this."""
+    """Maximum size of a shard."""
     chunk_bytes: int = Field(default=4_000_000, ge=1)
-    """A chunk, the unit of reading, is closed when its stored images reach this."""
+    """Size of the stored images at which a chunk, the unit of reading, is closed."""
     unit_min_images: int = Field(default=256, ge=1)
-    """A work unit holds at least this many sources, or 64 MB of them: small datasets do not become tiny shards."""
+    """Minimum number of images in a work unit (or 64 MB of them), so that small datasets do not get tiny shards."""
     scratch_dir: str = ""
-    """Local folder where group-bys and large units of archives spill; empty for the system's temporary folder."""
+    """Local folder for temporary files of group-bys and of large units of archives; empty: the system's temporary
+    folder."""
 
     @field_validator("formats")
     @classmethod

@@ -1,6 +1,6 @@
-"""What images become and what decoding one may cost: the options that the library's parts share with the config.
+"""How images are normalized, and the limits of decoding one: options that the library's parts share with the config.
 
-`NormalizeOptions` decide pixels: they travel in a dataset's manifest and in every export made from it.
+`NormalizeOptions` decide pixels, so they are stored in a dataset's manifest and in every export made from it.
 """
 
 from __future__ import annotations
@@ -33,38 +33,40 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
 
 
 class NormalizeOptions(Section):
-    """How every source image becomes uint8 pixels of one size. Equal options and kernels give equal pixels."""
+    """How every source image is converted to uint8 pixels of one size. Equal options and kernels give equal pixels."""
 
     image_size: int = Field(default=DEFAULT_IMAGE_SIZE, ge=1, le=8192)
-    """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, photographs deserve 224."""
+    """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, 224 is usual for photographs."""
     resize_mode: Literal["crop", "pad", "stretch", "shorter", "longer", "none"] = "crop"
-    """`crop` (centre), `pad` (on black), `stretch`: squares. `shorter`, `longer` (side), `none`: sizes differ."""
+    """`crop` (centre), `pad` (on black) and `stretch` give squares; with `shorter`, `longer` (side) and `none`, sizes
+    differ."""
     upscale: Literal["auto", "always", "never"] = "auto"
-    """Whether small sources are enlarged; `auto`: only to squares. `never`: squares hold them as they are, on black."""
+    """Whether small sources are enlarged. `auto`: only to squares. `never`: squares contain them unscaled, on black."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels of the stored image: three, or one."""
     encoding: Annotated[str, OneOf("shardmill.options:ENCODINGS")] = "jpeg"
-    """How the shards hold an image: `jpeg`, `png` (lossless), `webp`, or `raw` uint8 (largest, fastest to read)."""
+    """Encoding of the stored images: `jpeg`, `png` (lossless), `webp`, or `raw` uint8 (largest, fastest to read)."""
     jpeg_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored JPEG (4:4:4); no effect on other encodings."""
     webp_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored WebP (lossy, 4:2:0); no effect on other encodings."""
     kernel: Literal["wheels", "native"] = "wheels"
-    """What shrinks JPEGs: the wheels' libraries, or the faster native kernel, whose pixels differ by rounding."""
+    """Code that shrinks JPEGs: the wheels' libraries, or the faster native kernel, whose pixels differ by rounding."""
     keep_bytes: bool = False
-    """Store a source that already has the stored encoding, size and colour as it is, without encoding it again."""
+    """If a source already has the encoding, size and colour of a stored image, store it without encoding it again."""
     max_source_bytes: int = Field(default=50_000_000, ge=1)
     """A larger source file is rejected as `too_large_bytes` before it is read."""
     min_source_bytes: int = Field(default=1, ge=1)
-    """A smaller source file is left out as `too_small`; that counts against no limit, it was asked for."""
+    """A smaller source file is rejected as `too_small`, which does not count against `max_reject_fraction`."""
     max_source_pixels: int = Field(default=64_000_000, ge=1)
     """A source that declares more pixels is rejected as `too_many_pixels` before anything is allocated."""
     max_source_side_pixels: int = Field(default=30_000, ge=1)
     """A source with a longer side is rejected as `too_many_pixels`."""
     min_source_side_pixels: int = Field(default=1, ge=1)
-    """A source with a shorter side is left out as `too_small`; that counts against no limit, it was asked for."""
+    """A source with a shorter side is rejected as `too_small`, which does not count against `max_reject_fraction`."""
     significant_bits: int = Field(default=16, ge=9, le=16)
-    """Of the samples of 16-bit sources that do not declare it; 12 for most medical and scientific cameras."""
+    """Bits that the samples of 16-bit sources use, if a file does not declare it; 12 for most medical and scientific
+    cameras."""
     max_aspect_ratio: float = Field(default=100, ge=1)
     """A source whose longer side is more than this many times its shorter one is rejected as `aspect_ratio`."""
 
@@ -111,24 +113,25 @@ class NormalizeOptions(Section):
 
 
 class DecodeLimits(Section):
-    """What decoding one image may cost. No pixel depends on these, only which images are rejected."""
+    """Limits of decoding one image. They decide which images are rejected, but do not affect pixels."""
 
     decode_timeout_seconds: float = Field(default=10.0, gt=0)
-    """CPU time (and six times as much by the clock) after which an image is rejected as `decoder_timeout`."""
+    """CPU time (and six times as much elapsed time) after which an image is rejected as `decoder_timeout`."""
     decode_memory_bytes: int = Field(default=2_000_000_000, ge=100_000_000)
-    """Memory, on top of the idle decoders' own, beyond which an image is rejected as `decoder_memory`."""
+    """Memory, in addition to that of an idle decoder, above which an image is rejected as `decoder_memory`."""
 
 
 class AugmentOptions(Section):
-    """Random changes to training images, each a function of (seed, epoch, sample id, occurrence) alone."""
+    """Random changes to training images; each only depends on (seed, epoch, sample id, occurrence)."""
 
     images: Literal["any", "photographs"] = "any"
-    """What the images show: `photographs` declares natural ones, which stay what they are when they are mirrored."""
+    """Content of the images: `photographs` declares natural photographs, whose class does not change when mirrored."""
     random_crop_padding: int = Field(default=4, ge=0)
     """Pad by this many pixels (edges repeated), then crop back at a random offset; 0 switches it off."""
     random_flip: bool | Literal["auto"] = "auto"
-    """Mirror left to right half of the time; `auto`: only if `images = "photographs"`. Never for digits or text; labels
-    that are numbers (positions, angles) are not mirrored with the image."""
+    """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
+    text.
+    Labels that are numbers (positions, angles) are not mirrored with the image."""
 
     @property
     def flips(self) -> bool:

@@ -38,59 +38,64 @@ _ENTRIES_WITH_OPTIONS = {
 
 
 class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
-    """How a model is trained. The important keys come first; what belongs to one entry is in a section of its own."""
+    """How a model is trained. The important keys come first; settings of a single entry have their own section."""
 
     moved: ClassVar[Mapping[str, str]] = MOVED
 
     model: Annotated[str, OneOf("train.models:MODELS")] = "small_cnn"
-    """What is trained: a name, or your own factory as `package.module:function` (see `standardize`)."""
+    """The model: a name, or your own factory as `package.module:function` (see `standardize`)."""
     epochs: Annotated[int, DURATION] = Field(default=10, ge=1)
     """Passes over the train split; each uses every sample exactly once. Raising it continues a finished training."""
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
     accumulation_steps: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """A rank splits its share of a step into this many microbatches and needs the memory of one; gradients are
-    exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
+    """Number of microbatches into which a rank splits its share of a step, so that it needs the memory of one;
+    gradients
+    are exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
     memory_budget_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """Memory of the GPU, or of the host, that a rank may use; 0: all of it, shared equally by the host's ranks."""
     init_from: Annotated[str, DEFAULTED] = ""
-    """Trained weights to begin with: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or
-    `MODELS@N`, an export. A last layer for other classes stays fresh. Another file starts a new run."""
+    """Initial weights: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or an export `MODELS@N`.
+    A
+    last layer for different classes is initialized randomly. Changing the file starts a new run."""
     freeze: Annotated[tuple[str, ...], DEFAULTED] = ()
-    """Weights that are not trained: `all_but_head` (the last layer), or patterns of their names such as `conv*`."""
+    """Weights that are not trained: `all_but_head` (all except the last layer), or name patterns such as `conv*`."""
     unfreeze_epoch: Annotated[int, DEFAULTED] = Field(default=0, ge=0)
-    """Frozen weights are trained from this epoch on, counted from 0, with a fresh optimizer state; 0: never."""
+    """Epoch, counted from 0, from which frozen weights are trained too, with a new optimizer state; 0: never."""
     num_workers: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/training/auto.md)."""
+    """Number of ranks (training processes); 0: chosen from the GPUs or executors (docs/training/auto.md)."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], EXECUTION] = ()
-    """Relative speed of each rank, in rank order: a slow rank gets fewer of the `num_streams` (at least one), and the
+    """Relative speed of each rank, in rank order. A slow rank gets fewer of the `num_streams` streams (at least one);
     global batches stay the same. Empty: equal shares."""
     strategy: Annotated[str, OneOf("train.strategies:STRATEGIES", also=("auto",)), EXECUTION] = "auto"
     """How ranks share the training; docs/training/auto.md says how `auto` chooses."""
     compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], DEFAULTED] = "none"
-    """How gradients are sent between ranks: in full; in 16-bit; or (`torch_ddp`) as low-rank matrices, whose remainder
-    is added to the next step's gradients (arXiv:1905.13727)."""
+    """How gradients are sent between ranks: uncompressed, in 16-bit, or (`torch_ddp`) as low-rank matrices, whose
+    approximation error is added to the next step's gradients (arXiv:1905.13727)."""
     bucket_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about this many bytes; 0: 128 MiB under
-    Horovod, its own default; under `torch_ddp` 4 MiB on CPUs and 25 on GPUs."""
+    """`horovod` and `torch_ddp` only: bytes of gradients that are exchanged at a time. 0: 128 MiB under `horovod`
+    (Horovod's
+    default); under `torch_ddp` 4 MiB on CPUs and 25 MiB on GPUs."""
     backend: Annotated[str, OneOf("train.backends:BACKENDS", also=("auto",))] = "auto"
-    """The framework; `auto` follows from strategy and model."""
+    """The framework; `auto` chooses it by the strategy and the model."""
     launcher: Annotated[str, OneOf("train.launching:LAUNCHERS", also=("auto",)), EXECUTION] = "auto"
-    """How ranks start; `auto`: one in this process, several on the Spark cluster of `spark.master`, else here."""
+    """How ranks are started. `auto`: one rank in this process; several on the Spark cluster, if there is one, or
+    locally."""
     devices: Annotated[Literal["auto", "cpu", "gpu"], EXECUTION] = "auto"
-    """What ranks compute on, each on its own device: `auto` takes GPUs if there are some and the framework was
-    built for them."""
+    """Devices of the ranks; each rank has its own. `auto` uses GPUs if there are any and the framework is built for
+    them."""
     format: Annotated[str, OneOf("shardmill.formats:SHARD_FORMATS", also=("auto",)), EXECUTION] = "auto"
-    """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
+    """Which of the dataset's formats to read; `auto` prefers Parquet."""
     reader: Annotated[str, OneOf("train.readers:READERS"), DEFAULTED] = "shardmill"
-    """What reads the train split; evaluation always reads every sample once."""
+    """The reader of the train split; evaluation always reads every sample once."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Decides initial weights, order and augmentation."""
+    """Seed of the initial weights, the order of samples and augmentation."""
     num_streams: int = Field(default=0, ge=0)
-    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch. 0: the smallest
+    """Logical streams of the epoch plan: the maximum number of ranks, and a divisor of the global batch. 0: the
+    smallest
     divisor that is at least 8 and at least the number of ranks; a resumed training keeps its number."""
     standardize: bool = True
-    """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: pixels from 0 to 255."""
+    """Pass `(x - mean) / std` to the model, per channel of the train split, as float32; false: pixels from 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
     """Random changes to training images."""
     watch: WatchConfig = WatchConfig()
@@ -99,81 +104,90 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     optimizer: Annotated[str, OneOf("train.optimizers:OPTIMIZERS", also=("auto",))] = "auto"
     """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
     learning_rate: Annotated[float, RESUMABLE] = Field(default=1e-3, gt=0)
-    """At `learning_rate_batch_size` samples a step."""
+    """Learning rate after the warm-up; see `learning_rate_batch_size`."""
     learning_rate_batch_size: Annotated[int, RESUMABLE] = Field(default=0, ge=0)
-    """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no."""
+    """If n > 0, scale the learning rate by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no scaling."""
     warmup_steps: Annotated[int, RESUMABLE] = Field(default=0, ge=0)
-    """The learning rate rises linearly over these steps."""
+    """Number of steps over which the learning rate rises linearly."""
     schedule: Annotated[str, OneOf("train.schedules:SCHEDULES"), RESUMABLE] = "cosine"
-    """What the learning rate does after the warm-up."""
+    """How the learning rate changes after the warm-up."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
     """`sgd` only; `auto`: 0.9."""
     weight_decay: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], RESUMABLE] = "auto"
-    """`adamw`: the share, times the learning rate, by which a step shrinks weights; `auto`: 0.05. `sgd`: the factor of
+    """`adamw`: each step shrinks weights by this times the learning rate; `auto`: 0.05. `sgd`: the factor of
     L2 regularization; `auto`: 0.0001. Biases, norms and position embeddings are excluded."""
     recipe_version: Annotated[int, DEFAULTED] = Field(default=2, ge=1, le=2)
-    """1: the rules of trainings that began before 2 existed, which continue by them (docs/training/optimization.md)."""
+    """Rules of the training recipe. 1: the rules before 2026-11-26, for trainings that began with them
+    (docs/training/optimization.md)."""
     ema_decay: Annotated[float, DEFAULTED] = Field(default=0.0, ge=0, lt=1)
-    """Evaluate and export moving averages of the weights, which keep this share of themselves at each update (less in
-    the first ones), for instance 0.999; 0 switches it off."""
+    """Decay of an exponential moving average (EMA) of the weights, for example 0.999; evaluation and export use EMA
+    weights.
+    The first updates use a smaller decay. 0 switches it off."""
     sync_batch_norm: Annotated[bool, DEFAULTED] = False
-    """Batch norms compute the moments of the whole global batch: over all ranks, and without padding."""
+    """Compute the moments of batch norms over the whole global batch: over all ranks and without padding."""
     gradient_clip_norm: Annotated[float, RESUMABLE] = Field(default=0.0, ge=0)
     """Clip gradients to this global norm; 0 switches it off."""
     loss: Literal["auto", "softmax", "sigmoid", "squared_error"] = "auto"
     """`auto` uses the loss of a compiled user model, and otherwise the one that fits the labels: softmax
     cross-entropy for one class per image, sigmoid cross-entropy for several, the squared error for numbers."""
     model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
-    """What your own model returns for classes; `auto` follows a compiled loss, else looks at the model's outputs."""
+    """What your own model returns for classes; `auto` follows a compiled loss, or otherwise examines the outputs."""
     label_smoothing: Annotated[float, RESUMABLE] = Field(default=0.0, ge=0, lt=1)
-    """Share of each label spread over all classes; of several classes an image, over yes and no of each."""
+    """Share of each label that is spread over all classes (for several classes per image, over yes and no of each)."""
     class_weights: Annotated[Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]], RESUMABLE, DEFAULTED] = (
         Field(default_factory=dict)
     )
-    """Weight of each class in the loss, by name; others count 1. `balanced`: by rarity, so that all classes count the
-    same in total. Metrics of evaluation are not weighted."""
+    """Weight of each class in the loss, by name; other classes have weight 1. `balanced`: inverse frequency, so that
+    all
+    classes have the same total weight. Evaluation metrics are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
-    """Compute precision; weights stay float32. `auto`: off, but bfloat16 if memory is too small for that."""
+    """Precision of the computation; weights stay float32. `auto`: off, or bfloat16 if memory is too small."""
     activation_checkpointing: Annotated[Literal["off", "on", "auto"], EXECUTION] = "auto"
-    """Keep only the inputs of blocks of layers for the backward pass, and recompute the rest: less memory, more time.
-    `auto`: only if nothing else makes a step fit into memory."""
+    """Keep only the inputs of blocks of layers for the backward pass and recompute the rest, which takes less memory
+    and
+    more time. `auto`: only if a step does not fit into memory otherwise."""
     early_stop_epochs: Annotated[int, RESUMABLE] = Field(default=0, ge=0)
-    """Stop after this many epochs without a better validation loss; 0 switches it off."""
+    """Stop after this many epochs without an improvement of the validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], DURATION] = "best"
-    """Evaluate and export the weights of the epoch with the lowest validation loss, if that is known, or the last."""
+    """Weights that are evaluated and exported: of the epoch with the lowest validation loss (if there is one), or the
+    last."""
 
     on_non_finite: Annotated[Literal["stop", "skip"], EXECUTION] = "stop"
-    """A batch whose loss or gradient is not finite: stop before the update, or skip the update and count it."""
+    """If the loss or gradient of a batch is not finite: stop before the update, or skip the update and count it."""
     max_skipped_in_a_row: Annotated[int, EXECUTION] = Field(default=3, ge=1)
-    """`on_non_finite = "skip"`: more than this many skipped batches in a row stop the training."""
+    """With `on_non_finite = "skip"`: stop the training after more than this many skipped batches in a row."""
     checkpoint_every_steps: Annotated[int, EXECUTION] = Field(default=200, ge=0)
-    """Also at every epoch's end; 0 for only there."""
+    """Steps between checkpoints. One is always written at the end of an epoch; 0: only there."""
     keep_checkpoints: Annotated[int, EXECUTION] = Field(default=2, ge=2)
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints to keep."""
     record_samples: Annotated[bool, EXECUTION] = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
     tensorboard: Annotated[bool, EXECUTION] = True
     """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`)."""
     mlflow_uri: Annotated[ServerUri, EXECUTION] = ""
-    """The same at an MLflow tracking server, for instance `http://HOST:5000`; an unreachable one causes a warning."""
+    """Send the same scalars to this MLflow server, for example `http://HOST:5000`; if it is unreachable, a warning is
+    logged."""
     trackers: Annotated[tuple[Annotated[str, OneOf("train.reporting.trackers:TRACKERS")], ...], EXECUTION] = ()
-    """Further places for the same scalars: names, or your own classes as `package.module:Class`."""
+    """Additional trackers for the same scalars: names, or your own classes as `package.module:Class`."""
     profile_steps: Annotated[StepRange, EXECUTION] = ""
-    """Record what every rank computes in the steps FIRST:STOP, for instance `10:15` (STOP is not among them; counted
-    from 0 over all epochs), into `profiles` of the training's folder. These steps are slower. Empty: none."""
+    """Profile every rank in the steps FIRST:STOP, for example `10:15` (without STOP; counted from 0 over all epochs),
+    and
+    write to `profiles` in the training's folder. These steps are slower. Empty: none."""
     window_budget_bytes: int = Field(default=256_000_000, ge=1)
-    """Memory for the shuffle windows of one rank. The window follows from it and `num_streams` (at least one chunk),
-    never from `num_workers`; what each rank then needs is checked before anything starts."""
+    """Memory for the shuffle windows of one rank. It decides the size of a window together with `num_streams` (at least
+    one
+    chunk), independently of `num_workers`. The memory that each rank needs is checked before anything starts."""
     prefetch_bytes: Annotated[int, EXECUTION] = Field(default=64_000_000, ge=1)
-    """Bound of the queue of decoded batches in each rank."""
+    """Maximum size of the queue of decoded batches in each rank."""
     reader_threads: Annotated[int, EXECUTION] = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
     max_restarts: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """How often a training that loses ranks (killed, silent, without progress) resumes without them from its last
-    complete checkpoint; a fault that occurs again at the same step ends it."""
+    """How often a training that loses ranks (killed, without heartbeats, or hanging) resumes without them from its last
+    complete checkpoint. A fault that occurs again at the same step ends the training."""
     nics: Annotated[tuple[str, ...], EXECUTION] = ()
-    """Network interfaces for the ranks' traffic; empty for the one by which a rank reaches the driver (`horovod_spark`:
-    Horovod chooses). Of several, `horovod_spark` uses all, other launchers the first."""
+    """Network interfaces for the ranks' traffic; empty: the one by which a rank reaches the driver (with
+    `horovod_spark`,
+    Horovod chooses). If several are given, `horovod_spark` uses all of them, other launchers the first."""
 
     def plan_spec(self, dataset: Dataset) -> PlanSpec:
         """The plan of every epoch: the same at every world size, because nothing in it depends on `num_workers`."""

@@ -8,12 +8,12 @@ from shardmill.section import Section
 
 
 class GateConfig(Section):
-    """What a new model must show before it becomes the current one."""
+    """Conditions under which a new model becomes the current one."""
 
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Floor for top-1 accuracy on the evaluation split; for labels that are one class an image."""
+    """Minimum top-1 accuracy on the evaluation split, for labels of one class per image."""
     metric_limit: float = Field(default=0.0, ge=0)
-    """What a model must reach by the figure of its kind of labels: accuracy, or mean average precision (several classes
-    an image), at least; mean absolute error (numbers) at most. 0: no bound."""
+    """Limit for the metric of the kind of labels: minimum accuracy, minimum mean average precision (several classes per
+    image), or maximum mean absolute error (numbers). 0: no limit."""
     max_regression: float = Field(default=0.01, ge=0, le=1)
-    """How far that figure may fall behind the current model's on the same split; of an error, as a share of it."""
+    """How much worse that metric may be than the current model's on the same split; for an error, relative to it."""

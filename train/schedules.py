@@ -1,4 +1,4 @@
-"""What the learning rate does after the warm-up; a new schedule is a function and an entry here."""
+"""How the learning rate changes after the warm-up; a new schedule is a function and an entry here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 SCHEDULES: Registry[Schedule] = Registry(
     "train.schedule",
     {
-        "constant": Entry("train.schedules:CONSTANT", "stays as it is"),
+        "constant": Entry("train.schedules:CONSTANT", "does not change"),
         "cosine": Entry("train.schedules:COSINE", "falls along half a cosine to 0 at the last step"),
         "step": Entry(
             "train.schedules:STEP",
-            "multiplied by a factor every so many epochs",
+            "is multiplied by a factor every few epochs",
             options="train.schedules:StepOptions",
         ),
     },
@@ -36,7 +36,7 @@ class StepOptions(Section):
     every_epochs: Annotated[int, RESUMABLE] = Field(default=30, ge=1)
     """Multiply the learning rate by `factor` whenever this many epochs have passed."""
     factor: Annotated[float, RESUMABLE] = Field(default=0.1, gt=0, le=1)
-    """By which it is multiplied."""
+    """The factor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a change of a setting means for a training that was begun: each field of section `train` declares its kind."""
+"""What changing a setting means for a training that has begun: each field of section `train` declares its kind."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class SettingKind:
 
 EXECUTION = SettingKind("execution setting: it may differ between two attempts at one training, and starts no new run")
 DURATION = SettingKind("duration setting: a longer training continues a shorter one")
-DEFAULTED = SettingKind("changing it starts a new run; trainings that began before it existed have its default")
-RESUMABLE = SettingKind("resumable setting: no checkpoint depends on it, `--allow-change` may change it")
+DEFAULTED = SettingKind("changing it starts a new run; trainings that are older than this key have its default")
+RESUMABLE = SettingKind("resumable setting: checkpoints do not depend on it, so `--allow-change` may change it")

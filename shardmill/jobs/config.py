@@ -1,4 +1,4 @@
-"""From a TOML file and `--set` overrides to a frozen, typed tree; a wrong key is answered with the nearest one."""
+"""Reads a TOML file and `--set` overrides into a frozen, typed tree; the error for a wrong key suggests the nearest."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _TYPES_OF_VALUES = ("bool", "float", "constrained-float")
 
 
 class DatasetConfig(Section):
-    """Where the committed dataset is."""
+    """Location of the committed dataset."""
 
     uri: str = ""
     """Root of the dataset: a local path, `s3://bucket/prefix` or `hdfs://host:port/path`."""
 
 
 class ModelsConfig(Section):
-    """Where checkpoints, exports and the current model are."""
+    """Location of checkpoints, exports and the current model."""
 
     uri: str = ""
     """Root of the models: a local path, `s3://bucket/prefix` or `hdfs://host:port/path`."""
@@ -58,7 +58,7 @@ class SparkApplicationConfig(Section):
     """Settings of one Spark application."""
 
     conf: dict[str, str] = Field(default_factory=dict)
-    """Any Spark settings, passed through as they are; `spark.executor.memory = "2g"` needs no quotes around the key."""
+    """Any Spark settings, passed on unchanged; `spark.executor.memory = "2g"` needs no quotes around the key."""
 
     @field_validator("conf", mode="before")
     @classmethod
@@ -67,14 +67,14 @@ class SparkApplicationConfig(Section):
 
 
 class SparkConfig(Section):
-    """How the two Spark applications start. Under `spark-submit`, its own `--master` wins."""
+    """How the two Spark applications start. Under `spark-submit`, its `--master` takes precedence."""
 
     master: str = "local[*]"
-    """Spark master URL; `local[*]` is every core of this machine."""
+    """Spark master URL; `local[*]` uses all cores of this machine."""
     etl: SparkApplicationConfig = SparkApplicationConfig()
-    """Settings for the ETL's application."""
+    """Settings of the ETL's application."""
     train: SparkApplicationConfig = SparkApplicationConfig()
-    """Settings for the training launcher's application."""
+    """Settings of the application that starts the training's ranks."""
 
 
 def require_uri(name: str, uri: str) -> str:

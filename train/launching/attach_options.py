@@ -15,6 +15,6 @@ class AttachOptions(Section):
     """Settings of the launcher `attach`."""
 
     host: Annotated[Host, EXECUTION] = ""
-    """Where the others reach rank 0; empty: what the starter says (MASTER_ADDR, SLURM's first node)."""
+    """Host name or address of rank 0 for the other ranks; empty: from the starter (MASTER_ADDR, SLURM's first node)."""
     port: Annotated[int, EXECUTION] = Field(default=29610, ge=1, le=65535)
-    """On which port."""
+    """Port of rank 0."""

@@ -1,4 +1,4 @@
-"""The settings of single strategies, each a section of `[train]` under the strategy's name."""
+"""Settings that belong to one strategy; each class is a section of `[train]` with the strategy's name."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ class LocalSgdOptions(Section):
     """Settings of the strategy `local_sgd`."""
 
     local_steps: Annotated[int, DEFAULTED] = Field(default=1, ge=1)
-    """Each rank divides its share of a step by this number and updates its own weights after each microbatch, before
+    """Number of parts into which a rank splits its share of a step; it updates its own weights after each part, before
     weights are averaged. To keep the batch size of an update, multiply `global_batch_size` by the same number."""
     silos: Annotated[tuple[str, ...], DEFAULTED] = ()
-    """For each rank the dataset version that it trains on, as `uri@N`; no image leaves it. `dataset.uri` then gives the
-    classes, the standardization, and what rank 0 evaluates on."""
+    """The dataset version of each rank, as `uri@N`; no image leaves it. `dataset.uri` then provides the
+    classes, the standardization, and the splits that rank 0 evaluates on."""
     silo_timeout_seconds: Annotated[float, EXECUTION] = Field(default=60.0, gt=0)
-    """How long rank 0 waits in a round for silos that took part in the last; then the round continues without them."""
+    """How long rank 0 waits in a round for silos that took part in the last one, before it continues without them."""
 
 
 class MirroredOptions(Section):
     """Settings of the strategy `mirrored`."""
 
     num_devices: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """Over how many devices of its process a batch is split; 0: all GPUs, else one CPU. Without GPUs the CPU counts as
-    so many devices, which gains no speed."""
+    """Number of devices of the process over which a batch is split; 0: all GPUs, or one CPU. Without GPUs the CPU
+    counts as
+    that many devices: useful for testing only."""
 
 
 class ParameterServerOptions(Section):
     """Settings of the strategy `parameter_server`."""
 
     num_servers: Annotated[int, EXECUTION] = Field(default=1, ge=1)
-    """Processes that hold the variables, beside `num_workers` workers and a chief."""
+    """Number of processes that hold the variables, in addition to `num_workers` workers and a chief."""
 
 
 class TorchDdpOptions(Section):
     """Settings of the strategy `torch_ddp`."""
 
     powersgd_rank: Annotated[int, DEFAULTED] = Field(default=2, ge=1)
-    """`compression = "powersgd"`: the rank of the matrices that are sent. A higher rank is closer to the gradient, and
-    sends more."""
+    """With `compression = "powersgd"`: the rank of the matrices that are sent. A higher rank approximates the gradient
+    better and sends more."""
 
 
 def silos_of(config: TrainConfig) -> tuple[str, ...]:
