@@ -286,13 +286,13 @@ def _check_places(source_key: str, source_uri: str, dataset_uri: str) -> None:
     """A dataset inside its own source would be listed by the next run."""
     if split_version(dataset_uri)[1] is not None:
         raise UsageError(
-            f"dataset.uri = {dataset_uri} names one version", "expected the dataset: a build makes a version",
+            f"dataset.uri = {dataset_uri} names one version", "expected the dataset: a build creates a version",
             f"set dataset.uri to {split_version(dataset_uri)[0]}",
         )  # fmt: skip
     source, dataset = open_store(source_uri).uri, open_store(dataset_uri).uri
     if f"{dataset}/".startswith(f"{source}/"):
         raise UsageError(
-            f"dataset.uri {dataset} lies inside {source_key} {source}",
-            "expected them apart, or the next run would list the shards as inputs",
-            "set dataset.uri, or --workdir, to a place outside the source",
+            f"dataset.uri {dataset} is inside {source_key} {source}",
+            "expected separate folders, because the next run would list the shards as inputs",
+            "set dataset.uri, or --workdir, to a folder outside the source",
         )

@@ -15,10 +15,10 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
     "shardmill",
     {
         "run": Entry("pipeline.run:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."),
-        "etl": Entry("pipeline.commands.etl:etl", "Images to a committed dataset version."),
+        "etl": Entry("pipeline.commands.etl:etl", "Build a committed dataset version from images."),
         "check-source": Entry(
             "pipeline.commands.check_source:check_source",
-            "What `etl` would reject, and why: read and decode every image on this machine, write nothing.",
+            "Show what `etl` would reject, and why: read and decode every image on this machine, write nothing.",
         ),
         "verify": Entry("pipeline.commands.verify:verify", "Check every rule of a dataset version, and print a table."),
         "train": Entry(
@@ -27,37 +27,37 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         ),
         "export": Entry(
             "pipeline.commands.export:export",
-            "The trained model as a SavedModel and a .keras file, compared with the training model.",
+            "Export the trained model as a SavedModel and a .keras file, and compare it with the training model.",
         ),
         "evaluate": Entry(
-            "pipeline.commands.evaluate:evaluate", "Exact figures of the trained model on the test split."
+            "pipeline.commands.evaluate:evaluate", "Compute exact metrics of the trained model on the test split."
         ),
         "gate": Entry(
             "pipeline.commands.gate:gate",
-            "What `promote` would decide; promotes nothing (and exports first, if that was not done yet).",
+            "Show what `promote` would decide, without promoting (exports first if there is no export yet).",
         ),
         "promote": Entry(
             "pipeline.commands.promote:promote",
-            "Make the newest export the current model if it passes the gate; or export N, without the gate.",
+            "Make the newest export the current model if it passes the gate, or export N without the gate.",
         ),
         "report": Entry(
             "pipeline.commands.report:report",
-            "Write report.html again: of the run that --run-id names, or of the latest.",
+            "Rewrite report.html for the run that --run-id names, or for the latest run.",
         ),
         "predict": Entry(
             "pipeline.commands.predict:predict",
-            "Label and probability of image files, through the ETL's own decoding. Exit 2 if every file is rejected.",
+            "Print labels and probabilities for image files, decoded as in the ETL. Exit 2 if every file is rejected.",
         ),
         "doctor": Entry(
             "pipeline.doctor.doctor:doctor",
-            "Check this machine: versions, Java, compiler, config, storage, clocks, room, slots, devices, addresses, "
-            "ports.",
+            "Check this machine: versions, Java, compiler, config, storage, clocks, disk space, slots, devices, "
+            "addresses, ports.",
         ),
         "init": Entry("pipeline.commands.init:init", "Write a commented config file to start from."),
         "config": Entry("pipeline.commands.config:config", "Show the config."),
         "inspect": Entry(
             "pipeline.commands.inspect:inspect",
-            "What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed.",
+            "Show the contents of a dataset version, or (--rejects with its path) the ledger of a failed build.",
         ),
         "compact": Entry(
             "pipeline.commands.compact:compact",
@@ -65,16 +65,16 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         ),
         "rollback": Entry(
             "pipeline.commands.rollback:rollback",
-            "Make version N the latest again, as a new version that names its files.",
+            "Make version N the latest again, as a new version that refers to its files.",
         ),
         "gc": Entry(
             "pipeline.commands.gc:gc",
-            "Expire old versions, or trainings and exports, and delete files that nothing names, as killed runs leave "
-            "them.",
+            "Expire old versions, or trainings and exports, and delete files that nothing refers to, such as leftovers "
+            "of killed runs.",
         ),
         "plan": Entry(
             "pipeline.commands.plan:plan",
-            "What `train` would do: the choice of `auto`, its memory, its speed as measured here; trains nothing.",
+            "Show what `train` would do, without training: the choices of `auto`, memory, and the speed measured here.",
         ),
     },
 )

@@ -33,17 +33,17 @@ SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="Images of any source, or a TOML file.")
 ]
 DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
-ReplaceSource = Annotated[
-    bool, typer.Option("--replace-source", help="Allow the images to come from another source than before.")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
+ReplaceSource = Annotated[bool, typer.Option("--replace-source", help="Allow another source of images than before.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Train again even if a result exists; the old result is kept.")]
 AllowChange = Annotated[
     list[str],
     typer.Option("--allow-change", metavar="NAME", help="Resume an unfinished training that differs in train.NAME."),
 ]
 Overrides = Annotated[list[str], typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Override one config key.")]
-Workdir = Annotated[str, typer.Option(metavar="DIR", help="Where runs leave their records (and more with a folder).")]
-RunId = Annotated[str, typer.Option(metavar="ID", help="Name this run, or continue the run of that name.")]
+Workdir = Annotated[
+    str, typer.Option(metavar="DIR", help="Folder of run records, and of the results if the source is a folder.")
+]
+RunId = Annotated[str, typer.Option(metavar="ID", help="Name of this run; continues the run if it exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine output on stdout, human output on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -71,7 +71,8 @@ class Command(TyperCommand):
     """A command that takes the common options as well; its function finds them, a `Common`, in `context.obj`."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
-    """The common options that do nothing here: taken, because scripts give every command the same ones, but hidden."""
+    """Common options without effect here: accepted, because scripts pass the same options to all commands, but
+    hidden."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -50,7 +50,7 @@ def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir
         raise UsageError(
             f"{dataset_or_config} is not a committed dataset",
             "expected DATASET, DATASET@N or a .toml file",
-            f"`shardmill etl FOLDER` makes one of a folder of images: then give {workdir}/dataset here",
+            f"build one from a folder of images with `shardmill etl FOLDER`, then give {workdir}/dataset here",
         )
     below = {"dataset": {"uri": dataset_or_config}}
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)

@@ -78,7 +78,7 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
     if errors:
         kind = next((type(error) for error in errors if isinstance(error, UsageError)), type(errors[0]))
         numbered = "; ".join(f"({number}) {error}" for number, error in enumerate(errors, start=1))
-        raise kind(f"{len(errors)} things would stop this run: {numbered}")
+        raise kind(f"{len(errors)} problems would stop this run: {numbered}")
 
 
 def check_one_process(tree: PipelineTree) -> None:
@@ -86,7 +86,7 @@ def check_one_process(tree: PipelineTree) -> None:
     if tree.train.launcher == "attach":
         raise UsageError(
             "train.launcher = 'attach' with `shardmill run`",
-            "each of the processes that are there already would build the dataset",
+            "expected one process, because each process would build the dataset",
             "run `shardmill etl` in one process, then start `shardmill train` in all",
         )
 
@@ -115,7 +115,7 @@ def check_place(uri: str) -> str:
             "nothing can be committed to it",
             "use a store with conditional writes (If-None-Match)",
         )
-    return f"{store.uri}: can be written to; a second writer is refused"
+    return f"{store.uri}: writable; a second writer is refused"
 
 
 def clock_difference_seconds(uri: str) -> float:

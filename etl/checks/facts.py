@@ -49,8 +49,8 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     dropped = ", ".join(each.described for each in places if not now.continues(each))
     if len(places) > 1 and dropped:
         raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {dropped} beside those of {now.described}",
-            'expected etl.write_mode = "append": the new version would hold those of one source alone',
+            f"dataset {plan.store.uri}@{plan.parent.version} also holds images of {dropped}",
+            f'expected etl.write_mode = "append": otherwise the new version would only hold those of {now.described}',
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )
     # If the very same files are listed, the source has moved, or is named in another way.

@@ -48,7 +48,7 @@ def check_vanished(plan: BuildPlan, changes: Changes | None) -> None:
             f"{num_vanished:,} of the {parent.counts.accepted:,} images of version {parent.version} are not in "
             f"{plan.build.source.described} any more",
             f"etl.max_vanished_fraction allows {limit:g}; nothing was published",
-            "mount or restore the source and run it again; if they are meant to go, raise the limit to 1",
+            "mount or restore the source and run again; if they were removed on purpose, set the limit to 1",
         )
 
 

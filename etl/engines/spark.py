@@ -69,7 +69,7 @@ def run_on_spark(
     if left:
         raise errors.StorageError(
             f"Spark's job ended, and {len(left)} work units left no record in {task.dataset_uri}/{PENDING}",
-            "expected one of each", "see that nothing else removes files there, then run the same command again",
+            "expected one for each", "make sure that nothing else removes files there, then run the same command again",
         )  # fmt: skip
 
 

@@ -70,8 +70,8 @@ class UnitRunner:
             raise errors.StorageError(
                 f"the process of work unit {json.loads(self._unit)['index']} ended twice "
                 f"(exit status {self._process.end()}{self._last_begun})",
-                "its images were decoded in a process of their own, so it was not one of them",
-                "see that this machine has memory left, or lower etl.num_workers; finished units are kept",
+                "its images were decoded in another process, so no image was the cause",
+                "free memory on this machine, or lower etl.num_workers; finished units are kept",
             )
         # From now on: where one image ends a process, others often do.
         self.close()

@@ -152,8 +152,8 @@ class _Known:
 def _taken(key: str, what: str) -> UsageError:
     return UsageError(
         f"{printable(key)} {what}",
-        'expected only new keys: etl.write_mode = "append" replaces nothing; nothing was published',
-        "put the images into a folder of another name, or overwrite: build one source that holds all of them",
+        'expected only new keys: etl.write_mode = "append" replaces no image; nothing was published',
+        "move the images to a folder with another name, or overwrite: build one source that contains all of them",
     )
 
 

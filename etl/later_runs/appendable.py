@@ -24,7 +24,7 @@ def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> No
     if other:
         raise UsageError(
             f"the images to append would have other {', '.join(other)} than those of version {parent.version}",
-            'expected the same ones: etl.write_mode = "append" adds rows to the old ones',
+            'expected the same ones, because etl.write_mode = "append" adds rows to the old ones',
             f"use the config of version {parent.version} (`shardmill inspect DATASET@{parent.version} --json`), or "
             "another dataset.uri",
         )

@@ -25,13 +25,13 @@ def check_has_images(listing: Listing, uri: str) -> None:
     if set(refused.by_reason) <= {RejectReason.NOT_AN_IMAGE_NAME}:
         raise UsageError(
             f"no images below {uri} ({len(refused)} other files)",
-            "expected image files, best in one folder per class",
+            "expected image files, preferably in one folder per class",
             "check source.uri",
         )
     raise UsageError(
         f"no images below {uri}: all {len(refused)} inputs were refused ({_reasons(refused)})",
         "expected at least one input that can be used",
-        "correct what the reasons name (docs/rejects.md), or the keys of the section source",
+        "fix the causes (docs/rejects.md explains the reasons), or correct the keys of the section source",
     )
 
 
@@ -60,7 +60,7 @@ def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None
         others = f" (and {len(label_signs) - 1} more)" if len(label_signs) > 1 else ""
         raise UsageError(
             f"the dataset would have no labels, and {uri} seems to have some: {label_signs[0]}{others}",
-            "expected labels where source.label_field or the usual names say (docs/sources.md)",
+            "expected labels under source.label_field or a usual name (docs/sources.md)",
             f"name them with source.label_field, or {_UNLABELLED_ON_PURPOSE}",
         )
     if 0 < num_unlabelled < listing.num_images:
@@ -70,5 +70,5 @@ def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None
         raise UsageError(
             f"{num_unlabelled} of {listing.num_images} images of {uri} have no label{of_splits}{signs}",
             "expected a label for each image, or for none",
-            f"leave the files without labels out with a pattern in source.uri, or {_UNLABELLED_ON_PURPOSE}",
+            f"exclude the files without labels with a pattern in source.uri, or {_UNLABELLED_ON_PURPOSE}",
         )

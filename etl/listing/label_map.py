@@ -91,8 +91,8 @@ def grown_label_map(parent: Manifest | None, given: Sequence[str], found: Sequen
     if parent is not None and moved is not None:
         now = f"{given[moved]!r}" if moved < len(given) else "none"
         raise UsageError(
-            f"etl.label_map has {now} as class {moved}, and version {parent.version} has {before[moved]!r}",
-            "expected the classes of the latest version first, each with its number; a label map only grows",
+            f"etl.label_map has {now} as class {moved}, but version {parent.version} has {before[moved]!r}",
+            "expected the classes of the latest version first, each with its number; a label map can only grow",
             "add new classes at the end of etl.label_map, or build into another dataset.uri",
         )
     return tuple(given)

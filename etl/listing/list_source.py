@@ -78,7 +78,7 @@ def list_source(
         scratch.remove()
         raise StorageError(
             f"{error.filename or error} vanished while {source.uri} was listed",
-            "expected a source at rest; nothing was published",
+            "expected a source that does not change; nothing was published",
             "run the same command again",
         ) from None
     except BaseException:

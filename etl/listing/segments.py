@@ -79,8 +79,8 @@ def read_cells(store: Store, path: str, first_cell: int, last_cell: int) -> Iter
     found = store.stat(path)
     if found is None:
         raise StorageError(
-            f"the listing's segment {join_uri(store.uri, path)} is gone",
-            "expected it to stay for as long as the units run",
+            f"the listing's segment {join_uri(store.uri, path)} is missing",
+            "expected it to exist until all units have run",
             "run the same command again; finished units are kept",
         )
     with open_file(store, found) as stream:

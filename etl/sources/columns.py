@@ -54,10 +54,10 @@ def is_there_once(found: Sequence[str], key: str = "") -> bool:
         return True
     same = len(set(found)) == 1
     raise UsageError(
-        f"the column {found[0]!r} is there {len(found)} times"
+        f"the column {found[0]!r} occurs {len(found)} times"
         if same
         else f"the columns {', '.join(map(repr, dict.fromkeys(found)))} differ only in case or spaces",
-        "expected each column that is used once",
+        "expected each used column to occur once",
         "rename or remove the other one" + (f", or set source.{key} to {'another' if same else 'one'}" if key else ""),
     )
 
@@ -106,8 +106,8 @@ def as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
         )
     if pc.any(are_inexact(column), min_count=0).as_py():
         raise UsageError(
-            f"a column of URIs, keys or groups is {column.type}, and a number in it has more digits than that keeps",
-            "expected whole numbers or texts: two of them may have become one",
+            f"a column of URIs, keys or groups is {column.type}, and a number in it has too many digits for it",
+            "expected whole numbers or texts, because two numbers may have been rounded to one",
             "write the column as int64 or as text",
         )
     return nulls_for_empty(texts)

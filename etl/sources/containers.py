@@ -86,9 +86,9 @@ class Containers:
         missing = [path for path in expanded(self._name) if path not in found]
         if missing:
             raise UsageError(
-                f"source {self.uri}: {len(missing)} of the files that it names are not there, such as {missing[0]}",
+                f"source {self.uri}: {len(missing)} of the files that it names do not exist, such as {missing[0]}",
                 "expected all of them",
-                "restore them, or name those that there are; `*` takes what it finds",
+                "restore them, or name only existing files; `*` matches these",
             )
 
     def _check_are_texts(self, paths: Iterable[str]) -> None:
@@ -98,7 +98,7 @@ class Containers:
             raise UsageError(
                 f"source {self.uri} holds {printable(odd)}, whose path is not UTF-8",
                 "expected names that are text",
-                "rename it, or choose the other files with a pattern in source.uri",
+                "rename it, or select the other files with a pattern in source.uri",
             )
 
     def _candidates(self) -> Iterable[StoredFile]:

@@ -110,7 +110,7 @@ class ExtraColumns:
             raise UsageError(
                 f"the column {name!r} of {printable(where)} is {column.type}",
                 f"expected one of {', '.join(ARROW_TYPES)}",
-                f'leave it out of source.extra_columns, or give its type: "{name}:string"',
+                f'remove it from source.extra_columns, or give its type: "{name}:string"',
             )
         wanted = self._type(name, kind or "", where)
         is_list_alike = pa.types.is_list(column.type) == wanted.startswith("list<")
@@ -160,7 +160,7 @@ def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: s
     for name, _ in map(parse_extra, configured):
         if name not in types:
             raise UsageError(
-                f"source.extra_columns names {name!r}, and no input of {source} has a value for it",
+                f"source.extra_columns names {name!r}, but no input of {source} has a value for it",
                 "expected a column, a field or a feature of the source (docs/sources.md)",
                 f'correct source.extra_columns, or give its type: "{name}:string"',
             )
@@ -179,9 +179,9 @@ def label_type_of(kinds: Collection[SourceLabelKind], types: Mapping[str, str], 
         return LABEL_TYPES["class"]
     if not types.get(LABEL):
         raise UsageError(
-            f"source.label_kind = {kind!r}, and no input of {source} has such a label",
+            f"source.label_kind = {kind!r}, but no input of {source} has such a label",
             "expected a column of them in a table, a Parquet or TFRecord file, or a field in a tar archive",
-            "name it with source.label_field, or leave source.label_kind out",
+            "name it with source.label_field, or remove source.label_kind",
         )
     return LABEL_TYPES[kind] if kind == "multi_label" else types[LABEL]
 

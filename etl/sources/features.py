@@ -86,7 +86,7 @@ class FeatureNames:
         label = next((name for name in LABEL_FEATURES if _values(features, name)), None)
         if label is not None:
             raise UsageError(
-                f"{printable(image.key)} has the feature {label}, and the first record has no label",
+                f"{printable(image.key)} has the feature {label}, but the first record has no label",
                 "expected a label in each record, or in none",
                 f"set source.label_field={label}: records without it are then refused",
             )

@@ -48,7 +48,7 @@ def splits_of(paths: Iterable[str]) -> FileSplits:
         raise UsageError(
             f"{printable(named)} names a split and {printable(without)} does not",
             "expected a split in the name of each file or folder, or of none",
-            "choose the files with a pattern in source.uri, or rename them",
+            "select the files with a pattern in source.uri, or rename them",
         )
     return FileSplits(splits, ())
 
@@ -117,8 +117,8 @@ def _told_apart(words: Mapping[str, _Words]) -> _Splits:
         named = sorted({SPLIT_OF_NAME[word] for word in words[doubtful].splits})
         raise UsageError(
             f"{printable(doubtful)} names the splits {' and '.join(named)}",
-            "expected one, or names of which the same word differs in all files",
-            "choose the files with a pattern in source.uri, or rename them",
+            "expected one split, or file names that differ in only one of these words",
+            "select the files with a pattern in source.uri, or rename them",
         )
     return found
 

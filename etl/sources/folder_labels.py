@@ -171,7 +171,7 @@ class _Folders:
             if level < len(levels):
                 return level
             raise UsageError(
-                f"source.label_level = {given}, and no image lies more than {len(levels) - (split == 0)} folders deep",
+                f"source.label_level = {given}, but no image is more than {len(levels) - (split == 0)} folders deep",
                 "expected the level of the class folders, counted from the top", "correct source.label_level",
             )  # fmt: skip
         if len(levels) <= first:
@@ -251,9 +251,9 @@ def _check_level_is_clear(levels: list[set[str]], split: int | None) -> None:
         for level in may_be
     ]
     raise UsageError(
-        f"every image lies {len(may_be)} or more folders deep, so that the classes may be {' or '.join(named)}",
+        f"every image is {len(may_be)} or more folders deep, so the classes may be {' or '.join(named)}",
         "expected one folder per class with its images directly in it",
-        "say which with --set source.label_level=N, or set source.uri to the folder above the class folders",
+        "select the level with --set source.label_level=N, or set source.uri to the folder above the class folders",
     )
 
 

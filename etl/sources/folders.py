@@ -56,8 +56,8 @@ def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rej
         archive = unread_archive(root.name)
         if archive and root.exists():
             raise UsageError(
-                f"source {root} is a {archive} file, which is not read",
-                "expected a folder, or an archive of ZIP or tar", "unpack it, and name the folder",
+                f"source {root} is a {archive} file, which is not supported",
+            "expected a folder, or a ZIP or tar archive", "unpack it, and give the folder",
             )  # fmt: skip
         raise UsageError(
             f"source {root} is not a folder" if root.exists() else f"source {root} does not exist",

@@ -100,9 +100,9 @@ def _check_pairs(uri: str, labels: dict[str, StoredFile | None]) -> None:
     without = next((path for path, file in labels.items() if file is None), None)
     if without is not None and any(labels.values()):
         raise UsageError(
-            f"{printable(without)} has no file of labels beside it, and others have",
+            f"{printable(without)} has no file of labels, but others have",
             "expected train-labels-idx1-ubyte for train-images-idx3-ubyte",
-            "restore it, or choose the files with a pattern in source.uri",
+            "restore it, or select the files with a pattern in source.uri",
         )
 
 

@@ -47,7 +47,7 @@ class PathStyle:
         if not self._are_paths and pc.any(is_id).as_py():
             raise UsageError(
                 f"the table {printable(self._table)} names files as {printable(uris.drop_null()[0].as_py())!r}, which "
-                "has no suffix, and no such files are there",
+                "has no suffix, and no such files exist",
                 "expected paths of files, relative to the table's folder, with their suffixes",
                 "write a column of paths, such as images/ID.jpg, or name it with source.uri_field",
             )
@@ -59,7 +59,7 @@ class PathStyle:
             return
         path, root = printable(relative[0].as_py()), self._store.uri
         raise UsageError(
-            f"the table {printable(self._table)} names files as {path!r}, and such paths lead from {root}",
+            f"the table {printable(self._table)} names files as {path!r}, which is relative to {root}",
             "expected paths of files, relative to the table's folder",
             f"write {'../' * self._table.count('/')}{path}, or move the table to {root}",
         )

@@ -24,7 +24,7 @@ class SeveralSources:
     def __init__(self, config: SourceConfig) -> None:
         if not config.parts:
             raise UsageError(
-                "source.kind = 'several', and source.parts is empty", "expected a table for each of the sources",
+                "source.kind = 'several', but source.parts is empty", "expected a table for each of the sources",
                 "write [source.parts.NAME] with a uri and a kind, once for each",
             )  # fmt: skip
         self._parts: dict[str, Source] = {name: SOURCES[part.kind](part) for name, part in config.parts.items()}
@@ -43,7 +43,7 @@ class SeveralSources:
                     raise UsageError(
                         f"source.parts.{labelled[True]} has classes and source.parts.{labelled[False]} has none",
                         "expected classes in each part, or in none",
-                        "point its uri at the folder above its class folders, or make a table with a label column",
+                        "set its uri to the folder above its class folders, or create a table with a label column",
                     )
                 yield _named(batch, name)
 

@@ -92,8 +92,8 @@ class ColumnChoice:
                 fix = f"set source.{setting}={name}, or {fix}"
             raise UsageError(
                 f"row {row} of the table {printable(self._table)} is the first with the key {printable(name)!r}, and "
-                "the rows before it were listed without",
-                "expected the keys that are used among the first rows, or in the config",
+                "earlier rows were listed without it",
+                "expected all used keys in the first rows, or in the config",
                 fix,
             )
 
@@ -108,7 +108,7 @@ def _choose_columns(config: SourceConfig, names: Sequence[str], table: str) -> T
     if uri is None:
         raise UsageError(
             f"the table {table} has the columns {', '.join(names[:20])}",
-            f"expected one of URIs, called {' or '.join(URI_COLUMNS)}",
+            f"expected a column of URIs, called {' or '.join(URI_COLUMNS)}",
             f"name it with source.uri_field{_HEADER_HINT if is_text else ''}{_ID_HINT if _has_ids(names) else ''}",
         )
     return TableColumns(

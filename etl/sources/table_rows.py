@@ -50,7 +50,7 @@ def read_rows(
         except (pa.ArrowException, EOFError, gzip.BadGzipFile) as error:
             raise IntegrityError(
                 f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",
-                "expected Parquet, CSV or JSON lines, as its name says",
+                "expected the format that its name indicates: Parquet, CSV or JSON lines",
                 "restore the file, or correct it",
             ) from None
 

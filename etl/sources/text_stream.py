@@ -55,10 +55,10 @@ class _Utf8(io.RawIOBase):
         except UnicodeDecodeError as error:
             place = max(0, self._num_read + error.start)
             raise UsageError(
-                f"the table {printable(self._table)} is no {self._encoding.removesuffix('-sig').upper()}: byte "
+                f"the table {printable(self._table)} is not {self._encoding.removesuffix('-sig').upper()}: byte "
                 f"0x{error.object[error.start]:02x} near byte {place}",
                 "expected UTF-8, or UTF-16 with its byte order mark",
-                "convert it, from Windows-1252 (Western Windows) with: iconv -f WINDOWS-1252 -t UTF-8",
+                "convert it; for Windows-1252 (Western Windows): iconv -f WINDOWS-1252 -t UTF-8",
             ) from None
         self._num_read += len(block)
         # What was decoded only to be checked needs no second copy.

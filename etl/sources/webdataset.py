@@ -57,7 +57,7 @@ class WebDatasetSource:
             # Such a label is one of the values, and has no usual name.
             if not config.label_field:
                 raise UsageError(
-                    f"source.label_kind = {config.label_kind!r}, and source.label_field is not set",
+                    f"source.label_kind = {config.label_kind!r}, but source.label_field is not set",
                     "expected a member's suffix, or a field of its JSON",
                     "set source.label_field, such as json.labels",
                 )

@@ -135,7 +135,7 @@ def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceI
         raise IntegrityError(
             f"the listing of work unit {unit.index} in {listing.uri} has {len(images)} images",
             f"expected the {unit.num_images} that were planned",
-            "run it again; if it comes back, the storage alters files",
+            "run it again; if this repeats, the storage alters files",
         )
     ids_N = np.array([image.sample_id for image in images], np.int64)
     places_N = mix64_array(ids_N, seed).tolist()

@@ -20,7 +20,7 @@ def whole_dataset(uri: str) -> str:
     if version is not None:
         raise UsageError(
             f"{uri} names one version",
-            "expected the dataset: the command makes a version that follows the latest",
+            "expected the dataset: the command creates a version after the latest",
             f"give {root}; to go back to an older version, `shardmill rollback {uri}`",
         )
     return root

@@ -14,7 +14,9 @@ from shardmill.errors import UsageError
 @command("workdir", "run_id")
 def init(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it; must not exist.")] = "shardmill.toml",
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The file to write; it must not exist.")
+    ] = "shardmill.toml",
     every_key: Annotated[bool, typer.Option("--all", help="Write every key, not only the most used.")] = False,
 ) -> None:
     from pipeline.config_file import FIRST_KEYS, commented_toml

@@ -20,13 +20,15 @@ def inspect(
     rejects: Annotated[
         bool, typer.Option("--rejects", help="List the rejects by reason; also DATASET/rejects/X.")
     ] = False,
-    versions: Annotated[bool, typer.Option("--versions", help="List all versions, and what made each.")] = False,
+    versions: Annotated[
+        bool, typer.Option("--versions", help="List all versions, and the operation that created each.")
+    ] = False,
     diff: Annotated[
-        int | None, typer.Option(metavar="M", min=1, help="The rows that differ from those of version M.")
+        int | None, typer.Option(metavar="M", min=1, help="List the rows that differ from version M.")
     ] = None,
     near_duplicates: Annotated[
         int | None,
-        typer.Option(metavar="BITS", help="Groups of similar images: at most 0-7 of 64 bits differ."),
+        typer.Option(metavar="BITS", help="List groups of similar images: at most BITS (0-7) of 64 differ."),
     ] = None,
 ) -> None:
     from pipeline.output import inspection

@@ -13,7 +13,9 @@ from pipeline.output.printing import print_result
 WorldSize = Annotated[
     int | None, typer.Option(metavar="N", help="Number of ranks, instead of train.num_workers.", min=1)
 ]
-Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
+Bandwidth = Annotated[
+    float, typer.Option(metavar="GBIT", help="Network bandwidth between two ranks, in Gbit/s.", min=0.001)
+]
 
 
 @command("run_id")

@@ -29,7 +29,9 @@ def predict(
         str, typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export.")
     ],
     images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="The N most probable classes of each.")] = 1,
+    top: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of most probable classes to print for each image.")
+    ] = 1,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
 ) -> None:
     from train.published.predict import exact_name, predict_images

@@ -41,7 +41,7 @@ def promote(
     if sum(named.values()) > 1:
         raise UsageError(
             f"{' and '.join(name for name, is_given in named.items() if is_given)} exclude each other",
-            "expected the gate with its options, one export by its number, or the one before",
+            "expected only one of them",
         )
     flags = {"require": require_promotion, "replace_current": replace_current}
     with open_run(models, common, load=load_for_models) as run:

@@ -18,7 +18,7 @@ from shardmill.jobs.run_files import latest_run, read_run_state, write_stage_rec
 def report(
     context: typer.Context,
     source_or_config: Annotated[
-        str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder or TOML file; not needed.")
+        str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder or TOML file (optional).")
     ] = "",
 ) -> None:
     from pipeline.report.write import report_record, write_report

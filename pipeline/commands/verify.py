@@ -25,7 +25,8 @@ def verify(
     dataset: DatasetArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Re-read every byte of every shard.")] = False,
     version: Annotated[
-        int, typer.Option("--dataset-version", min=0, help="Check this version of the dataset; 0: none in particular.")
+        int,
+        typer.Option("--dataset-version", min=0, help="Check this version of the dataset; 0: the one in DATASET[@N]."),
     ] = 0,
 ) -> None:
     common: Common = context.obj

@@ -46,7 +46,7 @@ def doctor(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Also start the training's ranks on the committed dataset, for one step.")
+        bool, typer.Option("--rehearse", help="Also run one training step with all ranks on the committed dataset.")
     ] = False,
 ) -> None:
     common: Common = context.obj
@@ -196,8 +196,10 @@ def _clock(subject: str, uri: str) -> Finding:
     except ShardmillError as error:
         return failed(subject, error)
     if seconds > CLOCK_TOLERANCE_SECONDS:
-        fix = "set both by NTP; until then leave `gc` with ages of hours alone"
-        return Finding("warn", subject, f"{seconds:,.0f} s from this machine's: files seem older or younger", fix)
+        fix = "synchronize both by NTP; until then do not run `gc` with an age of hours"
+        return Finding(
+            "warn", subject, f"differs from this machine's by {seconds:,.0f} s: files seem older or younger", fix
+        )
     return Finding("ok", subject, f"within {CLOCK_TOLERANCE_SECONDS} s of this machine's")
 
 
@@ -254,7 +256,9 @@ def _room(root: Path, listing: Listing, etl: EtlConfig) -> Finding:
     found = f"{free_bytes / 1e9:,.1f} GB free; {needed}"
     if needed_bytes > free_bytes:
         # A guess, and of a full build: a later run adds what has changed.
-        return Finding("warn", "room for dataset.uri", found, "free space, or choose another place or a smaller size")
+        return Finding(
+            "warn", "room for dataset.uri", found, "free space, or choose another location or a smaller size"
+        )
     return Finding("ok", "room for dataset.uri", found)
 
 
@@ -268,7 +272,7 @@ def _run_check(check: Check) -> Finding:
 def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ...], workdir: str) -> Finding:
     """Not tried if an earlier row says already that the ranks could not run, or no dataset is there."""
     if failing := [each.subject for each in findings if each.status == "fail"]:
-        return Finding("warn", REHEARSAL, f"not tried: {', '.join(failing)} would stop it", "fix that first")
+        return Finding("warn", REHEARSAL, f"not run: {', '.join(failing)} would stop it", "fix that first")
     from shardmill.dataset.open import has_version
     from train.planning.rehearsal import rehearse
 
@@ -276,7 +280,7 @@ def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ..
         tree = load_pipeline(config or None, overrides, workdir)
         if not has_version(tree.dataset.uri):
             where = tree.dataset.uri or "dataset.uri, which is not set,"
-            return Finding("warn", REHEARSAL, f"not tried: {where} has no version", "run `shardmill etl` first")
+            return Finding("warn", REHEARSAL, f"not run: {where} has no version", "run `shardmill etl` first")
         return Finding("ok", REHEARSAL, rehearse(tree.part(TrainTree)))
     except ShardmillError as error:
         return failed(REHEARSAL, error)

@@ -92,7 +92,9 @@ def _gate(train: TrainConfig) -> Finding:
     host = attach.host or (host_of_rank_0(os.environ, started[1]) if started else LOOPBACK)
     where, fix = f"{host}:{attach.port}", "set train.attach.host and train.attach.port"
     if not host:
-        return Finding("fail", subject, "several hosts, and nothing says which is rank 0's", "set train.attach.host")
+        return Finding(
+            "fail", subject, "there are several hosts, and rank 0's host is not known", "set train.attach.host"
+        )
     is_rank_0 = started is not None and started[1].rank == 0
     try:
         if started is None or is_rank_0:
@@ -102,10 +104,12 @@ def _gate(train: TrainConfig) -> Finding:
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno == errno.EADDRNOTAVAIL and not is_rank_0:
-            return Finding("ok", subject, f"{where} is of another host, on which rank 0 is to run")
+            return Finding("ok", subject, f"{where} is on another host, on which rank 0 will run")
         # Not started as one of several, and no host set: MASTER_ADDR or SLURM may name another one.
         status: Status = "fail" if started or attach.host else "warn"
-        return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port", True)
+        return Finding(
+            status, subject, f"rank 0 cannot be reached at {where}: {why}", f"{fix}, or free that port", True
+        )
     if started and (warning := loopback_warning(host, started[1])):
         found, _, fix = warning.partition("; ")
         return Finding("warn", subject, found, fix)
@@ -122,9 +126,9 @@ def _master(master: str) -> Finding:
         except (OSError, ValueError, OverflowError) as error:
             reasons.append(f"{address}: {getattr(error, 'strerror', None) or error}")
         else:
-            return Finding("ok", "spark.master", f"{address} takes calls")
-    found = f"{master} takes none ({'; '.join(reasons)})"
-    fix = "start the master, let this host reach it, or correct spark.master"
+            return Finding("ok", "spark.master", f"{address} accepts connections")
+    found = f"{master} accepts no connection ({'; '.join(reasons)})"
+    fix = "start the master, make it reachable from this host, or correct spark.master"
     return Finding("fail", "spark.master", found, fix, is_transient=True)
 
 
@@ -137,8 +141,8 @@ def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[
     uris |= {"models.uri": tree.models.uri} if "train" in applications else {}
     for key, uri in uris.items():
         if uri and scheme_of(uri) == "file":
-            fix = "mount it on all of them, or use s3:// or hdfs://"
-            yield Finding("warn", f"{key} on executors", f"those on other hosts must see {uri}", fix)
+            fix = "mount it on all hosts, or use s3:// or hdfs://"
+            yield Finding("warn", f"{key} on executors", f"executors on other hosts need access to {uri}", fix)
 
 
 def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iterator[Finding]:
@@ -148,7 +152,7 @@ def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iter
     bind = conf.get("spark.driver.bindAddress", LOOPBACK if is_local_master(spark.master) else told)
     address = _driver_address(f"{section}: driver", bind, told)
     if address.status == "ok" and "spark.driver.host" in conf and _is_of_others(told, spark.master):
-        found = f"executors would call {told}, which on other hosts is themselves"
+        found = f"executors would connect to {told}, which on another host is that host itself"
         address = Finding("warn", address.subject, found, "set spark.driver.host to this host's address")
     yield address
     if address.status != "fail":
@@ -165,7 +169,7 @@ def _driver_address(subject: str, bind: str, told: str) -> Finding:
         addresses = addresses_of(told)
     except OSError as error:
         return Finding(
-            "fail", subject, f"{told}, which ranks call, has no address: {error.strerror or error}", fix, True
+            "fail", subject, f"{told}, to which ranks connect, has no address: {error.strerror or error}", fix, True
         )
     try:
         server = socket.create_server((bind, 0))
@@ -176,15 +180,15 @@ def _driver_address(subject: str, bind: str, told: str) -> Finding:
             socket.create_connection((told, server.getsockname()[1]), CALL_SECONDS).close()
         except OSError as error:
             # Where addresses are translated, only others can reach this one.
-            found = f"listening on {bind}, it cannot be called from here at {told}: {error.strerror or error}"
+            found = f"it listens on {bind}, but cannot be reached from here at {told}: {error.strerror or error}"
             return Finding("warn", subject, found, fix)
-    return Finding("ok", subject, f"listens on {bind}, is called at {told} ({', '.join(addresses)})")
+    return Finding("ok", subject, f"listens on {bind} and is reachable at {told} ({', '.join(addresses)})")
 
 
 def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
     """Spark takes the next that is free, unless it is told not to."""
     if not 1024 <= port <= 65535:
-        return Finding("fail", subject, f"{port}, and Spark takes 1024 to 65535", "set such a port, or 0 for any")
+        return Finding("fail", subject, f"{port}, but Spark accepts 1024 to 65535", "set such a port, or 0 for any")
     taken = 0
     for each in range(port, min(port + num_ports, 65536)):
         with suppress(OSError):
@@ -196,7 +200,7 @@ def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
         return Finding("fail", subject, found, "set another port, 0 for any, or a higher spark.port.maxRetries", True)
     if taken:
         found = f"{port} of {bind} is taken: Spark would listen on {port + taken}, which a firewall may keep closed"
-        return Finding("warn", subject, found, "set another port, or end what has it")
+        return Finding("warn", subject, found, "set another port, or end the process that uses it")
     return Finding("ok", subject, f"{port} of {bind} is free")
 
 

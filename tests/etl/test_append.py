@@ -170,7 +170,7 @@ def test_to_overwrite_would_drop_the_other_sources_and_must_be_asked_for(tmp_pat
         write_source(tmp_path, source)
         build(tmp_path, source)
     for source, other in (("a", "b"), ("b", "a")):
-        with pytest.raises(UsageError, match=rf"holds images of .*/{other} beside|was made from .*/{other}, not"):
+        with pytest.raises(UsageError, match=rf"also holds images of .*/{other};|was made from .*/{other}, not"):
             build(tmp_path, source, write_mode="overwrite")
     only = build(tmp_path, "a", write_mode="overwrite", replace_source=True).manifest
     alone = build(tmp_path, "a", "alone", write_mode="overwrite").manifest

@@ -112,7 +112,7 @@ def test_a_part_is_dropped_only_when_that_is_declared(tmp_path: Path, parts: dic
     build(tmp_path, several(parts, "ab"), "other")
     added = build(tmp_path, several(parts, "bc"), "other", write_mode="append").manifest
     assert added.counts.accepted == 15 and [each.uri for each in added.other_sources] == ["a, b"]
-    with pytest.raises(UsageError, match="beside those of"):
+    with pytest.raises(UsageError, match="would only hold those of"):
         build(tmp_path, several(parts, "bc"), "other")
 
 
@@ -168,5 +168,5 @@ def test_a_source_that_was_appended_to_is_not_overwritten_unasked(tmp_path: Path
     build(tmp_path, parts["a"])
     build(tmp_path, parts["b"], write_mode="append")
     for name, other in (("a", "b"), ("b", "a")):
-        with pytest.raises(UsageError, match=f"holds images of .*/{other} beside those of .*/{name}.*append"):
+        with pytest.raises(UsageError, match=f"also holds images of .*/{other}; .*append.*those of .*/{name}"):
             build(tmp_path, parts[name])

@@ -197,7 +197,7 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
     assert again == built, "one process does it once, and tells the same seconds"
     broken = row(*one, "train.model=broken:build")
     assert broken.status == "fail" and "the head is missing" in broken.found
-    assert "not tried: " in row(*one, "train.model=missing:build").found
+    assert "not run: " in row(*one, "train.model=missing:build").found
 
     def full(store: FaultyStore, path: str, data: bytes) -> None:
         if "checkpoints/" in path:
@@ -231,7 +231,7 @@ def test_a_rehearsal_starts_as_many_ranks_as_the_training(tmp_path: Path, monkey
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
     how = ("train.num_workers=2", "train.launcher=local", "train.global_batch_size=12", "train.num_streams=12")
     Path("c.toml").write_text('[models]\nuri = "models"\n')
-    assert rehearsed([], "c.toml", (), "work").found == "not tried: dataset.uri, which is not set, has no version"
+    assert rehearsed([], "c.toml", (), "work").found == "not run: dataset.uri, which is not set, has no version"
     found = rehearsed([], "c.toml", (*how, f"dataset.uri={uri}"), "work")
     assert found.status == "ok" and found.found.startswith("2 ranks by local, strategy horovod: ")
 

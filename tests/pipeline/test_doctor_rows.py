@@ -185,7 +185,11 @@ def test_the_gate_of_attached_ranks_is_tried(monkeypatch: pytest.MonkeyPatch, ta
     assert row(free, NOT_OURS, None).status == "ok" and row(free, NOT_OURS, 0).status == "fail"
     assert row(free, "no-such-host.invalid", 1).status == "fail"
     silent = row(free, "", 0)
-    assert silent.status == "fail" and "nothing says which" in silent.found and silent.fix == "set train.attach.host"
+    assert (
+        silent.status == "fail"
+        and "rank 0's host is not known" in silent.found
+        and silent.fix == "set train.attach.host"
+    )
 
 
 def on_spark(settings: dict[str, object], *overrides: str) -> dict[str, Finding]:
@@ -225,7 +229,7 @@ def test_a_driver_that_cannot_be_called_is_told():
     deaf = row(MASTER, host="127.0.0.2", bindAddress="127.0.0.1")
     assert deaf.status == "warn" and "cannot be called from here at 127.0.0.2" in deaf.found
     itself = row(f"spark.master=spark://{NOT_OURS}:7077", host="127.0.0.1")
-    assert itself.status == "warn" and "on other hosts is themselves" in itself.found
+    assert itself.status == "warn" and "on another host is that host itself" in itself.found
 
 
 def test_a_spark_master_that_is_not_there_is_told(taken: socket.socket):
@@ -248,7 +252,7 @@ def test_local_paths_that_executors_on_other_hosts_would_need_are_told(tmp_path:
     paths = (f"source.uri={tmp_path}", f"dataset.uri={tmp_path / 'd'}")
 
     def told(*overrides: str) -> dict[str, Finding]:
-        return {name: each for name, each in network_rows(*overrides).items() if "on other hosts must" in each.found}
+        return {name: each for name, each in network_rows(*overrides).items() if "on other hosts need" in each.found}
 
     found = told(there, *paths)
     assert set(found) == {"source.uri on executors", "dataset.uri on executors"}

@@ -93,7 +93,7 @@ def test_without_a_starter_there_is_no_place_and_nonsense_is_refused():
         (
             {"SHARDMILL_RANK": "0", "SHARDMILL_WORLD_SIZE": "2", JOB_TOKEN_VARIABLE: TOKEN},
             {},
-            "nothing says which is rank 0's.*train.attach.host",
+            "rank 0's host is not known.*train.attach.host",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", JOB_TOKEN_VARIABLE: TOKEN},

@@ -146,7 +146,7 @@ def _address(config: TrainConfig, place: Place) -> str:
     host = config.options(AttachOptions).host or host_of_rank_0(os.environ, place)
     if not host:
         raise UsageError(
-            f"train.launcher = 'attach', {place.world_size} ranks on several hosts, and nothing says which is rank 0's",
+            f"train.launcher = 'attach', {place.world_size} ranks on several hosts, but rank 0's host is not known",
             "expected MASTER_ADDR, SLURM's node list, or train.attach.host",
             "set train.attach.host to the name of the host that runs rank 0",
         )
