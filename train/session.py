@@ -1,4 +1,12 @@
-"""What a rank holds while it trains, and the moments in which all of it goes to disk or comes back."""
+"""The state of a rank while it trains, and how it is saved to a checkpoint and restored from one.
+
+Why a resume is exact: batches follow from (epoch, step), so a checkpoint holds only the cursor, weights, optimizer and
+each rank's generators and moving statistics, all copied between the same two steps on every rank. Ranks must agree on
+one checkpoint before any of them loads it: rank 0 proposes, every rank verifies its own files, and one damaged file
+makes all of them try the next older one. Ranks that chose by themselves could start from different steps and hang, or
+average two trainings. Own state is loaded after the broadcast, because the broadcast overwrites it. The marker is
+written last and contains each file's SHA-256, so a kill at any time leaves either a complete checkpoint or none.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +50,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What stays the same from the first step to the last."""
+    """The objects that stay the same from the first step to the last."""
 
     task: WorkerTask
     dataset: Dataset
@@ -94,10 +102,10 @@ def each_announced(reporter: Reporter, activity: Activity, items: Iterable[Item]
 
 
 def resume(session: Session, begin: Callable[[Session], None]) -> FoundCheckpoint | None:
-    """Load the newest checkpoint of which every file that is needed is intact, and give all ranks the same variables.
+    """Load the newest checkpoint whose required files are all intact, and give all ranks the same variables.
 
-    Without one of its own a training begins where the shorter one ended that it continues, if there is one; else with
-    the variables that rank 0 has after `begin`.
+    A training without a checkpoint of its own begins at the end of the shorter training that it continues, if there
+    is one, and otherwise with the variables that rank 0 has after `begin`.
     """
     found, files = _choose_checkpoint(session)
     if found:
@@ -105,7 +113,7 @@ def resume(session: Session, begin: Callable[[Session], None]) -> FoundCheckpoin
     else:
         begin(session)
         session.member.start({}, 0, "")
-    # For nothing but its memory, which the first checkpoint's copy takes over.
+    # Only to allocate the memory, which the copy for the first checkpoint reuses.
     session.writer.copy_state()
     if found:
         cursor = found.marker.progress.cursor
@@ -161,10 +169,10 @@ def _candidates(session: Session) -> Iterator[FoundCheckpoint]:
 
 
 def save(session: Session, progress: Progress) -> tuple[Progress, str]:
-    """Begin to write a checkpoint of this very moment. -> progress with the time it cost here, and its path.
+    """Begin to write a checkpoint of the current state. -> progress with the time it cost here, and its path.
 
-    Only if the one before is still being written does the training wait, for that one. If the store refuses, all ranks
-    go on with the checkpoints that there are, and a warning.
+    The training only waits if the previous checkpoint is still being written. If the store refuses, a warning is logged
+    and all ranks continue with the existing checkpoints.
     """
     wait_for_checkpoint(session)
     global_step = session.global_step(progress)
@@ -181,13 +189,13 @@ def save(session: Session, progress: Progress) -> tuple[Progress, str]:
 
 
 def report_checkpoint(session: Session) -> None:
-    """Report the checkpoint that was begun, if it is there, or refused, by now."""
+    """Report the checkpoint that was begun, if it is complete or refused by now."""
     if not session.writer.is_writing:
         wait_for_checkpoint(session)
 
 
 def wait_for_checkpoint(session: Session) -> None:
-    """Return when none is being written, and report the one that was."""
+    """Wait until no checkpoint is being written, and report the last one."""
     written = session.writer.take()
     if written is None:
         return

@@ -1,7 +1,16 @@
 """The commit: from the results of all work units to one manifest that appears at once, or not at all.
 
-Only the driver commits, from what the successful attempts returned, and only if every listed input is accepted or
-rejected exactly once. What lost attempts left behind is named by no manifest and therefore never read.
+Only the driver commits, from the results of the successful attempts, and only if every listed input is accepted or
+rejected exactly once. No manifest names the leftovers of lost attempts, so they are never read.
+
+Why it works: a version is its manifest, and everything else only prepares it. The order must not change: (1) all files
+are published, under names of this attempt or of their content; (2) the lease is checked; (3) `put_if_absent` creates
+the
+manifest; (4) `committed/` records it. If a file were written after (3), a reader could see a version without it. If
+(2) came earlier, or passed for a lease that had lapsed once, `gc` could delete a file of the version (`publish` has the
+proof).
+With a PUT that overwrites in (3), two writers could both believe that they have committed. If (4) came before (3), a
+crash between them would record a version that never existed.
 """
 
 from __future__ import annotations

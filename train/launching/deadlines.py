@@ -1,8 +1,16 @@
-"""What the driver knows of each rank, and which deadlines it has missed: pure, the clock is an argument.
+"""What the driver knows about each rank, and which deadlines it has missed: pure, the clock is an argument.
 
 A rank is late in one of three ways: not started, silent (no heartbeat), or stalled (its main thread makes no progress).
-How long that may stand still follows from what it does: of what ranks repeat (a step, waiting for a batch) it is known
-how long it takes.
+The limit of a stall depends on the activity: for activities that ranks repeat (a step, waiting for a batch) the usual
+duration is known; all others get `progress_timeout_seconds`.
+
+Why so many cases: one hung rank makes all others late, because they wait for it in a collective, and ending the wrong
+rank would lose a healthy one. So a rank that announces that it waits is never a cause while another rank works; and
+because collectives inside compiled code are not announced, a late rank is spared while another one stands still and has
+time left (`has_time`), up to its own untimed limit, so that a fault always ends. Only if all ranks at work are late and
+waiting is no rank named. Limits are relative to the slowest rank so far (`PATIENCE`), because an absolute limit would
+end slow but healthy trainings; durations count only after `TRUSTED` repetitions, because early ones include compilation
+or caches. The clock is the driver's: after it was suspended itself, `restart_clocks` must run, or all ranks are "lost".
 """
 
 from __future__ import annotations
@@ -20,11 +28,11 @@ from train.world import Role
 
 # A rank may take this many times longer than any rank so far: a straggler is no fault.
 PATIENCE = 10.0
-# And this many times longer before people are told.
+# And this many times longer before a warning is logged.
 NOTABLE = 2.0
-# So often a rank must have finished what it repeats before the times of it are trusted.
+# A rank must have finished an activity this often before its durations are used.
 TRUSTED = 20
-# Ranks that wait for each other are seen to stand still at moments that differ by some heartbeats.
+# The pauses of ranks that wait for each other are observed at times that differ by some heartbeats.
 APART_SECONDS = 5.0
 
 
@@ -38,16 +46,16 @@ class RankState:
     is_connected: bool = False
     result: TrainResult | None = None
     stopped: Stopped | None = None
-    """It has stopped together with the others, and how far it came."""
+    """Set when it has stopped together with the others: how far it came."""
     last_step: Cursor | None = None
     seen_seconds: float = 0.0
     progress_seconds: float = 0.0
     """When its last progress was seen."""
     reported_seconds: float = 0.0
-    """The `progress_seconds` at which the pause began that people were told of last."""
+    """`progress_seconds` at the beginning of the last pause that was reported."""
     doing: Heartbeat = field(default_factory=Heartbeat)
     is_lost: bool = False
-    """Gone, and the others go on without it."""
+    """Lost, and the others continue without it."""
 
     def fault(self, kind: FaultKind, seen_seconds: float, what: str = "") -> RankFault:
         """A fault of this rank."""
@@ -59,7 +67,7 @@ class RankState:
 
     @property
     def is_done(self) -> bool:
-        """Nothing more is expected of it."""
+        """Whether nothing more is expected from it."""
         return self.result is not None or self.stopped is not None or self.is_lost
 
     @property
@@ -76,7 +84,7 @@ class Deadlines:
         self._started_seconds = now
         self._longest_pause_seconds = 0.0
         self._longest_of: dict[str, float] = {}
-        """Seconds that any rank took for what it repeats, by its name."""
+        """The longest duration of each repeated activity on any rank, in seconds, by its name."""
 
     def heartbeat(self, rank: RankState, beat: Heartbeat, now: float) -> None:
         """Record what the rank does now; a new activity counts as progress."""
@@ -102,11 +110,12 @@ class Deadlines:
         return [*self._absent(now), *self._silent(now), *self._stalled(now)]
 
     def paused(self, now: float) -> list[tuple[RankState, str]]:
-        """Ranks that hold up the others for long, but are no fault yet, each with a sentence; a pause is told once."""
+        """Ranks that delay the others for long but have no fault yet, each with a sentence; a pause is reported
+        once."""
         late = [
             rank
             for rank in self.ranks
-            # Until its first step a rank builds and compiles, which takes what it takes.
+            # Until its first step a rank builds and compiles, which has no usual duration.
             if rank.is_at_work and rank.last_step is not None and not rank.doing.activity.waits
             # Its heartbeats still come: without them it is silent soon.
             if self._notable_seconds(rank) < min(now, rank.seen_seconds) - rank.progress_seconds
@@ -153,12 +162,12 @@ class Deadlines:
         ]
 
     def _stalled(self, now: float) -> list[RankFault]:
-        """Ranks that hold up the others. Those that wait for them in a collective are late too, but not the cause."""
+        """Ranks that delay the others. Those that wait for them in a collective are late too, but are not the cause."""
         at_work = [rank for rank in self.ranks if rank.is_at_work]
         waiting = [rank for rank in at_work if rank.doing.activity.waits]
         late = [rank for rank in at_work if now - rank.progress_seconds > self._limit_seconds(rank)]
-        # Not every collective is announced (of moments inside a graph, on a GPU's stream): while another rank stands
-        # still that has time left, the late one may be waiting for it.
+        # Not every collective is announced (for example sums of moments inside a graph, or on a GPU's stream). While
+        # another rank makes no progress but has time left, the late rank may be waiting for it.
         has_time = any(
             now - rank.progress_seconds > APART_SECONDS and rank not in late and rank not in waiting for rank in at_work
         )
@@ -195,7 +204,8 @@ class Deadlines:
         return limit_seconds + (self._limits.start_timeout_seconds if rank.last_step is None else 0.0)
 
     def _longest_seconds(self, rank: RankState) -> float | None:
-        """What any rank took for what this one does; None unless it repeats that and has finished it often enough."""
+        """The longest duration of this rank's activity on any rank; None unless it is repeated and was finished
+        often."""
         what = rank.doing.activity.what
         num_finished = next((each.num_finished for each in rank.doing.timed if each.what == what), 0)
         return self._longest_of[what] if rank.doing.activity.repeats and num_finished >= TRUSTED else None

@@ -1,7 +1,9 @@
 """The driver's side of a training in other processes: sends the task, watches the ranks, ends all if one fails.
 
-An open connection shows that a rank is alive: the kernel closes it when the process dies, however it dies. Heartbeats
-find what leaves a connection open without being alive (a stopped process, a lost host) and ranks that make no progress.
+An open connection shows that a rank is alive: the kernel closes it when the process dies, for whatever reason.
+Heartbeats detect dead ranks whose connection stays open (a stopped process, a lost host) and ranks that make no
+progress; `train/launching/deadlines.py` explains their limits. It works in the other direction, too: a rank whose
+connection to the driver ends exits, so a killed driver leaves no ranks behind.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
 """One training step: compiled in two halves with room for a collective between them, or whole with one inside.
 
+Why two halves: only the sum over ranks needs the other ranks. `gradients` returns addends (gradients, loss, number
+correct) that already are shares of the global mean: each loss is divided by the weight of the GLOBAL batch, which the
+plan knows, so a plain sum is exact although padding leaves ranks with different numbers of samples. `apply` decides by
+the sums alone whether they are finite, so all ranks update or skip alike. Dividing by a local weight, or deciding
+before the sum, would let the replicas diverge without an error. Every variable has a float32 addend, a zero if it has
+no gradient, because ranks must pass the same group of tensors to the collective; otherwise they hang.
+
 Shape legend: N batch, H height, W width, C channels, K classes.
 """
 
@@ -25,19 +32,19 @@ from train.layers.sample_bits import drawing, sample_keys
 
 
 class Rows(NamedTuple):
-    """Of a batch, as tensors; a tuple, because TensorFlow traces no dataclass."""
+    """A batch as tensors. It is a tuple because TensorFlow does not trace dataclasses."""
 
     images_NHWC: Any
     labels_N: Any
     weights_N: Any
     sample_keys_N: Any
-    """What `train.layers` draw from."""
+    """From these, `train.layers` derive their random numbers."""
 
 
 Gradients = Callable[[Rows, Any, Any], list[Any]]
 """(rows, global_weight, share_of_streams) -> addends; all tensors."""
 Run = Callable[[Gradients, Rows, Any, Any], list[Any]]
-"""What a strategy of tf.distribute puts around it: the function, and what it is to be called with -> addends."""
+"""The wrapper of a strategy of tf.distribute: (the function, its arguments) -> addends."""
 
 
 class SumInside(Protocol):
@@ -206,7 +213,7 @@ class TrainStep:
             # mean over all samples, also if padding leaves the ranks with different numbers of them.
             loss = tf.reduce_sum(weights_N * losses_N) / global_weight
             if model.losses:
-                # Of sixteen-bit outputs in sixteen bits, of weights in 32.
+                # The losses of 16-bit outputs are in 16-bit, those of weights in 32-bit.
                 loss += tf.add_n([tf.cast(each, tf.float32) for each in model.losses]) * share_of_streams
             objective = optimizer.scale_loss(loss) if self._chosen.scales_loss else loss
         gradients = tape.gradient(objective, variables)
@@ -227,8 +234,8 @@ class TrainStep:
         assert inside is not None
         addends = self._wrapped(rows, global_weight, share_of_streams)
         addends = _sum_of(earlier, addends) if earlier else addends
-        # A function of Python takes its arguments from the host's memory: to bring one there, an accelerator has to
-        # have computed all that it was given before.
+        # A Python function takes its arguments from the host's memory. Before an accelerator can copy one there, it
+        # has to finish all earlier computation, so `begin` is called when the gradients are complete.
         with tf.control_dependencies(addends):
             begun = tf.numpy_function(lambda _: inside.begin(), [tf.identity(addends[-1])], [])
         with tf.control_dependencies([begun]):
@@ -248,8 +255,8 @@ class TrainStep:
         gradient_norm = tf.linalg.global_norm(gradients)
         is_usable = tf.math.is_finite(gradient_norm)
         if self._chosen.scales_loss:
-            # An overflow of the scaled gradients is the optimizer's to handle: it skips the step and halves the scale.
-            # At a scale of 1 the overflow cannot come from the scale.
+            # If scaled gradients overflow, the optimizer skips the step and halves the scale. At a scale of 1 the
+            # scale cannot be the cause.
             scale = tf.convert_to_tensor(optimizer.dynamic_scale)
             is_usable |= scale > 1.0
             gradient_norm /= scale
