@@ -1,4 +1,4 @@
-"""What `train.activation_checkpointing` saves and costs: the probe of `shardmill plan`, with it off and on.
+"""What `train.memory.activation_checkpointing` saves and costs: the probe of `shardmill plan`, with it off and on.
 
     .venv/bin/python benchmarks/activation_checkpointing.py --backend torch --model torchvision.models:resnet50
     .venv/bin/python benchmarks/activation_checkpointing.py --backend keras --model resnet50
@@ -42,7 +42,7 @@ def main() -> None:
         """-> what it takes, the seconds of a step."""
         config = TrainConfig.model_validate(
             {"model": args.model, "backend": args.backend, "strategy": "single", "accumulation_steps": 1,
-             "activation_checkpointing": setting}
+             "memory": {"activation_checkpointing": setting}}
         )  # fmt: skip
         timed = ProbeTask(config, spec, args.batch, 1, args.steps)
         return probe(replace(timed, num_steps=2, for_memory=True)), probe(timed).step_seconds

@@ -54,7 +54,7 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
             Check("models.uri", partial(check_place, tree.models.uri)),
             Check("train.model", partial(_look_at_model, tree)),
             Check("train.num_workers", partial(_look_at_launch, tree)),
-            Check("train.trackers", partial(_look_at_trackers, tree)),
+            Check("train.log.trackers", partial(_look_at_trackers, tree)),
         ]
         if tree.train.init_from or tree.train.freeze or tree.train.unfreeze_epoch:
             found.append(Check("train.init_from", partial(_look_at_initial, tree)))

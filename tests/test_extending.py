@@ -41,7 +41,7 @@ NEW_ENTRIES = {
     "train.schedule": "NEW_SCHEDULE",
     "train.launcher": "NEW_LAUNCHER",
     "train.reader": "NEW_READER",
-    "train.trackers": "NewTracker",
+    "train.log.trackers": "NewTracker",
     "storage scheme": "new_store",
 }
 # What an entry names beside its object.
@@ -157,7 +157,7 @@ def test_a_users_own_objects_need_no_entry(tmp_path: Path):
         "etl.engine=mine:NEW_ENGINE",
         "train.strategy=mine:NEW_STRATEGY",
         "train.launcher=mine:NEW_LAUNCHER",
-        "train.trackers=mine:NewTracker",
+        "train.log.trackers=mine:NewTracker",
     )
     options = [word for each in (*own, "train.epochs=1", "etl.image_size=16") for word in ("--set", each)]
     done = shardmill("run", "images", *options, cwd=tmp_path)

@@ -1,7 +1,8 @@
 """The section `train` of the config, and what follows from it by arithmetic.
 
-A setting of one strategy, launcher, reader, optimizer or schedule is declared beside it: its registry entry names the
-class (`options`), which becomes a section here.
+Here are the keys that most people change, and those on which other people's scripts rely. Others are declared beside
+what they set, and are sections here: those of one strategy, launcher, reader, optimizer or schedule in the class that
+its registry entry names (`options`), those of memory, reading, checkpoints, metrics, ... in files `*_config.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from shardmill.entry_options import with_options_of
 from shardmill.epoch_plan import num_streams_for, streams_by_weight, streams_of_rank
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
+from train.checkpoints.checkpoint_config import CheckpointConfig
 from train.moved_settings import MOVED, is_former_record, read_former_record
+from train.non_finite_config import NonFiniteConfig
+from train.planning.memory_config import MemoryConfig
+from train.reading_config import ReadingConfig
+from train.reporting.log_config import LogConfig
 from train.setting_kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
 from train.watch_config import WatchConfig
-from train.written_forms import ServerUri, StepRange
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -52,8 +57,6 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """Number of microbatches into which a rank splits its share of a step, so that it needs the memory of one;
     gradients
     are exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
-    memory_budget_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """Memory of the GPU, or of the host, that a rank may use; 0: all of it, shared equally by the host's ranks."""
     init_from: Annotated[str, DEFAULTED] = ""
     """Initial weights: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or an export `MODELS@N`.
     A
@@ -98,8 +101,18 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """Pass `(x - mean) / std` to the model, per channel of the train split, as float32; false: pixels from 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
     """Random changes to training images."""
+    reading: ReadingConfig = ReadingConfig()
+    """Threads and memory for the input."""
+    memory: MemoryConfig = MemoryConfig()
+    """How much memory a step may take."""
     watch: WatchConfig = WatchConfig()
     """How long the driver waits for ranks."""
+    non_finite: NonFiniteConfig = NonFiniteConfig()
+    """What happens to a batch whose loss or gradient is not finite."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Which checkpoints are kept."""
+    log: LogConfig = LogConfig()
+    """Where metrics are sent, and which steps are profiled."""
 
     optimizer: Annotated[str, OneOf("train.optimizers:OPTIMIZERS", also=("auto",))] = "auto"
     """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
@@ -142,45 +155,16 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     classes have the same total weight. Evaluation metrics are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
     """Precision of the computation; weights stay float32. `auto`: off, or bfloat16 if memory is too small."""
-    activation_checkpointing: Annotated[Literal["off", "on", "auto"], EXECUTION] = "auto"
-    """Keep only the inputs of blocks of layers for the backward pass and recompute the rest, which takes less memory
-    and
-    more time. `auto`: only if a step does not fit into memory otherwise."""
     early_stop_epochs: Annotated[int, RESUMABLE] = Field(default=0, ge=0)
     """Stop after this many epochs without an improvement of the validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], DURATION] = "best"
     """Weights that are evaluated and exported: of the epoch with the lowest validation loss (if there is one), or the
     last."""
 
-    on_non_finite: Annotated[Literal["stop", "skip"], EXECUTION] = "stop"
-    """If the loss or gradient of a batch is not finite: stop before the update, or skip the update and count it."""
-    max_skipped_in_a_row: Annotated[int, EXECUTION] = Field(default=3, ge=1)
-    """With `on_non_finite = "skip"`: stop the training after more than this many skipped batches in a row."""
     checkpoint_every_steps: Annotated[int, EXECUTION] = Field(default=200, ge=0)
     """Steps between checkpoints. One is always written at the end of an epoch; 0: only there."""
-    keep_checkpoints: Annotated[int, EXECUTION] = Field(default=2, ge=2)
-    """How many of the newest checkpoints to keep."""
     record_samples: Annotated[bool, EXECUTION] = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
-    tensorboard: Annotated[bool, EXECUTION] = True
-    """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`)."""
-    mlflow_uri: Annotated[ServerUri, EXECUTION] = ""
-    """Send the same scalars to this MLflow server, for example `http://HOST:5000`; if it is unreachable, a warning is
-    logged."""
-    trackers: Annotated[tuple[Annotated[str, OneOf("train.reporting.trackers:TRACKERS")], ...], EXECUTION] = ()
-    """Additional trackers for the same scalars: names, or your own classes as `package.module:Class`."""
-    profile_steps: Annotated[StepRange, EXECUTION] = ""
-    """Profile every rank in the steps FIRST:STOP, for example `10:15` (without STOP; counted from 0 over all epochs),
-    and
-    write to `profiles` in the training's folder. These steps are slower. Empty: none."""
-    window_budget_bytes: int = Field(default=256_000_000, ge=1)
-    """Memory for the shuffle windows of one rank. It decides the size of a window together with `num_streams` (at least
-    one
-    chunk), independently of `num_workers`. The memory that each rank needs is checked before anything starts."""
-    prefetch_bytes: Annotated[int, EXECUTION] = Field(default=64_000_000, ge=1)
-    """Maximum size of the queue of decoded batches in each rank."""
-    reader_threads: Annotated[int, EXECUTION] = Field(default=2, ge=1)
-    """Threads in each rank that read, verify, decode and augment."""
     max_restarts: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """How often a training that loses ranks (killed, without heartbeats, or hanging) resumes without them from its last
     complete checkpoint. A fault that occurs again at the same step ends the training."""
@@ -196,7 +180,7 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
             seed=self.seed,
             global_batch_size=self.global_batch_size,
             num_streams=self.num_streams_at(self.num_workers),
-            window_budget_bytes=self.window_budget_bytes,
+            window_budget_bytes=self.reading.window_budget_bytes,
         )
 
     def streams_of(self, rank: int, world_size: int) -> range:

@@ -24,7 +24,7 @@ MAX_NAMED_SAMPLES = 5
 def own_state(session: Session) -> list[np.ndarray]:
     """What a forward pass of the next batch changes by itself (moving statistics), if it may be skipped."""
     learner = session.member.learner
-    if session.task.config.on_non_finite == "stop" or not learner.moving_statistics():
+    if session.task.config.non_finite.action == "stop" or not learner.moving_statistics():
         return []
     return learner.arrays(StatePart.OWN)
 
@@ -47,7 +47,7 @@ def leave_out(
         learner.assign(StatePart.OWN, state_before, "the step before")
     what = _what_happened(session, progress, batch, outcome, num_rows)
     in_a_row = progress.skipped.in_a_row
-    if config.on_non_finite == "stop" or in_a_row == config.max_skipped_in_a_row:
+    if config.non_finite.action == "stop" or in_a_row == config.non_finite.max_skipped_in_a_row:
         raise TrainingError(
             what + (f"; as were {in_a_row} updates just before it" if in_a_row else ""),
             "expected finite numbers",
@@ -112,7 +112,7 @@ def _search(session: Session, batch: Batch, num_rows: int) -> OwnGradient:
     All ranks compute equally often: layers that are synchronized exchange data in every step.
     """
     member = session.member
-    own_state = member.learner.arrays(StatePart.OWN) if session.task.config.on_non_finite == "skip" else []
+    own_state = member.learner.arrays(StatePart.OWN) if session.task.config.non_finite.action == "skip" else []
     rows = np.flatnonzero(batch.weights_N > 0)
     is_finite = member.own_gradient_is_finite(batch, num_rows)
     undecided = [] if is_finite else _halves(rows)

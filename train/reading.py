@@ -51,7 +51,9 @@ class Epoch(Protocol):
 
 def reader_options(config: TrainConfig) -> ReaderOptions:
     """How our own reader works, by the section `train`."""
-    return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)
+    return ReaderOptions(
+        format=config.format, num_threads=config.reading.threads, prefetch_bytes=config.reading.prefetch_bytes
+    )
 
 
 def plan_evaluation(dataset: Dataset, config: TrainConfig, split: str) -> EpochPlan:
@@ -61,7 +63,7 @@ def plan_evaluation(dataset: Dataset, config: TrainConfig, split: str) -> EpochP
         seed=0,
         global_batch_size=config.global_batch_size,
         num_streams=config.num_streams,
-        window_budget_bytes=config.window_budget_bytes,
+        window_budget_bytes=config.reading.window_budget_bytes,
         shuffle=False,
     )
     return dataset.plan_epoch(spec, 0)

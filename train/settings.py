@@ -18,8 +18,8 @@ from train.strategies import STRATEGIES
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-_ALWAYS_STORED = ("schedule_step.every_epochs", "schedule_step.factor")
-"""Of the settings of entries: any other came after trainings that do not store it."""
+_ALWAYS_STORED = ("schedule_step.every_epochs", "schedule_step.factor", "reading.window_budget_bytes")
+"""Of the settings in sections: any other came after trainings that do not store it."""
 
 
 def fields_of_settings() -> dict[str, FieldInfo]:
@@ -67,9 +67,9 @@ def settings_that_matter(config: TrainConfig) -> dict[str, str]:
 
 
 def _defaulted() -> frozenset[str]:
-    """Settings that make no difference at their defaults: all of entries that came after the first trainings, too."""
-    of_entries = (name for name in fields_of_settings() if "." in name and name not in _ALWAYS_STORED)
-    return settings_of(DEFAULTED).union(of_entries)
+    """Settings that make no difference at their defaults: all in sections that came after the first trainings, too."""
+    in_sections = (name for name in fields_of_settings() if "." in name and name not in _ALWAYS_STORED)
+    return settings_of(DEFAULTED).union(in_sections)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

@@ -202,9 +202,13 @@ def _report_memory(plan: TrainingPlan, observer: TrainObserver) -> None:
     fitted = plan.fitted
     if fitted is None or fitted.fit is None:
         return
-    chosen = ("accumulation_steps", "mixed_precision", "activation_checkpointing")
-    fields = {"rank": 0, "choice": fitted.fit.choice, **{name: getattr(plan.config, name) for name in chosen}}
-    observer.event("memory", {**fields, WARNING if fitted.fit.choice == "too_large" else "reason": fitted.reason})
+    chosen = {
+        "accumulation_steps": plan.config.accumulation_steps,
+        "mixed_precision": plan.config.mixed_precision,
+        "activation_checkpointing": plan.config.memory.activation_checkpointing,
+    }
+    told = WARNING if fitted.fit.choice == "too_large" else "reason"
+    observer.event("memory", {"rank": 0, "choice": fitted.fit.choice, **chosen, told: fitted.reason})
 
 
 def train_in_run(

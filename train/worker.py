@@ -115,7 +115,7 @@ def _join(task: WorkerTask, world: World, reporter: Reporter) -> Session:
     store = open_store(task.models_uri)
     number = claim_attempt(store, task.training_dir, world.world_size).number if member.rank == 0 else 0
     attempt = Attempt(store, task.training_dir, int(member.broadcast_bytes(str(number).encode())))
-    checkpoints = CheckpointFolder(attempt, config.keep_checkpoints)
+    checkpoints = CheckpointFolder(attempt, config.checkpoint.keep)
     return Session(
         task=task,
         dataset=dataset,

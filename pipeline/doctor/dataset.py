@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
 
-SPLIT, WINDOW = "train split", "train.window_budget_bytes"
+SPLIT, WINDOW = "train split", "train.reading.window_budget_bytes"
 
 
 def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:

@@ -33,12 +33,13 @@ def row_of(subject: str, uri: str, workdir: Path, *overrides: str) -> Finding:
 def test_the_window_budget_of_the_committed_dataset(has_source: bool, tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
     source = (f"source.uri={tmp_path / 'images'}",) if has_source else ()
-    found = row_of("train.window_budget_bytes", uri, tmp_path / "work", *source)
+    key = "train.reading.window_budget_bytes"
+    found = row_of(key, uri, tmp_path / "work", *source)
     assert found.status == "ok" and "of 256,000,000 bytes on each rank" in found.found and f"{uri}@1" in found.found
-    small = row_of("train.window_budget_bytes", uri, tmp_path / "work", *source, "train.window_budget_bytes=1000")
+    small = row_of(key, uri, tmp_path / "work", *source, f"{key}=1000")
     # A run's ETL goes first, and may commit a version with smaller chunks.
     assert small.status == ("warn" if has_source else "fail") and "num_workers" in small.fix
-    assert "expected at most train.window_budget_bytes = 1000" in small.found
+    assert "expected at most train.reading.window_budget_bytes = 1000" in small.found
 
 
 def test_rows_and_steps_of_each_rank_are_told_of_the_dataset_and_of_the_listing(tmp_path: Path):

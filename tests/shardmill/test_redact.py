@@ -51,7 +51,7 @@ SECRET_NAMES = (
     "GITHUB_PAT",
 )
 PLAIN_NAMES = (
-    "keep_checkpoints",
+    "keep",
     "key_sum",
     "key",
     "monkey",

@@ -15,7 +15,7 @@ from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
 from train.checkpoints.state import WEIGHTS
 from train.progress import Progress
 
-CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
+CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "checkpoint": {"keep": 3}}
 KILLED_AT = 4
 
 

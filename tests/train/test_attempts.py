@@ -49,7 +49,7 @@ def test_only_the_newest_attempt_publishes_and_only_once(tmp_path):
 def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the_training(tiny_uri, tmp_path):
     """A scheduler whose worker was killed knows nothing of the training that still lives; here it sleeps meanwhile."""
     how = {"launcher": "inline", "strategy": "single", "num_workers": 1, "model": f"{MODELS}:stateful", "epochs": 3}
-    sizes = {"global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 1, "keep_checkpoints": 100}
+    sizes = {"global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 1, "checkpoint": {"keep": 100}}
     train: dict[str, object] = {**how, **sizes}
     pin = open_dataset(tiny_uri).pin
     older = start_driver(tmp_path, train, dataset=pin)

@@ -155,7 +155,7 @@ FIT_CASES = [
         replace(SHORT, image_bytes=40 * GIB, may_ask_to_recompute=True),
         "too_large",
         64,
-        "44.0 GiB: set train.activation_checkpointing = 'on' (the same training",
+        "44.0 GiB: set train.memory.activation_checkpointing = 'on' (the same training",
     ),
     (replace(SHORT, fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
     # The precision was changed by an earlier attempt.
@@ -163,8 +163,8 @@ FIT_CASES = [
         replace(RECOMPUTED, max_microbatches=4, is_halved=True),
         "bfloat16_and_activation_checkpointing",
         4,
-        "as decided before the first step, and train.activation_checkpointing = 'on', by which a step takes longer and "
-        "an image 2.0 GiB in float32, need 21.0 GiB",
+        "as decided before the first step, and train.memory.activation_checkpointing = 'on', by which a step takes "
+        "longer and an image 2.0 GiB in float32, need 21.0 GiB",
     ),
     (replace(SHORT, is_halved=True, num_images=32), "bfloat16", 1, "20.0 GiB in bfloat16 (4.0 GiB whatever the batch"),
     (

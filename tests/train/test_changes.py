@@ -17,10 +17,9 @@ from shardmill.stores import open_store
 from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
-from train.config import TrainConfig
 from train.planning.changes import Again, BegunTraining, check_allowed
 from train.setting_kinds import DURATION, EXECUTION, RESUMABLE
-from train.settings import settings_of
+from train.settings import fields_of_settings, settings_of
 from train.training import train_model
 
 
@@ -143,5 +142,6 @@ def test_only_settings_that_are_declared_safe_can_be_allowed():
             check_allowed([name])
     # Those without a meaning make another training, and none of the data's or model's is safe.
     assert not settings_of(RESUMABLE) & (settings_of(EXECUTION) | settings_of(DURATION))
-    decisive = {"model", "global_batch_size", "seed", "num_streams", "standardize", "optimizer", "window_budget_bytes"}
-    assert not decisive & settings_of(RESUMABLE) and decisive <= set(TrainConfig.model_fields)
+    decisive = {"model", "global_batch_size", "seed", "num_streams", "standardize", "optimizer"}
+    decisive |= {"reading.window_budget_bytes"}
+    assert not decisive & settings_of(RESUMABLE) and decisive <= fields_of_settings().keys()

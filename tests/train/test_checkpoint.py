@@ -199,7 +199,7 @@ def test_a_disk_that_stays_full_ends_the_training_at_its_end_and_leaves_the_last
 @pytest.mark.parametrize("num_refused", [1, 2, 3, 4])
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(tiny_uri, tmp_path, whole, num_refused):
     """With four refusals the first epoch, so far the best, ends while the disk is full: its weights are not lost."""
-    best_only = {**CONFIG, "keep_checkpoints": 100}
+    best_only = {**CONFIG, "checkpoint": {"keep": 100}}
     with full_disk() as make_room:
 
         class MakesRoom(Recorder):

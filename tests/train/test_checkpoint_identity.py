@@ -90,12 +90,11 @@ def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
     recorder = Recorder()
     free = {
         "format": "tfrecord",
-        "prefetch_bytes": 1,
-        "reader_threads": 1,
+        "reading": {"prefetch_bytes": 1, "threads": 1},
         "checkpoint_every_steps": 0,
         "strategy": "horovod",
     }
-    assert free.keys() <= settings_of(EXECUTION)
+    assert {"reading.prefetch_bytes", "reading.threads", *free} - {"reading"} <= settings_of(EXECUTION)
     result = train_here(tiny_uri, models, recorder, **{**CONFIG, **free})
     assert recorder.named("resumed")
     assert result.weights_sha256 == whole.weights_sha256

@@ -134,7 +134,7 @@ def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, fau
         store.sound.put(path, data)
 
     faulty["put"] = put
-    config = {**CONFIG, "keep_checkpoints": 100}
+    config = {**CONFIG, "checkpoint": {"keep": 100}}
     result = train_here(tiny_uri, f"faulty://{tmp_path}", recorder := Steps(), **config)
     assert result.weights_sha256 == whole.weights_sha256
     # Each holds the state of its own step, not that of the one which was done before it was written.

@@ -51,8 +51,8 @@ def test_what_is_frozen_does_not_move_nor_do_its_statistics(name, unfreeze_epoch
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_weights_learn_from_the_epoch_on_also_in_a_training_that_is_killed_in_each(name, tiny_uri, tmp_path):
-    how = {"model": NORMED[name], "epochs": 3, "freeze": ["all_but_head"], "unfreeze_epoch": 1, "keep_checkpoints": 9,
-           "checkpoint_every_steps": 1}  # fmt: skip
+    how = {"model": NORMED[name], "epochs": 3, "freeze": ["all_but_head"], "unfreeze_epoch": 1,
+           "checkpoint": {"keep": 9}, "checkpoint_every_steps": 1}  # fmt: skip
     whole, parts = Recorder(), Recorder(killed_at=1)
     result = train_here(tiny_uri, tmp_path / "whole", whole, **how)
     num_steps = whole.steps[0].num_steps

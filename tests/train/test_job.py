@@ -70,8 +70,9 @@ def dataset_uri(tmp_path) -> str:
     "free",
     [
         {"launcher": "local", "strategy": "horovod", "num_workers": 3},
-        {"format": "tfrecord", "reader_threads": 5, "prefetch_bytes": 1},
-        {"record_samples": True, "watch": {"silent_seconds": 1}, "keep_checkpoints": 9, "checkpoint_every_steps": 7},
+        {"format": "tfrecord", "reading": {"threads": 5, "prefetch_bytes": 1}},
+        {"record_samples": True, "watch": {"silent_seconds": 1}, "checkpoint": {"keep": 9}},
+        {"checkpoint_every_steps": 7},
     ],
 )
 def test_a_training_is_the_same_however_it_is_run(free):

@@ -20,6 +20,7 @@ from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.host_memory import free_bytes
 from train.planning.memory import Memory, images_at_once, look_at_memory, most_microbatches
+from train.planning.memory_config import MemoryConfig
 from train.planning.memory_record import MemoryRecord
 from train.planning.record import keep_plan
 from train.planning.trainings import TrainingChoice
@@ -50,30 +51,30 @@ def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, 
     monkeypatch.setattr(torch_models.Roomy, "most_images", 0)
     first = Recorder(fail_after_steps=1)
     with pytest.raises(TrainingError, match="stopped here"):
-        train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory_budget_bytes=3 * GIB // 2), first)
+        train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory={"budget_bytes": 3 * GIB // 2}), first)
     found = first.fields["memory"]
     parts = found["accumulation_steps"]
     assert (found["choice"], found["mixed_precision"]) == ("microbatches", "off") and parts > 1 and 96 % parts == 0
     assert torch_models.Roomy.most_images == 96 // parts
-    assert "train.memory_budget_bytes has 1.5 GiB" in found["reason"]
+    assert "train.memory.budget_bytes has 1.5 GiB" in found["reason"]
 
     # Now memory is ample, and the training stays what it is.
     second = Recorder()
-    outcome = train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory_budget_bytes=900 * GIB), second)
+    outcome = train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory={"budget_bytes": 900 * GIB}), second)
     assert second.fields["memory"] == found and torch_models.Roomy.most_images == 96 // parts
     assert train_record(outcome).sections["train"]["memory"] == found["reason"]
 
 
 def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_path, choice_of):
     # All that is left to choose is the precision: 96 images at once, or in half of the memory.
-    short = {**ROOMY, "memory_budget_bytes": 9 * GIB // 2, "accumulation_steps": 1, "mixed_precision": "auto"}
+    short = {**ROOMY, "memory": {"budget_bytes": 9 * GIB // 2}, "accumulation_steps": 1, "mixed_precision": "auto"}
     config, dataset, _, _ = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, **short))
     memory = look_at(config, dataset)
     fitted = memory.fitted(config)
     assert (fitted.config.mixed_precision, fitted.config.accumulation_steps) == ("bfloat16", 1), fitted.reason
     assert memory.record is not None and "'bfloat16', as decided before the first step, need" in fitted.reason
     assert fitted.fit is not None and fitted.fit.choice == "bfloat16"
-    ample = config.model_copy(update={"memory_budget_bytes": 900 * GIB})
+    ample = config.model_copy(update={"memory": MemoryConfig(budget_bytes=900 * GIB)})
     assert look_at(ample, dataset, memory.record) == memory
 
     # With other parts left to choose, and another number of ranks, from the same measurement.
@@ -81,21 +82,21 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     assert memory.fitted(free).config.accumulation_steps == 1
     # Of 48 images on a rank 24 fit, which need as much as 12 in float32.
     record = memory.record
-    shorter_bytes = record.fixed_bytes + config.prefetch_bytes + 14 * record.image_bytes
+    shorter_bytes = record.fixed_bytes + config.reading.prefetch_bytes + 14 * record.image_bytes
     shorter = replace(memory, record=record.model_copy(update={"rank_bytes": shorter_bytes}))
     assert shorter.fitted(free).config.accumulation_steps == 2
 
     # Where nothing fits any more, it is told what was not tried, unless that is set or cannot be.
-    shortest_bytes = record.fixed_bytes + config.prefetch_bytes + 1
+    shortest_bytes = record.fixed_bytes + config.reading.prefetch_bytes + 1
     shortest = replace(memory, record=record.model_copy(update={"rank_bytes": shortest_bytes}))
     for more, is_told in [
         ({}, True),
-        ({"activation_checkpointing": "off"}, True),
-        ({"activation_checkpointing": "on"}, False),
+        ({"memory": MemoryConfig(activation_checkpointing="off")}, True),
+        ({"memory": MemoryConfig(activation_checkpointing="on")}, False),
         ({"strategy": "parameter_server"}, False),
     ]:
         reason = shortest.fitted(config.model_copy(update=more)).reason
-        assert ("set train.activation_checkpointing = 'on'" in reason) == is_told, (more, reason)
+        assert ("set train.memory.activation_checkpointing = 'on'" in reason) == is_told, (more, reason)
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR, mixed_precision="auto")

@@ -127,7 +127,8 @@ def step(number: int) -> GlobalStep:
 
 
 def train(uri: str, dataset: str, folder: Path, *options: str, run_id: str = "one") -> dict[str, Any]:
-    sets = {"epochs": 1, "global_batch_size": 24, "model": "tests.train.models_under_test:linear", "mlflow_uri": uri}
+    sets = {"epochs": 1, "global_batch_size": 24, "model": "tests.train.models_under_test:linear"}
+    sets |= {"log.mlflow_uri": uri}
     places = [f"--set=models.uri={folder}/models", f"--workdir={folder}/work", f"--run-id={run_id}", "--json"]
     given = [f"--set=train.{name}={value}" for name, value in sets.items()]
     done = CliRunner().invoke(app, ["train", dataset, *given, *places, *options])
@@ -148,7 +149,7 @@ def test_a_run_has_its_curves_and_settings_there(tiny_uri, tmp_path, monkeypatch
     params = api.params["run-0"]
     assert params["train.epochs"] == "1" and params["train.optimizer"] == "auto"
     assert params["train.attach.port"] == "29610"
-    assert params.keys() == {f"train.{name}" for name in fields_of_settings() if name != "mlflow_uri"}
+    assert params.keys() == {f"train.{name}" for name in fields_of_settings() if name != "log.mlflow_uri"}
     found = {name: [at for key, _, at in api.metrics["run-0"] if key == name] for name, _, _ in api.metrics["run-0"]}
     assert found["step/loss"] == [0, 1, 2, 3] * 2 and found["epoch/validation_accuracy"] == [0, 0]
     events = (tmp_path / "work/runs/one/events.jsonl").read_text()
@@ -193,13 +194,13 @@ def test_a_server_that_is_away_is_a_warning(tiny_uri, tmp_path):
     assert train(uri, tiny_uri, tmp_path)["mlflow_run_id"] == ""
     events = [json.loads(line) for line in (tmp_path / "work/runs/one/events.jsonl").read_text().splitlines()]
     said = [each["warning"] for each in events if each.get("event", each.get("name")) == "train.log_refused"]
-    assert re.match(r"train.trackers = 'mlflow': \d+ values of metrics did not get there: ", said[-1])
+    assert re.match(r"train.log.trackers = 'mlflow': \d+ values of metrics did not get there: ", said[-1])
     assert "Connection refused" in said[-1]
 
 
 def log_to(uri: str, folder: Path) -> tuple[MlflowTracker, list[str]]:
     told: list[str] = []
-    return MlflowTracker(TrackedRun("r", {"mlflow_uri": uri}, open_store(folder), "runs/r", told.append)), told
+    return MlflowTracker(TrackedRun("r", {"log.mlflow_uri": uri}, open_store(folder), "runs/r", told.append)), told
 
 
 def test_nothing_is_lost_or_doubled_by_a_server_that_comes_back(tmp_path, monkeypatch):
@@ -241,4 +242,4 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_it_may(tmp_p
 @pytest.mark.parametrize("uri", ["file:/tmp/x", "mlruns", "http://me:secret@host", "http://"])
 def test_other_addresses_are_refused(uri: str):
     with pytest.raises(UsageError, match="mlflow_uri = .*; expected (the address of a tracking server|no user in it)"):
-        load_tree(TrainTree, None, (f"train.mlflow_uri={uri}",))
+        load_tree(TrainTree, None, (f"train.log.mlflow_uri={uri}",))

@@ -1,7 +1,8 @@
 """Settings that have moved into sections: old names are refused with the new ones, and what is stored is still found.
 
-`former_trainings.json` was written by the last program in which they were keys of `[train]`: for some trainings the
-`config.toml` of their run, what their checkpoints recorded, and their ids.
+Two files, each written by the last program before settings moved, hold for some trainings the `config.toml` of their
+run, what their checkpoints recorded, and their ids: `former_trainings.json` when `[train.augment]` was the only section
+in `[train]`, and `flat_trainings.json` when `[train.memory]`, `[train.reading]`, `[train.log]`, ... were not yet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from train.settings import fields_of_settings, settings_that_matter
 from train.tree import TrainTree
 from train.values import DatasetPin, ModelIdentity
 
-FORMER: list[dict[str, Any]] = json.loads((Path(__file__).parent / "former_trainings.json").read_text(encoding="utf-8"))
+FORMER: list[dict[str, Any]] = [
+    former
+    for name in ("former_trainings.json", "flat_trainings.json")
+    for former in json.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+]
 ALL = pytest.mark.parametrize("former", FORMER, ids=lambda former: ",".join(former["given"]) or "defaults")
 
 

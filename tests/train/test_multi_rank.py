@@ -205,9 +205,9 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     Three ranks also compute their share of each step in parts, two compute activations twice. Every rank records two
     steps, if the strategy's ranks can.
     """
-    how = {"accumulation_steps": 4} if world_size == 3 else {"activation_checkpointing": "on"}
+    how = {"accumulation_steps": 4} if world_size == 3 else {"memory": {"activation_checkpointing": "on"}}
     is_profiled = strategy != "multi_worker_mirrored"
-    config = {**smooth(strategy), **how, "profile_steps": "3:5" if is_profiled else ""}
+    config = {**smooth(strategy), **how, "log": {"profile_steps": "3:5" if is_profiled else ""}}
     one_result, one, of_one = at_one_rank(config["model"])
     if config["model"] == SMOOTH_MODEL["torch"]:
         from tests.train.torch_models import Routed

@@ -21,12 +21,13 @@ from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.launching.rank import DEFAULT_WORKER
+from train.non_finite_config import NonFiniteConfig
 from train.strategies import STRATEGIES
 
 LIMIT = "SHARDMILL_TEST_BRIGHTEST"
 NON_FINITE = "tests.train.torch_non_finite_models"
 CONFIG = {"model": f"{NON_FINITE}:dazzled", "standardize": False, "augment": {"random_crop_padding": 0},
-          "on_non_finite": "skip", "record_samples": True}  # fmt: skip
+          "non_finite": {"action": "skip"}, "record_samples": True}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ def test_a_batch_without_a_finite_loss_is_left_out_and_counted(tiny_uri, tmp_pat
 
 def test_too_many_in_a_row_stop_the_training(tiny_uri, tmp_path, monkeypatch):
     monkeypatch.setenv(LIMIT, "-1")
-    recorder = Recorder()
+    recorder, skipping = Recorder(), {"action": "skip", "max_skipped_in_a_row": 2}
     with pytest.raises(TrainingError, match="step 2 .* not applied; .*; as were 2 updates just before it"):
-        train_here(tiny_uri, tmp_path, recorder, **CONFIG, max_skipped_in_a_row=2, global_batch_size=16)
+        train_here(tiny_uri, tmp_path, recorder, **{**CONFIG, "non_finite": skipping, "global_batch_size": 16})
     assert len(recorder.named("step_skipped")) == len(recorder.steps) == 2
 
 
@@ -95,8 +96,8 @@ def test_samples_whose_gradient_is_not_finite_are_named_and_left_out(tiny_uri, t
 def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, tmp_path, monkeypatch, by_brightness):
     """Of the samples of a step one rank has the one that is too bright, and the other rank learns of it by the sum."""
     config = {**CONFIG, "model": f"{NON_FINITE}:blinded", "strategy": f"{WORKERS}:REMEMBERED_TORCH_DDP",
-              "num_workers": 2, "launcher": "local", "global_batch_size": 8, "max_skipped_in_a_row": 1,
-              "checkpoint_every_steps": 1}  # fmt: skip
+              "num_workers": 2, "launcher": "local", "global_batch_size": 8, "checkpoint_every_steps": 1,
+              "non_finite": {"action": "skip", "max_skipped_in_a_row": 1}}  # fmt: skip
     brightness_of = {name: brightness for brightness, name in by_brightness}
     steps = list(planned(tiny_uri, TrainConfig(**config, epochs=1)).values())
     brightest = [max(brightness_of[name] for name in names) for names in steps]
@@ -197,5 +198,5 @@ def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
 
 
 def test_a_strategy_that_cannot_leave_a_batch_out_is_refused():
-    with pytest.raises(UsageError, match=r"on_non_finite = 'skip' with .* 'mirrored'.*'single' or 'horovod'"):
-        check_terms(TrainConfig(on_non_finite="skip", strategy="mirrored"), SparkConfig())
+    with pytest.raises(UsageError, match=r"non_finite.action = 'skip' with .* 'mirrored'.*'single' or 'horovod'"):
+        check_terms(TrainConfig(non_finite=NonFiniteConfig(action="skip"), strategy="mirrored"), SparkConfig())

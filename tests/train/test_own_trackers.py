@@ -22,6 +22,7 @@ from tests.train.test_trainings import tree_of
 from tests.train.training import Recorder
 from train.config import TrainConfig
 from train.planning.changes import AS_USUAL
+from train.reporting.log_config import LogConfig
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog
 from train.reporting.trackers import sent
@@ -44,9 +45,9 @@ HERE = own_trackers.__name__
     ],
 )
 def test_a_class_that_cannot_work_is_refused(name: str, said: str):
-    with pytest.raises(UsageError, match=f"train.trackers = '{HERE}:{name}'.*{said}"):
-        check_trackers(TrainConfig(trackers=("tensorboard", f"{HERE}:{name}")))
-    check_trackers(TrainConfig(trackers=(f"{HERE}:Recording",)))
+    with pytest.raises(UsageError, match=f"train.log.trackers = '{HERE}:{name}'.*{said}"):
+        check_trackers(TrainConfig(log=LogConfig(trackers=("tensorboard", f"{HERE}:{name}"))))
+    check_trackers(TrainConfig(log=LogConfig(trackers=(f"{HERE}:Recording",))))
 
 
 class Steps(Recorder):
@@ -61,7 +62,8 @@ def tracked(folder: Path, name: str) -> list[str]:
     Recording.told.clear()
     run: Any = SimpleNamespace(run_id="r", store=open_store(folder), folder="runs/r")
     observer = Steps()
-    trackers = open_trackers(TrainConfig(trackers=(f"{HERE}:{name}", f"{HERE}:Recording")), run, observer)
+    both = LogConfig(trackers=(f"{HERE}:{name}", f"{HERE}:Recording"))
+    trackers = open_trackers(TrainConfig(log=both), run, observer)
     log = RunLog(observer, list(trackers.values()))
     for number in range(3):
         log.step(step(number))
@@ -80,7 +82,7 @@ def test_one_that_raises_is_warned_of_once_and_left_out(method: str, tmp_path: P
     monkeypatch.setattr(Failing, "at", method)
     [warned] = tracked(tmp_path, "Failing")
     assert warned.startswith(
-        f"train.trackers = '{HERE}:Failing': its `{method}` failed: ZeroDivisionError: at {method}"
+        f"train.log.trackers = '{HERE}:Failing': its `{method}` failed: ZeroDivisionError: at {method}"
     )
     assert "own_trackers.py:" in warned and "it is called no more" in warned
     calls = [each.partition(" ")[0] for each in Recording.told]
@@ -112,7 +114,7 @@ def test_a_sink_that_does_not_close_leaves_none_open(tmp_path: Path):
 
 def trained(dataset: str, folder: Path, tracker: str) -> Any:
     sets = {"epochs": 1, "global_batch_size": 24, "model": "tests.train.models_under_test:linear"}
-    sets |= {"trackers": f'["{HERE}:{tracker}"]'}
+    sets |= {"log.trackers": f'["{HERE}:{tracker}"]'}
     places = [f"--set=models.uri={folder}/models", f"--workdir={folder}/work", "--run-id=one", "--json"]
     return CliRunner().invoke(app, ["train", dataset, *[f"--set=train.{name}={sets[name]}" for name in sets], *places])
 
@@ -205,7 +207,7 @@ def test_what_is_told_at_the_end_is_why_values_are_missing():
 def test_a_tracker_gets_the_settings_that_were_chosen_and_none_of_a_finished_training(tiny_uri, tmp_path: Path):
     Remembering.settings.clear()
     trackers = (f"{HERE}:Remembering",)
-    tree = tree_of(tiny_uri, tmp_path / "models", epochs=1, num_streams=0, trackers=trackers)
+    tree = tree_of(tiny_uri, tmp_path / "models", epochs=1, num_streams=0, log={"trackers": trackers})
     for run_id in ("first", "again"):
         record = RunRecord(str(tmp_path), run_id, sections=())
         train_in_run(tree, record, Steps(), None, AS_USUAL)

@@ -250,7 +250,7 @@ def test_of_a_batch_that_is_left_out_nothing_is_remembered(tiny_uri, tmp_path, m
     monkeypatch.setenv("SHARDMILL_TEST_BRIGHTEST", str(brightest - 0.5))
     config = {**CONFIG, "model": "tests.train.torch_non_finite_models:dazzled", "sync_batch_norm": False, "epochs": 2,
               "standardize": False, "augment": {"random_crop_padding": 0}, "torch_ddp": {"powersgd_rank": 1},
-              "on_non_finite": "skip", "max_skipped_in_a_row": 1}  # fmt: skip
+              "non_finite": {"action": "skip", "max_skipped_in_a_row": 1}}  # fmt: skip
     result, watched = train_on_ranks(tiny_uri, tmp_path, 2, config)
     assert result.num_skipped_steps == 2
     assert sum(not np.isfinite(float.fromhex(loss)) for loss in watched.losses.values()) == 2

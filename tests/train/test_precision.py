@@ -21,7 +21,7 @@ STEEPNESS = "SHARDMILL_TEST_STEEPNESS"
 # Overflows at the first scale, and not at a sixteenth of it or so; whatever else can act on gradients does.
 STEEP = {"model": f"{MODELS}:steep", "mixed_precision": "float16", "num_streams": 4, "global_batch_size": 24,
          "epochs": 4, "accumulation_steps": 4, "gradient_clip_norm": 0.5, "ema_decay": 0.9, "learning_rate": 0.01,
-         "on_non_finite": "skip"}  # fmt: skip
+         "non_finite": {"action": "skip"}}  # fmt: skip
 
 
 def scale_of(one: Learner) -> float:
@@ -132,7 +132,7 @@ def test_gradients_too_large_for_any_scale_are_a_fault(tiny_uri, tmp_path, monke
     monkeypatch.setenv(STEEPNESS, "1e8")
     recorder = Recorder()
     with pytest.raises(TrainingError, match=r"gradient norm (inf|nan) .*\(global step 15\); the update was not"):
-        train_here(tiny_uri, tmp_path, recorder, **{**STEEP, "on_non_finite": "stop"})
+        train_here(tiny_uri, tmp_path, recorder, **{**STEEP, "non_finite": {"action": "stop"}})
     assert len(recorder.steps) == 15, "half the scale each time, from 2**15 to 1"
 
 

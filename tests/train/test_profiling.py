@@ -1,4 +1,4 @@
-"""`train.profile_steps`: what is recorded of a step are the operations of the backend, and nothing of the training."""
+"""`train.log.profile_steps`: what is recorded of a step are the operations of the backend, and no more."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_the_named_steps_are_recorded_and_the_training_stays_the_same(name: str,
 
     # One that fails meanwhile leaves no profiler behind that would be in the way of the next.
     with pytest.raises(Killed):
-        train_here(tiny_uri, tmp_path / "killed", Recorder(killed_at=2), profile_steps="1:4", **config)
+        train_here(tiny_uri, tmp_path / "killed", Recorder(killed_at=2), log={"profile_steps": "1:4"}, **config)
 
     recorder = Recorder()
-    result = train_here(tiny_uri, tmp_path / "some", recorder, profile_steps="1:3", **config)
+    result = train_here(tiny_uri, tmp_path / "some", recorder, log={"profile_steps": "1:3"}, **config)
     [told] = recorder.named("profile")
     steps, names = read(Path(told["path"]) / "rank-0")
     assert told["steps"] == 2 and steps == {1, 2} and any(operation in each for each in names), sorted(names)
@@ -69,7 +69,7 @@ def test_the_named_steps_are_recorded_and_the_training_stays_the_same(name: str,
     assert not (tmp_path / "plain/t/profiles").exists()
 
     recorder = Recorder()
-    train_here(tiny_uri, tmp_path / "short", recorder, profile_steps="3:9", **config)
+    train_here(tiny_uri, tmp_path / "short", recorder, log={"profile_steps": "3:9"}, **config)
     assert read(tmp_path / "short/t/profiles/steps-3-9/rank-0")[0] == {3}
     [incomplete] = recorder.named("profile_incomplete")
     assert "'3:9': 5 of 6 steps were not trained" in incomplete["warning"]
@@ -81,7 +81,7 @@ def test_a_profiler_that_does_not_start_ends_no_training(tiny_uri: str, tmp_path
     recorder = Recorder()
     tf.profiler.experimental.start(str(tmp_path / "mine"))
     try:
-        train_here(tiny_uri, tmp_path, recorder, profile_steps="1:3", model=LINEAR["keras"], **CONFIG)
+        train_here(tiny_uri, tmp_path, recorder, log={"profile_steps": "1:3"}, model=LINEAR["keras"], **CONFIG)
     finally:
         tf.profiler.experimental.stop()
     [incomplete] = recorder.named("profile_incomplete")
@@ -91,10 +91,11 @@ def test_a_profiler_that_does_not_start_ends_no_training(tiny_uri: str, tmp_path
 @pytest.mark.parametrize("steps", ["5", "5:5", "7:5", "-1:5", "a:b"])
 def test_other_forms_are_refused(steps: str):
     with pytest.raises(UsageError, match=rf"profile_steps = .*{steps}.*; expected FIRST:STOP"):
-        load_tree(TrainTree, None, (f'train.profile_steps="{steps}"',))
+        load_tree(TrainTree, None, (f'train.log.profile_steps="{steps}"',))
 
 
 def test_a_strategy_whose_ranks_the_profiler_may_abort_is_refused():
-    settings = {"num_workers": 2, "strategy": "multi_worker_mirrored", "launcher": "local", "profile_steps": "3:5"}
+    settings = {"num_workers": 2, "strategy": "multi_worker_mirrored", "launcher": "local"}
+    settings |= {"log": {"profile_steps": "3:5"}}
     with pytest.raises(UsageError, match=r"profile_steps = '3:5' with .*'multi_worker_mirrored'; .*set .* 'horovod'"):
         check_terms(TrainConfig(**settings), SparkConfig())  # pyright: ignore[reportArgumentType]

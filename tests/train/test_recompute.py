@@ -1,4 +1,4 @@
-"""`train.activation_checkpointing`: blocks compute twice, and nothing else is other than without it."""
+"""`train.memory.activation_checkpointing`: blocks compute twice, and nothing else is other than without it."""
 
 # pyright: reportArgumentType=false
 from __future__ import annotations
@@ -19,6 +19,7 @@ from train.backends.backend import StatePart
 from train.config import TrainConfig
 from train.planning.host_memory import Limit
 from train.planning.memory import considered, facts_of, record_of
+from train.planning.memory_config import MemoryConfig
 from train.planning.memory_fit import decided, fit
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.settings import settings_that_matter
@@ -46,9 +47,8 @@ def test_a_step_is_the_same_bits_with_it(name, precision):
     steps: dict[str, list[list[np.ndarray]]] = {}
     computed = {}
     for setting in ("off", "on"):
-        one = learner(
-            name, DEEP[name], activation_checkpointing=setting, mixed_precision=precision, accumulation_steps=2
-        )
+        memory = {"activation_checkpointing": setting}
+        one = learner(name, DEEP[name], memory=memory, mixed_precision=precision, accumulation_steps=2)
         before = times_computed(name)
         for _ in range(3):
             addends = one.gradients(batch, 6, 1.0)
@@ -66,15 +66,15 @@ def test_a_step_is_the_same_bits_with_it(name, precision):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_model_without_parts_is_refused(name):
     with pytest.raises(UsageError, match=r"linear' has no part that could be computed twice; expected .* in a row|use"):
-        learner(name, LINEAR[name], activation_checkpointing="on")
+        learner(name, LINEAR[name], memory={"activation_checkpointing": "on"})
 
 
 def test_what_would_not_be_the_same_the_second_time_is_refused():
     batch = batch_of(SHAPE, num_rows=6)
-    changing = learner("torch", f"{BLOCKS}:changes_inputs", activation_checkpointing="on")
+    changing = learner("torch", f"{BLOCKS}:changes_inputs", memory={"activation_checkpointing": "on"})
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
         changing.gradients(batch, 6, 1.0)
-    drawing = learner("keras", f"{MODELS}:drawing", activation_checkpointing="on")
+    drawing = learner("keras", f"{MODELS}:drawing", memory={"activation_checkpointing": "on"})
     with pytest.raises(UsageError, match=r"is a RandomUniform; expected layers whose state is in Keras's"):
         drawing.gradients(batch, 6, 1.0)
 
@@ -87,8 +87,9 @@ def test_what_would_not_be_the_same_the_second_time_is_refused():
     ],
 )
 def test_what_cannot_have_it_refuses_it_before_anything_starts(how):
-    with pytest.raises(UsageError, match=r"train.activation_checkpointing = 'on' with train\..*; leave one of the two"):
-        check_terms(TrainConfig(**how, activation_checkpointing="on"), SparkConfig())
+    said = r"train.memory.activation_checkpointing = 'on' with train\..*; leave one of the two"
+    with pytest.raises(UsageError, match=said):
+        check_terms(TrainConfig(**how, memory=MemoryConfig(activation_checkpointing="on")), SparkConfig())
     check_terms(TrainConfig(**how), SparkConfig())
 
 
@@ -101,14 +102,14 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
     cost = probe(task)
     measured = record_of(Limit("a machine", 100 * GIB), cost)
-    short = Limit("a machine", measured.fixed_bytes + config.prefetch_bytes + measured.image_bytes * 9 // 10)
+    short = Limit("a machine", measured.fixed_bytes + config.reading.prefetch_bytes + measured.image_bytes * 9 // 10)
     record = considered(short, task, cost, config, 0, SparkConfig())
     # Each of twelve blocks keeps 24 MiB of an image, and four times that as it computes.
     assert 12 * 24 <= measured.image_bytes // MIB <= 15 * 24
     assert 4 * 24 <= record.recomputed_image_bytes // MIB <= 6 * 24
     found = fit(facts_of(record, config, 0, SparkConfig()))
     assert found.choice == "activation_checkpointing" and "by which a step takes longer and an image" in found.reason
-    forbidden = config.model_copy(update={"activation_checkpointing": "off"})
+    forbidden = config.model_copy(update={"memory": MemoryConfig(activation_checkpointing="off")})
     assert considered(short, task, cost, forbidden, 0, SparkConfig()).recomputed_image_bytes == 0
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
@@ -130,7 +131,8 @@ def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path
     short = Limit("a machine", 2 * GIB)
     record = considered(short, task, cost, config, 0, SparkConfig())
     found = fit(facts_of(record, config, 0, SparkConfig()))
-    assert found.choice == "too_large" and "are not computed twice: train.activation_checkpointing" in found.reason
+    assert found.choice == "too_large"
+    assert "are not computed twice: train.memory.activation_checkpointing" in found.reason
 
 
 def test_a_model_that_takes_no_single_image_is_measured():
@@ -141,4 +143,5 @@ def test_a_model_that_takes_no_single_image_is_measured():
 
 def test_it_makes_no_other_training():
     for setting in ("on", "off", "auto"):
-        assert "activation_checkpointing" not in settings_that_matter(TrainConfig(activation_checkpointing=setting))
+        config = TrainConfig.model_validate({"memory": {"activation_checkpointing": setting}})
+        assert settings_that_matter(config) == settings_that_matter(TrainConfig())

@@ -18,7 +18,7 @@ from train.launching.stop_point import StopAgreement, StopPoint
 TORCH = "tests.train.torch_models:stateful"
 # Steps of a few milliseconds, hundreds of them, and no checkpoint but those of the epochs' ends.
 CONFIG = {"epochs": 4, "global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 0, "record_samples": True,
-          "keep_checkpoints": 100, "watch": {"stop_timeout_seconds": 60}}  # fmt: skip
+          "checkpoint": {"keep": 100}, "watch": {"stop_timeout_seconds": 60}}  # fmt: skip
 
 
 @pytest.mark.parametrize(

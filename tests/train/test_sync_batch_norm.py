@@ -30,7 +30,7 @@ from train.values import TrainResult
 NORMED = {"keras": f"{MODELS}:normed", "torch": f"{TORCH_MODELS}:routed_normed"}
 # An epoch's last batch is padded. Adam would make whole steps of gradients that are rounding alone.
 STEPS = {"epochs": 4, "num_streams": 12, "global_batch_size": 24, "optimizer": "sgd", "learning_rate": 0.05,
-         "checkpoint_every_steps": 3, "keep_checkpoints": 9, "export": "last", "label_smoothing": 0.1}  # fmt: skip
+         "checkpoint_every_steps": 3, "checkpoint": {"keep": 9}, "export": "last", "label_smoothing": 0.1}  # fmt: skip
 
 
 def padded(batch: Batch, num_rows: int) -> Batch:
@@ -127,7 +127,8 @@ def test_ranks_train_a_model_with_batch_norms_as_one_rank_does(tiny_uri, tmp_pat
     config = {**STEPS, **spread, "strategy": strategy, "model": NORMED[backend]}
     if backend == "torch":
         # Its ranks also compute activations twice, which exchanges nothing twice.
-        config |= {"activation_checkpointing": "on", "bucket_bytes": 2000, "watch": {"progress_timeout_seconds": 60}}
+        config |= {"memory": {"activation_checkpointing": "on"}, "bucket_bytes": 2000}
+        config |= {"watch": {"progress_timeout_seconds": 60}}
     world_size = config.pop("num_workers", 1)
     result, watcher = train_on_ranks(tiny_uri, tmp_path, world_size, {**config, "sync_batch_norm": True})
     of_losses, of_state = largest_differences(at_one_rank(backend), (result, watcher, tmp_path))

@@ -10,6 +10,7 @@ from shardmill.errors import UsageError
 from shardmill.stores import open_store
 from tests.train.test_mlflow import TrackingApi, serving, step
 from train.config import TrainConfig
+from train.reporting.log_config import LogConfig
 from train.reporting.trackers import TRACKERS, sent
 from train.reporting.trackers.tracker import TrackedRun
 from train.reporting.tracking import check_trackers, tracker_names
@@ -22,7 +23,7 @@ def test_a_run_and_its_second_attempt(name: str, tmp_path: Path, monkeypatch: py
     with serving(TrackingApi()) as uri:
         run_ids = []
         for _ in range(2):
-            run = TrackedRun("r", {"mlflow_uri": uri}, open_store(tmp_path), "runs/r", warned.append)
+            run = TrackedRun("r", {"log.mlflow_uri": uri}, open_store(tmp_path), "runs/r", warned.append)
             tracker = TRACKERS[name](run)
             tracker.step(step(0))
             tracker.event("epoch", {"rank": 0, "epoch": 0, "train_loss": 0.5})
@@ -37,11 +38,13 @@ def test_a_run_and_its_second_attempt(name: str, tmp_path: Path, monkeypatch: py
 
 def test_the_older_keys_name_trackers_too():
     assert tracker_names(TrainConfig()) == ("tensorboard",)
-    assert tracker_names(TrainConfig(tensorboard=False)) == ()
-    assert tracker_names(TrainConfig(mlflow_uri="http://host:5000", trackers=("mlflow",))) == ("tensorboard", "mlflow")
-    assert tracker_names(TrainConfig(tensorboard=False, trackers=("a:B", "tensorboard"))) == ("a:B", "tensorboard")
+    assert tracker_names(TrainConfig(log=LogConfig(tensorboard=False))) == ()
+    twice = LogConfig(mlflow_uri="http://host:5000", trackers=("mlflow",))
+    assert tracker_names(TrainConfig(log=twice)) == ("tensorboard", "mlflow")
+    own_first = LogConfig(tensorboard=False, trackers=("a:B", "tensorboard"))
+    assert tracker_names(TrainConfig(log=own_first)) == ("a:B", "tensorboard")
 
 
 def test_one_that_is_not_there_is_refused_before_the_start():
-    with pytest.raises(UsageError, match="train.trackers = 'no_such_module:X': there is no module"):
-        check_trackers(TrainConfig(trackers=("no_such_module:X",)))
+    with pytest.raises(UsageError, match="train.log.trackers = 'no_such_module:X': there is no module"):
+        check_trackers(TrainConfig(log=LogConfig(trackers=("no_such_module:X",))))

@@ -26,6 +26,7 @@ from train.models.user import source_sha256
 from train.planning.preflight import window_memory
 from train.planning.trainings import RESULT, choose_training
 from train.published.export import export_training
+from train.reading_config import ReadingConfig
 from train.results import read_result
 from train.training import train_model
 from train.tree import TrainTree
@@ -236,12 +237,13 @@ def test_a_fresh_training_starts_anew_once_for_each_run_that_asks(tiny_uri, tmp_
 def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     dataset = open_dataset(tiny_uri)
     chunk = dataset.index("train").max_chunk_bytes
-    config = TrainConfig(num_streams=64, num_workers=8, window_budget_bytes=8 * chunk, strategy="horovod")
+    reading = ReadingConfig(window_budget_bytes=8 * chunk)
+    config = TrainConfig(num_streams=64, num_workers=8, reading=reading, strategy="horovod")
     memory = window_memory(config, dataset)
     assert (memory.streams_per_rank, memory.window_chunks, memory.bytes_per_rank) == (8, 1, 8 * chunk)
     # The window belongs to the plan: it is the same at every world size.
     assert window_memory(config.model_copy(update={"num_workers": 64}), dataset).window_chunks == 1
-    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=24, num_workers=2, window_budget_bytes=8 * chunk,
+    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=24, num_workers=2, reading=reading,
                    strategy="horovod", launcher="local")  # fmt: skip
     observer = Observer()
     with pytest.raises(UsageError, match=rf"12 of 24 streams needs 12 x 1 chunk.* to {chunk} bytes.*num_workers to 3 "):
@@ -256,7 +258,7 @@ def test_the_budget_is_told(finished):
     [told] = observer.named("plan")
     assert told["window_chunks"] > 10, "more than there are"
     assert told["bytes_per_rank"] == told["split_bytes"] < told["streams_per_rank"] * told["chunk_bytes"] * 10
-    assert told["budget_bytes"] == tree.train.window_budget_bytes
+    assert told["budget_bytes"] == tree.train.reading.window_budget_bytes
 
 
 def test_without_standardize_the_model_gets_pixels(tiny_uri):

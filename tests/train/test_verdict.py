@@ -82,7 +82,7 @@ def test_what_the_readers_threads_did_tells_storage_from_decoding():
     assert decode.sentence.startswith("input-bound: decode; 50% of a step") and "90% of the" in decode.sentence
     short = judged(waits | {"fetch": 0.01, "decode": 0.04}).sentence
     assert short.startswith("input-bound: 50% of a step") and "short ones are mostly beginning" in short
-    assert "train.reader_threads (now 2)" in decode.sentence and 'etl.encoding = "raw"' in decode.sentence
+    assert "train.reading.threads (now 2)" in decode.sentence and 'etl.encoding = "raw"' in decode.sentence
 
 
 def test_few_steps_say_nothing():
@@ -220,7 +220,7 @@ LATE_PNG = replace(PNG, decode=_decode_late)
 
 def test_slow_decoding_is_found(tiny_uri, tmp_path, monkeypatch):
     monkeypatch.setitem(ENCODINGS.entries, "png", Entry("tests.train.test_verdict:LATE_PNG", "takes its time"))
-    verdict = launched(task_of(tiny_uri, tmp_path, model=f"{TORCH_MODELS}:linear", epochs=5, reader_threads=1))
+    verdict = launched(task_of(tiny_uri, tmp_path, model=f"{TORCH_MODELS}:linear", epochs=5, reading={"threads": 1}))
     assert verdict.bound == "input" and verdict.sentence.startswith("input-bound: decode; ")
 
 

@@ -1,4 +1,4 @@
-"""PyTorch modules with blocks, for the tests of `train.activation_checkpointing`; this file imports no Keras."""
+"""PyTorch modules with blocks, for the tests of `train.memory.activation_checkpointing`; this file imports no Keras."""
 
 from __future__ import annotations
 

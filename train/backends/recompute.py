@@ -1,4 +1,4 @@
-"""`train.activation_checkpointing`: which trainings can have it, and what every backend says of a model that cannot.
+"""`train.memory.activation_checkpointing`: which trainings can have it, and what is said of a model that cannot.
 
 Of a block only what goes into it is kept for the backward pass, which computes the rest a second time: less memory,
 more time, the same gradients.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def why_not_recompute(config: TrainConfig) -> str:
-    """What, beside `train.activation_checkpointing`, keeps a training from it; empty if nothing does.
+    """What, beside `train.memory.activation_checkpointing`, keeps a training from it; empty if nothing does.
 
     `config`: one without `auto` for strategy and backend.
     """
@@ -29,9 +29,9 @@ def why_not_recompute(config: TrainConfig) -> str:
 def check_recompute(config: TrainConfig) -> None:
     """Raises UsageError for what cannot be combined; nothing is imported that trains."""
     other = why_not_recompute(config)
-    if config.activation_checkpointing == "on" and other:
+    if config.memory.activation_checkpointing == "on" and other:
         raise UsageError(
-            f"train.activation_checkpointing = 'on' with {other}",
+            f"train.memory.activation_checkpointing = 'on' with {other}",
             "computing a block twice would read variables, or add up moments over ranks, a second time",
             "leave one of the two out",
         )
@@ -40,7 +40,7 @@ def check_recompute(config: TrainConfig) -> None:
 def nothing_to_recompute(model: str, expected: str) -> UsageError:
     """`model`: what `train.model` names."""
     return UsageError(
-        f"train.activation_checkpointing: train.model = {model!r} has no part that could be computed twice",
+        f"train.memory.activation_checkpointing: train.model = {model!r} has no part that could be computed twice",
         f"expected {expected}",
-        "set train.activation_checkpointing = 'off'",
+        "set train.memory.activation_checkpointing = 'off'",
     )

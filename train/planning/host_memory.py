@@ -32,8 +32,8 @@ class Limit:
 def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
     """What ranks may use: as set, else of this machine; None if they run elsewhere, or it does not say."""
     gpus = gpus_here(config, config.backend)
-    if config.memory_budget_bytes:
-        return Limit("train.memory_budget_bytes", config.memory_budget_bytes, on_gpu=bool(gpus))
+    if config.memory.budget_bytes:
+        return Limit("train.memory.budget_bytes", config.memory.budget_bytes, on_gpu=bool(gpus))
     if not ranks_here(config, spark):
         return None
     if gpus:

@@ -106,7 +106,8 @@ def look_at_memory(
     if limit is None:
         return Memory(begun, spark, window_bytes)
     ample = partial(_ample, limit, dataset, spark)
-    is_asked = config.accumulation_steps == 0 or "auto" in (config.mixed_precision, config.activation_checkpointing)
+    may_choose = "auto" in (config.mixed_precision, config.memory.activation_checkpointing)
+    is_asked = config.accumulation_steps == 0 or may_choose
     if is_asked and not has_begun and not ample(config):
         return Memory(measured(limit, config, dataset, spark, window_bytes(config)), spark, window_bytes)
     return Memory(None, spark, window_bytes, limit, ample)
@@ -167,7 +168,7 @@ def considered(
     """
     record = record_of(limit, cost)
     facts = facts_of(record, config, window_bytes, spark)
-    may_help = config.activation_checkpointing == "auto" and facts.fixed_bytes < facts.device_bytes
+    may_help = config.memory.activation_checkpointing == "auto" and facts.fixed_bytes < facts.device_bytes
     if fit(facts).choice == "too_large" and may_help:
         return _recomputed(record, limit, task, config)
     return record
@@ -176,7 +177,8 @@ def considered(
 def _recomputed(record: MemoryRecord, limit: Limit, task: ProbeTask, config: TrainConfig) -> MemoryRecord:
     why_not = why_not_recompute(config)
     if not why_not:
-        recomputing = task.config.model_copy(update={"activation_checkpointing": "on"})
+        memory = task.config.memory.model_copy(update={"activation_checkpointing": "on"})
+        recomputing = task.config.model_copy(update={"memory": memory})
         num_images = min(NUM_PROBED_IMAGES, task.local_batch_size)
         try:
             cost = probe(replace(task, config=recomputing, local_batch_size=num_images, num_steps=NUM_PROBED_STEPS))
@@ -207,18 +209,18 @@ def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
 
 def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark: SparkConfig) -> MemoryFacts:
     """What the rules look at, for so many ranks."""
-    in_host = 0 if record.on_gpu else window_bytes + config.prefetch_bytes
+    in_host = 0 if record.on_gpu else window_bytes + config.reading.prefetch_bytes
     is_spread = record.on_gpu and STRATEGIES[config.strategy].devices_per_rank == "all"
     num_gpus = len(gpus_here(config, config.backend)) if is_spread else 0
     num_images, microbatches = images_at_once(config, num_gpus), most_microbatches(config, num_gpus)
     if config.accumulation_steps:
         # Set: only the precision is left to choose.
         num_images, microbatches = -(-num_images // config.accumulation_steps), 1
-    may_recompute = config.activation_checkpointing == "auto"
+    may_recompute = config.memory.activation_checkpointing == "auto"
     recomputed_image_bytes = record.recomputed_image_bytes if may_recompute else 0
     # The first world size may have fitted without it, and then it was not looked at.
     why_not = record.why_not_recomputed or why_not_recompute(config)
-    is_settled = config.activation_checkpointing == "on" or recomputed_image_bytes > 0 or why_not != ""
+    is_settled = config.memory.activation_checkpointing == "on" or recomputed_image_bytes > 0 or why_not != ""
     return MemoryFacts(
         device=record.device,
         device_bytes=_bytes_of_a_rank(record, config, spark),
@@ -239,7 +241,7 @@ def _ample(limit: Limit, dataset: Dataset, spark: SparkConfig, config: TrainConf
     """Why it is, with the numbers; empty if it is not, or if a person has set how much there is."""
     height, width, channels = dataset.manifest.normalize.image_shape_HWC
     pixel_bytes = 4 * height * width * channels * images_at_once(config)
-    if config.memory_budget_bytes or AMPLE * pixel_bytes > _bytes_of_a_rank(limit, config, spark):
+    if config.memory.budget_bytes or AMPLE * pixel_bytes > _bytes_of_a_rank(limit, config, spark):
         return ""
     of_step = f"the {images_at_once(config)} images of a step are {size_of(pixel_bytes)} of numbers"
     return f"{of_step}, and {AMPLE:,} times that fits into {_available(limit, config, spark)}"

@@ -87,7 +87,7 @@ class Fit:
     to_bfloat16: bool
     """Whether `train.mixed_precision` becomes, or has become, bfloat16."""
     recomputes: bool
-    """Whether `train.activation_checkpointing` becomes `on`."""
+    """Whether `train.memory.activation_checkpointing` becomes `on`."""
     reason: str
     """With the numbers, for people."""
 
@@ -161,7 +161,7 @@ def _done(facts: MemoryFacts, rule: FitRule, num_microbatches: int) -> str:
     if facts.is_halved:
         halved = "train.mixed_precision = 'bfloat16', as decided before the first step"
     recomputed = (
-        f"train.activation_checkpointing = 'on', by which a step takes longer and an image "
+        f"train.memory.activation_checkpointing = 'on', by which a step takes longer and an image "
         f"{size_of(facts.recomputed_image_bytes)}{' in float32' if rule.halved else ''}"
     )
     match rule.choice:
@@ -191,8 +191,8 @@ def _way_out(facts: MemoryFacts) -> str:
         way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run); or {way_out}"
     if facts.may_ask_to_recompute and facts.fixed_bytes < facts.device_bytes:
         way_out = (
-            "set train.activation_checkpointing = 'on' (the same training, with longer steps; what it saves was not "
-            f"measured); or {way_out}"
+            "set train.memory.activation_checkpointing = 'on' (the same training, with longer steps; what it saves was "
+            f"not measured); or {way_out}"
         )
     if facts.why_not_recomputed:
         way_out += f" (activations are not computed twice: {facts.why_not_recomputed})"
@@ -203,7 +203,7 @@ def _way_out(facts: MemoryFacts) -> str:
 
 def decided(config: TrainConfig, num_microbatches: int, *, to_bfloat16: bool, recomputes: bool = False) -> TrainConfig:
     """`config` with these microbatches, unless others are set, and without `auto` for precision and checkpointing."""
-    precision, checkpointing = config.mixed_precision, config.activation_checkpointing
+    precision, checkpointing = config.mixed_precision, config.memory.activation_checkpointing
     if checkpointing == "auto":
         checkpointing = "on" if recomputes else "off"
     if precision == "auto":
@@ -211,6 +211,6 @@ def decided(config: TrainConfig, num_microbatches: int, *, to_bfloat16: bool, re
     found = {
         "accumulation_steps": config.accumulation_steps or num_microbatches,
         "mixed_precision": precision,
-        "activation_checkpointing": checkpointing,
+        "memory": config.memory.model_copy(update={"activation_checkpointing": checkpointing}),
     }
     return config.model_copy(update=found)

@@ -21,6 +21,6 @@ class MemoryRecord(Section):
     """`train.mixed_precision` was `auto`, and became bfloat16."""
     recomputed_fixed_bytes: int = 0
     recomputed_image_bytes: int = 0
-    """Both with `train.activation_checkpointing`; 0 if that was not measured."""
+    """Both with `train.memory.activation_checkpointing`; 0 if that was not measured."""
     why_not_recomputed: str = ""
     """Why the model, or what it is trained with, does not have it."""

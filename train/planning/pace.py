@@ -137,8 +137,9 @@ def measure(task: PaceTask) -> Pace:
     """In this process, with a fresh framework."""
     dataset = open_pinned(task.dataset)
     batch_bytes = task.config.global_batch_size * math.prod(dataset.manifest.normalize.image_shape_HWC)
-    prefetch_bytes = min(task.config.prefetch_bytes, PREFETCHED_BATCHES * batch_bytes)
-    config = task.config.model_copy(update={"prefetch_bytes": prefetch_bytes})
+    prefetch_bytes = min(task.config.reading.prefetch_bytes, PREFETCHED_BATCHES * batch_bytes)
+    reading = task.config.reading.model_copy(update={"prefetch_bytes": prefetch_bytes})
+    config = task.config.model_copy(update={"reading": reading})
     backend = BACKENDS[config.backend]
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
     learner = backend.build(config, model_spec(dataset.manifest, config))

@@ -73,7 +73,7 @@ class TrainingPlan:
             Decision("train.backend", config.backend, backend),
             Decision("train.accumulation_steps", str(config.accumulation_steps), of_memory),
             Decision("train.mixed_precision", config.mixed_precision, of_memory),
-            Decision("train.activation_checkpointing", config.activation_checkpointing, of_memory),
+            Decision("train.memory.activation_checkpointing", config.memory.activation_checkpointing, of_memory),
             Decision("train.init_from", config.init_from or "fresh weights", "named by the hash of its file"),
         )
 

@@ -71,12 +71,12 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
             f"set train.launcher to {' or '.join(map(repr, others))}",
         )
     _check_rank_weights(config)
-    if config.on_non_finite == "skip" and not STRATEGIES[config.strategy].leaves_out_batches:
+    if config.non_finite.action == "skip" and not STRATEGIES[config.strategy].leaves_out_batches:
         able = [repr(name) for name in STRATEGIES if STRATEGIES[name].leaves_out_batches]
         raise UsageError(
-            f"train.on_non_finite = 'skip' with train.strategy = {config.strategy!r}",
+            f"train.non_finite.action = 'skip' with train.strategy = {config.strategy!r}",
             "expected a strategy that can leave a batch out",
-            f"set train.strategy to {' or '.join(able)}, or train.on_non_finite = 'stop'",
+            f"set train.strategy to {' or '.join(able)}, or train.non_finite.action = 'stop'",
         )
     if config.max_restarts and not launcher.starts_again:
         raise UsageError(
@@ -213,7 +213,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
         window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=index.max_chunk_bytes,
         split_bytes=sum(chunk.image_bytes for chunk in index.chunks),
-        budget_bytes=config.window_budget_bytes,
+        budget_bytes=config.reading.window_budget_bytes,
     )
     if memory.bytes_per_rank > memory.budget_bytes:
         affordable = max(1, memory.budget_bytes // (memory.window_chunks * memory.chunk_bytes))
@@ -221,7 +221,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
         raise UsageError(
             f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
             f"{memory.window_chunks} chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
-            f"expected at most train.window_budget_bytes = {memory.budget_bytes}",
+            f"expected at most train.reading.window_budget_bytes = {memory.budget_bytes}",
             f"{more if shares_streams(config) else ''}raise the budget or lower train.num_streams, which starts a "
             "new run",
         )

@@ -79,7 +79,7 @@ class PetastormBatches:
     ) -> None:
         self._dataset, self._config, self._epoch, self._data = dataset, config, number, data
         self._num_steps, self._batch_size = num_steps, batch_size
-        self._pool = ThreadPoolExecutor(config.reader_threads, "shardmill-decode")
+        self._pool = ThreadPoolExecutor(config.reading.threads, "shardmill-decode")
         self._seconds = ReaderSeconds()
         self._process = OneProcess()
         self._reader: Any = None

@@ -63,7 +63,7 @@ class Epochs:
     def reading(self) -> Activity:
         """Waiting for a batch: from the store of what this member reads."""
         store = open_store(self.data.uri) if isinstance(self.data, SiloIndex) else self.dataset.store
-        return reading("reading a batch", store, self.config.window_budget_bytes)
+        return reading("reading a batch", store, self.config.reading.window_budget_bytes)
 
     @property
     def checkpoint_every_steps(self) -> int:

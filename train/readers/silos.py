@@ -58,7 +58,7 @@ class SiloEpoch:
             seed=config.seed,
             global_batch_size=steps.local_batch_sizes[data.index],
             num_streams=1,
-            window_budget_bytes=config.window_budget_bytes,
+            window_budget_bytes=config.reading.window_budget_bytes,
         )
         self._plan = self._silo.plan_epoch(spec, number)
         self.num_steps = steps.num_steps

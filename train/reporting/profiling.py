@@ -1,4 +1,4 @@
-"""`train.profile_steps`: what each rank computes in a few steps, recorded by its backend into the training's folder.
+"""`train.log.profile_steps`: what each rank computes in a few steps, recorded by its backend.
 
 A profile is worth no training: what goes wrong with it is a warning.
 """
@@ -24,14 +24,14 @@ from train.written_forms import steps_of
 
 
 class StepProfiler:
-    """Records the global steps `train.profile_steps` of one rank, as far as they are trained while it is open.
+    """Records the global steps `train.log.profile_steps` of one rank, as far as they are trained while it is open.
 
     <training>/profiles/steps-10-15/rank-0/...      what the tools of the framework read
     """
 
     def __init__(self, task: WorkerTask, rank: int, reporter: Reporter) -> None:
         self._config = task.config
-        self._steps = steps_of(task.config.profile_steps)
+        self._steps = steps_of(task.config.log.profile_steps)
         self._store = open_store(task.models_uri)
         self._folder = f"{task.training_dir}/{PROFILES}/steps-{self._steps.start}-{self._steps.stop}/rank-{rank}"
         self._rank = rank
@@ -103,5 +103,5 @@ class StepProfiler:
 
     def _warn(self, problem: str) -> None:
         self._reporter.event(
-            "profile_incomplete", {WARNING: f"train.profile_steps = {self._config.profile_steps!r}: {problem}"}
+            "profile_incomplete", {WARNING: f"train.log.profile_steps = {self._config.log.profile_steps!r}: {problem}"}
         )

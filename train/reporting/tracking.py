@@ -1,4 +1,4 @@
-"""The trackers of a run, as its config names them: `train.trackers`, and the older keys for TensorBoard and MLflow."""
+"""The trackers of a run, as `[train.log]` names them: `trackers`, and the keys for TensorBoard and MLflow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from train.settings import values_of_settings
 
 def tracker_names(config: TrainConfig) -> tuple[str, ...]:
     """Those that a training with this config uses, each once."""
-    older = {"tensorboard": config.tensorboard, "mlflow": bool(config.mlflow_uri)}
-    return tuple(dict.fromkeys([*(name for name, is_on in older.items() if is_on), *config.trackers]))
+    older = {"tensorboard": config.log.tensorboard, "mlflow": bool(config.log.mlflow_uri)}
+    return tuple(dict.fromkeys([*(name for name, is_on in older.items() if is_on), *config.log.trackers]))
 
 
 def check_trackers(config: TrainConfig) -> str:
@@ -35,7 +35,7 @@ def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> di
 
     def warn_of(name: str) -> Callable[[str], None]:
         def warn(sentence: str) -> None:
-            observer.event("train.log_refused", {"rank": 0, WARNING: f"train.trackers = {name!r}: {sentence}"})
+            observer.event("train.log_refused", {"rank": 0, WARNING: f"train.log.trackers = {name!r}: {sentence}"})
 
         return warn
 

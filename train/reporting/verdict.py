@@ -49,10 +49,10 @@ class StepTimes(StepSums):
 
 
 def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict:
-    threads = config.reader_threads
+    threads = config.reading.threads
     wall = sum(times.total for times in ranks)
     fetch, decode = (sum(getattr(times, part) for times in ranks) / wall / threads for part in ("fetch", "decode"))
-    reader = f"train.reader_threads (now {threads})"
+    reader = f"train.reading.threads (now {threads})"
     waiting = f"{share:.0%} of a step is waiting for its batch"
     if max(fetch, decode) < BUSY_SHARE:
         return Verdict(

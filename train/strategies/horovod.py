@@ -146,7 +146,7 @@ def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner]
     """`train.strategies.strategy.Join`."""
 
     def join_collective(world: World) -> HorovodCollective:
-        return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.profile_steps))
+        return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.log.profile_steps))
 
     return replicated(join_collective, _sum_in_step, HorovodMember)(world, config, build, reporter)
 

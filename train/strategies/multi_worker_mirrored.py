@@ -145,11 +145,11 @@ def _meet(world: World) -> Any:
 def _check(config: TrainConfig) -> None:
     # What begins in one thread and ends in another, as every collective here does, its recorder merges by pointers that
     # may no longer hold (tsl/profiler/backends/cpu/traceme_recorder.cc): about one rank in 30 was aborted by it.
-    if config.profile_steps and config.num_workers > 1:
+    if config.log.profile_steps and config.num_workers > 1:
         raise UsageError(
-            f"train.profile_steps = {config.profile_steps!r} with train.strategy = 'multi_worker_mirrored'",
+            f"train.log.profile_steps = {config.log.profile_steps!r} with train.strategy = 'multi_worker_mirrored'",
             "TensorFlow's profiler sometimes aborts a process that runs TensorFlow's own collectives",
-            "set train.strategy = 'horovod' to record the same model, or leave train.profile_steps out",
+            "set train.strategy = 'horovod' to record the same model, or leave train.log.profile_steps out",
         )
 
 

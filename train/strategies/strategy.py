@@ -97,7 +97,7 @@ class Strategy:
     devices_per_rank: Literal["one", "all"] = "one"
     """How many GPUs a rank computes on: one, or its equal part of all that its host shows."""
     leaves_out_batches: bool = False
-    """A batch can be left out as if it had not been (`train.on_non_finite`): all that it changes is the learner's."""
+    """A batch can be left out as if it had not been (`train.non_finite`): all that it changes is the learner's."""
     secondary_error: re.Pattern[str] = MATCHES_NOTHING
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
     check: Callable[[TrainConfig], None] = _takes_all
@@ -114,7 +114,7 @@ class Strategy:
     serve: Callable[[WorkerTask, World, Reporter], NoReturn] = _none_serves
     """What a process that does not run the loop does instead, until the driver ends it; raises what goes wrong."""
     timeline: Callable[[Path], AbstractContextManager[None]] = _has_none
-    """Records what its exchange does meanwhile (`train.profile_steps`) into a file of that folder, where it can."""
+    """Records what its exchange does meanwhile (`train.log.profile_steps`) into a file of that folder, where it can."""
     shares_streams: bool = True
     """Each rank reads its part of the streams; False: every worker reads all of them."""
 

@@ -1,4 +1,4 @@
-"""Where the graph of a Keras model is cut for `train.activation_checkpointing`: where little passes."""
+"""Where the graph of a Keras model is cut for `train.memory.activation_checkpointing`: where little passes."""
 
 from __future__ import annotations
 

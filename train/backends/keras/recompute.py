@@ -1,4 +1,4 @@
-"""Which parts of a Keras model compute their activations twice (`train.activation_checkpointing`), and how.
+"""Which parts of a Keras model compute their activations twice (`train.memory.activation_checkpointing`), and how.
 
 The graph of a functional or sequential model is cut where little passes, into parts of which only what goes in is kept
 (Chen et al., arXiv:1604.06174). `keras.RematScope` works layer by layer: it keeps every layer's input, and updates
@@ -101,9 +101,9 @@ class Segments:
             outputs = function(*values[:num_tensors])
         if any(backend.get_keras_mask(output) is not None for output in outputs):
             raise UsageError(
-                f"train.activation_checkpointing: layers of train.model = {self._name!r} pass masks to each other",
+                f"train.memory.activation_checkpointing: layers of train.model = {self._name!r} pass on masks",
                 "expected a model of images, without masks",
-                "set train.activation_checkpointing = 'off'",
+                "set train.memory.activation_checkpointing = 'off'",
             )
         after = [(variable, scope.get_current_value(variable)) for variable in variables]
         changed = [(variable, value) for variable, value in after if value is not before[id(variable)]]
@@ -203,7 +203,7 @@ def _refuse_state(operations: list[Any]) -> None:
     stateful = [operation for operation in operations if operation.op_def.is_stateful]
     if stateful:
         raise UsageError(
-            f"train.activation_checkpointing: {stateful[0].name} is a {stateful[0].type}",
+            f"train.memory.activation_checkpointing: {stateful[0].name} is a {stateful[0].type}",
             "expected layers whose state is in Keras's variables and seed generators: others differ the second time",
-            "set train.activation_checkpointing = 'off'",
+            "set train.memory.activation_checkpointing = 'off'",
         )

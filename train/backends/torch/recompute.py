@@ -1,4 +1,4 @@
-"""Which parts of a PyTorch module compute their activations twice (`train.activation_checkpointing`), and how.
+"""Which parts of a PyTorch module compute their activations twice (`train.memory.activation_checkpointing`), and how.
 
 Chen et al., arXiv:1604.06174: of a block only what goes in is kept, and its backward pass computes the rest again. The
 second time the block finds its buffers and the generators as they were the first time, and leaves no trace in either:
@@ -25,14 +25,14 @@ SHORTEST_CHAIN = 4
 
 
 class Recomputed:
-    """The blocks of one model, none unless `train.activation_checkpointing` is on; and its batch norms."""
+    """The blocks of one model, none unless `train.memory.activation_checkpointing` is on; and its batch norms."""
 
     def __init__(self, config: TrainConfig, model: Any, is_keras: bool) -> None:
         self.norms = BatchNorms(config, model, is_keras)
         self._of_keras = None
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._forwards: list[tuple[Any, partial[Any]]] = []
-        if config.activation_checkpointing != "on":
+        if config.memory.activation_checkpointing != "on":
             return
         if is_keras:
             from train.backends.keras.recompute import Segments

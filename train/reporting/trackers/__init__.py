@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from train.reporting.trackers.tracker import TrackedRun, Tracker
 
 TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
-    "train.trackers",
+    "train.log.trackers",
     {
         "tensorboard": Entry(
             "train.reporting.trackers.tensorboard:TensorBoardTracker",
@@ -20,7 +20,7 @@ TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
         ),
         "mlflow": Entry(
             "train.reporting.trackers.mlflow:MlflowTracker",
-            "a run at an MLflow server: train.mlflow_uri, or MLFLOW_TRACKING_URI",
+            "a run at an MLflow server: train.log.mlflow_uri, or MLFLOW_TRACKING_URI",
             extra="mlflow",
             packages=("mlflow",),
         ),

@@ -22,7 +22,7 @@ _FIX = "docs/training/speed.md shows one"
 
 def check_tracker(name: str, kind: Any) -> None:
     """Raises UsageError unless `kind` is a class that is made with one argument and has a tracker's methods."""
-    where = f"train.trackers = {name!r}"
+    where = f"train.log.trackers = {name!r}"
     if not isinstance(kind, type):
         raise UsageError(f"{where} is a {type(kind).__name__}", "expected a class", _FIX)
     # A base may leave other methods to its subclasses: `SentTracker`.

@@ -77,7 +77,7 @@ class MlflowTracker(SentTracker):
                 os.environ.setdefault(name, value)
             from mlflow import MlflowClient
 
-            self._client = MlflowClient(self.run.settings["mlflow_uri"] or None)
+            self._client = MlflowClient(self.run.settings["log.mlflow_uri"] or None)
         return self._client
 
     def _create(self, client: MlflowClient) -> str:
@@ -96,7 +96,7 @@ class MlflowTracker(SentTracker):
 
 def _params(settings: Mapping[str, Any]) -> dict[str, str]:
     """The section `train`; parameters cannot be changed later, and are cut to what every server takes."""
-    shown = {name: value for name, value in settings.items() if name != "mlflow_uri"}
+    shown = {name: value for name, value in settings.items() if name != "log.mlflow_uri"}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in shown.items()}
     return {f"train.{name}": text[:MAX_PARAM_CHARS] for name, text in texts.items()}
 
