@@ -31,7 +31,7 @@ from tests.support import build_here, write_images
 ROOT = Path(__file__).parents[2]
 _SETTINGS = EtlConfig(engine="local", num_workers=2, image_size=16, encoding="png", unit_min_images=8)
 _NUM_OLD = 24
-_NUM_KILLS = int(os.environ.get("SHARDMILL_ETL_KILLS", "3"))
+_NUM_KILLS = int(os.environ.get("SHARDMILL_ETL_KILLS", "1"))
 _DRIVER_POINTS = ("list", "manifest_put", "post_commit")
 _WORKER_POINTS = ("decode", "shard_open", "shard_mid", "shard_close", "task_report")
 

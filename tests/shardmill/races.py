@@ -12,9 +12,9 @@ from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict
 from shardmill.stores import open_store
 
-NUM_ROUNDS = int(os.environ.get("SHARDMILL_STORAGE_ROUNDS", "0"))
-"""Of the races and of the flipped bits, on each store that is not a local folder; 0 for as many as are soon done."""
-_NUM_WRITERS, _NUM_ROUNDS = 8, NUM_ROUNDS or 10
+NUM_ROUNDS = int(os.environ.get("SHARDMILL_STORAGE_ROUNDS", "3"))
+"""Of the races and of the flipped bits, on each store that is not a local folder."""
+_NUM_WRITERS = 8
 
 
 def race_of_writers(root: str) -> None:
@@ -24,7 +24,7 @@ def race_of_writers(root: str) -> None:
     def commit_each_round(writer: int) -> list[int]:
         """In lock step with the other writers; each one's manifest has content of its own. The versions that it won."""
         store, won = open_store(root), []
-        for version in range(2, _NUM_ROUNDS + 2):
+        for version in range(2, NUM_ROUNDS + 2):
             mine = {"version": version, "commit_id": f"{writer}-{version}", "run_id": f"writer{writer}"}
             content = {"parent_version": version - 1, "content_digest": f"{writer * 1000 + version:064x}"}
             start.wait()
@@ -37,5 +37,5 @@ def race_of_writers(root: str) -> None:
         winners = {version: writer for writer, won in enumerate(writers.map(commit_each_round, range(_NUM_WRITERS)))
                    for version in won}  # fmt: skip
     store = open_store(root)
-    assert sorted(winners) == list(range(2, _NUM_ROUNDS + 2)) and latest_version(store) == _NUM_ROUNDS + 1
+    assert sorted(winners) == list(range(2, NUM_ROUNDS + 2)) and latest_version(store) == NUM_ROUNDS + 1
     assert all(read_manifest(store, version).run_id == f"writer{writer}" for version, writer in winners.items())

@@ -100,7 +100,7 @@ def test_a_dataset_has_one_winner_for_each_version_and_no_unseen_damage(hdfs_roo
     shards = sorted(file.path for file in store.list("shards"))
     files = shards + sorted(file.path for kind in ("rows", "indexes", "manifests") for file in store.list(kind))
     # DataNodes keep checksums of their own: a bit is flipped by whoever wrote the file, not on its way.
-    for path in rng.choices(files, k=NUM_ROUNDS or 3):
+    for path in rng.choices(files, k=NUM_ROUNDS):
         whole = store.read(path)
         damaged = bytearray(whole)
         damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)

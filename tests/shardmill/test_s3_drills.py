@@ -47,7 +47,7 @@ def test_no_flipped_bit_and_no_cut_object_goes_unseen(root: str, gateway: Gatewa
     kinds = ("shards", "rows", "indexes", "manifests")
     files = [file for kind in kinds for file in folder_of(gateway, root).joinpath(kind).rglob("*.*")]
     shards = [file for file in files if "shards" in file.parts]
-    for file in rng.choices(files, k=NUM_ROUNDS or 6):
+    for file in rng.choices(files, k=2 * NUM_ROUNDS):
         whole = file.read_bytes()
         damaged = bytearray(whole)
         damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
