@@ -5,19 +5,20 @@ from __future__ import annotations
 import socket
 
 from shardmill.jobs.addresses import addresses_of, is_loopback
-from train.launching.environments import Variables
-from train.launching.environments.slurm import first_host
+from train.launching.environments import ENVIRONMENTS, Variables
 from train.launching.place import Place
 from train.world import LOOPBACK
 
 
 def host_of_rank_0(variables: Variables, place: Place) -> str:
-    """Where rank 0's process can be called, or empty if nothing says so."""
+    """Where rank 0's process can be called, or empty if nothing says so.
+
+    Another environment than the one that started the ranks may say it: SLURM, if mpirun runs in its allocation.
+    """
     if place.ranks_per_node == place.world_size:
         return LOOPBACK
-    if host := variables.get("MASTER_ADDR"):
-        return host
-    return first_host(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "")
+    hosts = (starter.first_host(variables) for starter in ENVIRONMENTS.values())
+    return next((host for host in hosts if host), "")
 
 
 def loopback_warning(host: str, place: Place) -> str:

@@ -12,6 +12,10 @@ from train.launching.place import Place
 Variables = Mapping[str, str]
 
 
+def _says_nothing(variables: Variables) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Starter:
     """Names of the variables in which a starter of processes tells each its place."""
@@ -21,6 +25,8 @@ class Starter:
     world_size: str
     local: Callable[[Variables], tuple[int, int]]
     """-> (local rank, number of ranks on this host). Raises ValueError or IndexError for what is no number."""
+    first_host: Callable[[Variables], str] = _says_nothing
+    """-> the host of rank 0, or empty if its variables do not say."""
 
     def __str__(self) -> str:
         return self.name

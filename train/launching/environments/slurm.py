@@ -12,7 +12,11 @@ def _local(variables: Variables) -> tuple[int, int]:
     return int(variables.get("SLURM_LOCALID", "0")), counts[int(variables.get("SLURM_NODEID", "0"))]
 
 
-SLURM = Starter("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _local)
+def _first_host(variables: Variables) -> str:
+    return first_host(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "")
+
+
+SLURM = Starter("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _local, _first_host)
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -4,4 +4,10 @@ from __future__ import annotations
 
 from train.launching.environments import Starter, local_numbers
 
-TORCHRUN = Starter("torchrun", "RANK", "WORLD_SIZE", local_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+TORCHRUN = Starter(
+    "torchrun",
+    "RANK",
+    "WORLD_SIZE",
+    local_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    lambda variables: variables.get("MASTER_ADDR", ""),
+)
