@@ -25,10 +25,16 @@ from train.reporting.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import TrainResult
 
-# What a rank of each backend imports.
+# What a rank of each backend imports; PyTorch its compilers, as soon as it is told to be deterministic.
 _MODULES = {
     "keras": ("tensorflow", "train.launching.rank", "train.worker", "train.backends.keras.backend"),
-    "torch": ("torch", "train.launching.rank", "train.worker", "train.backends.torch.backend"),
+    "torch": (
+        "torch",
+        "torch._inductor.config",
+        "train.launching.rank",
+        "train.worker",
+        "train.backends.torch.backend",
+    ),
 }
 
 
