@@ -69,7 +69,7 @@ def frozen_names(config: TrainConfig, names: Sequence[str], head: Collection[str
         frozen |= found
     if frozen >= set(names):
         raise UsageError(
-            f"train.freeze = {list(config.freeze)!r} leaves nothing of train.model = {config.model!r} to train",
+            f"train.freeze = {list(config.freeze)!r} freezes all weights of train.model = {config.model!r}",
             "expected at least one weight",
             f"give fewer patterns, or {ALL_BUT_HEAD!r}",
         )

@@ -65,23 +65,23 @@ def check_labels(config: TrainConfig, labels: LabelSpec) -> None:
         raise UsageError(
             f"the dataset has {labels.num_outputs} class(es)",
             "expected at least 2 to train a classifier",
-            "add images of another",
+            "add images of another class",
         )
     if config.loss not in ("auto", LOSSES[labels.kind]):
         raise UsageError(
-            f"train.loss = {config.loss!r}, and the dataset has {labels}",
+            f"train.loss = {config.loss!r}, but the dataset has {labels}",
             f"expected {LOSSES[labels.kind]!r}",
             'set train.loss = "auto"',
         )
     if labels.are_numbers and config.label_smoothing:
         raise UsageError(
-            f"train.label_smoothing = {config.label_smoothing}, and the dataset has {labels}",
+            f"train.label_smoothing = {config.label_smoothing}, but the dataset has {labels}",
             "expected 0: only classes can be smoothed",
             "set train.label_smoothing = 0",
         )
     if labels.are_numbers and config.model_outputs != "auto":
         raise UsageError(
-            f"train.model_outputs = {config.model_outputs!r}, and the dataset has {labels}",
+            f"train.model_outputs = {config.model_outputs!r}, but the dataset has {labels}",
             "expected auto: the outputs are the numbers themselves",
             'set train.model_outputs = "auto"',
         )
@@ -91,7 +91,7 @@ def check_gate(gate: GateConfig, kind: LabelKind) -> None:
     """Raises UsageError if section `gate` asks for an accuracy, and models are compared by something else."""
     if gate.min_accuracy and kind != "class":
         raise UsageError(
-            f"gate.min_accuracy = {gate.min_accuracy:g}, and the labels are of kind {kind!r}",
-            f"expected a bound of their {METRICS[kind].words}",
+            f"gate.min_accuracy = {gate.min_accuracy:g}, but the labels are of kind {kind!r}",
+            f"expected a limit for their {METRICS[kind].words}",
             "set gate.min_accuracy = 0 and gate.metric_limit",
         )

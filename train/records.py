@@ -71,7 +71,7 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
     except (ValidationError, ValueError, KeyError, TypeError):
         # Not damage: a caller must not treat it as lost and continue without it.
         raise UsageError(
-            f"{where} has another layout",
+            f"{where} has a different layout",
             f"expected a {kind.__name__} of this version; another version of this program wrote it",
             "use that version, or another models.uri",
         ) from None
@@ -98,5 +98,5 @@ def read_kept(store: Store, folders: Iterable[str], name: str, kind: type[Record
         except FileNotFoundError:
             continue
         except ValidationError:
-            raise IntegrityError(f"{where} has another layout", "expected what this version writes", fix) from None
+            raise IntegrityError(f"{where} has a different layout", "expected what this version writes", fix) from None
     return None

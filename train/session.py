@@ -204,7 +204,9 @@ def wait_for_checkpoint(session: Session) -> None:
     fields = {"path": moment.path, "epoch": cursor.epoch, "step": cursor.step, "global_step": step}
     fields |= {"seconds": written.seconds}
     if written.problem:
-        warning = f"no checkpoint at global step {step}: {written.problem}; the training continues with the one before"
+        warning = (
+            f"no checkpoint at global step {step}: {written.problem}; the training continues with the previous one"
+        )
         session.event("checkpoint_failed", {**fields, WARNING: warning})
     else:
         session.event("checkpoint", fields)

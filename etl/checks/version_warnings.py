@@ -60,9 +60,9 @@ def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
             "come from 10, 12 or 14 bits, set etl.significant_bits to that"
         )
     if num_cut := by_note.get("extra_bands_dropped", 0):
-        yield f"{num_cut} accepted TIFF images have more bands than their colours; the others were left out"
+        yield f"{num_cut} accepted TIFF images have bands in addition to their colours; these were dropped"
     if num_previews := by_note.get("preview_only", 0):
-        yield f"{num_previews} accepted TIFF images are previews, by their own account, of photos that are not there"
+        yield f"{num_previews} accepted TIFF images are marked as previews of photos that are not in the file"
     if num_small := by_note.get("larger_page_behind", 0):
         yield (
             f"{num_small} accepted TIFF images have a larger page of the same shape behind the one that was taken: if "

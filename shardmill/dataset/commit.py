@@ -4,13 +4,11 @@ Only the driver commits, from the results of the successful attempts, and only i
 rejected exactly once. No manifest names the leftovers of lost attempts, so they are never read.
 
 Why it works: a version is its manifest, and everything else only prepares it. The order must not change: (1) all files
-are published, under names of this attempt or of their content; (2) the lease is checked; (3) `put_if_absent` creates
-the
-manifest; (4) `committed/` records it. If a file were written after (3), a reader could see a version without it. If
-(2) came earlier, or passed for a lease that had lapsed once, `gc` could delete a file of the version (`publish` has the
-proof).
-With a PUT that overwrites in (3), two writers could both believe that they have committed. If (4) came before (3), a
-crash between them would record a version that never existed.
+are published, under names of this attempt or their content; (2) the lease is checked; (3) `put_if_absent` creates the
+manifest; (4) `committed/` records it. If a file were written after (3), a reader could see a version without it. If (2)
+came earlier, or passed for a lease that had lapsed once, `gc` could delete a file of the version (see `publish`). With
+a PUT that overwrites in (3), two writers could both believe that they have committed. If (4) came before (3), a crash
+between them would record a version that never existed.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def check_accounting(
     if format_digest(key_sum) != build.source.key_sum:
         raise IntegrityError(
             "the accepted and rejected inputs are not the listed ones",
-            "their number is right, but some input was counted twice and another lost; nothing was committed",
+            "their number is correct, but some input was counted twice and another one was lost; nothing was committed",
             "this is a fault in shardmill or in the cluster; run it again and report it",
         )
 
@@ -128,7 +126,7 @@ def publish(store: Store, draft: Manifest, check_lease: Callable[[], object] = l
     raise CommitConflict(
         f"{store.uri} version {draft.version} was committed by run {winner.run_id} while run {draft.run_id} worked",
         "expected no other writer; nothing of this run was published",
-        f"look at the winner with `shardmill inspect {store.uri}@{draft.version}`, then run again",
+        f"see what was committed with `shardmill inspect {store.uri}@{draft.version}`, then run again",
     )
 
 

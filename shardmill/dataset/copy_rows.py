@@ -63,7 +63,7 @@ def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: 
     row = StoredRow.of(source, label_id, sample)
     if row.digest != record["row_sha256"]:
         raise IntegrityError(
-            f"{where} holds another row than its row segment says: {record['source']!r}",
+            f"{where} contains a different row than its row segment: {record['source']!r}",
             "expected an image with the recorded digest",
             RESTORE,
         )

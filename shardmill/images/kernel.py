@@ -22,8 +22,8 @@ def resolve_kernel(wish: Literal["auto", "wheels", "native"]) -> Kernel:
     """What `auto` means on this machine. Raises UsageError for `native` if it is not installed."""
     if wish == "native" and not NATIVE_ID:
         raise UsageError(
-            "etl.kernel is native, and the package shardmill-native is not installed here",
-            "expected the same kernel wherever pixels are made: on the driver, on every executor, and for predict",
+            "etl.kernel is native, but the package shardmill-native is not installed here",
+            "expected the same kernel on the driver, on every executor, and for predict",
             f"install it ({HOW_TO_INSTALL}), or build with etl.kernel = wheels",
         )
     if wish == "auto":

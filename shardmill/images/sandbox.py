@@ -274,14 +274,14 @@ class _Child:
             raise StorageError(
                 "the decoding process does not start",
                 f"expected an answer within {_START_SECONDS:g} s",
-                f"see that {sys.executable} alone can import this shardmill and its packages, then run it again",
+                f"make sure that {sys.executable} can import this shardmill and its packages, then run it again",
             )
         if decoders != INSTALLED_DECODERS:
             self.kill()
             raise UsageError(
                 f"the decoding process decodes with {decoders!r}",
                 f"expected {INSTALLED_DECODERS!r}, as here",
-                f"see that {sys.executable} alone can import this shardmill and its packages",
+                f"make sure that {sys.executable} can import this shardmill and its packages",
             )
 
 

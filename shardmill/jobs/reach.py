@@ -44,8 +44,8 @@ def check_nonce(nonce: Nonce) -> None:
         problem = "it holds another file of that name"
     raise UsageError(
         f"host {socket.gethostname()} does not share {nonce.uri} with the driver: {problem}",
-        "expected a place that the driver and every host of the job can read and write",
-        "use s3:// or hdfs://, or a path on a file system that is mounted at the same place on every host",
+        "expected storage that the driver and every host of the job can read and write",
+        "use s3:// or hdfs://, or a file system that is mounted at the same path on every host",
     )
 
 

@@ -195,7 +195,7 @@ def read_run_state(workdir: str | Path, run_id: str, whole: frozenset[str] = fro
     except FileNotFoundError:
         if not records:
             raise UsageError(
-                f"no run {run_id!r} below {workdir}", "expected one that left its record there", "check --run-id"
+                f"no run {run_id!r} under {workdir}", "expected a run with a record there", "check --run-id"
             ) from None
     except (ValueError, KeyError, TypeError):
         # A damaged summary says nothing that the stage records do not say.

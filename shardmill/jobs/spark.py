@@ -148,7 +148,7 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
     except PySparkRuntimeError as error:
         raise UsageError(
             f"Spark does not start: {str(error).splitlines()[0]}",
-            "expected Java 17 or 21 on the PATH or in JAVA_HOME, and settings that its JVM takes",
+            "expected Java 17 or 21 on the PATH or in JAVA_HOME, and settings that its JVM accepts",
             spark_log_hint() or "`shardmill doctor` shows what is missing",
         ) from error
     except Py4JError as error:

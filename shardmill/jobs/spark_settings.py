@@ -38,7 +38,7 @@ def check_master(master: str) -> None:
     if is_set or os.path.isfile(os.path.join(conf, "spark-env.sh")):
         return
     raise UsageError(
-        "spark.master = 'yarn', and neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set",
+        "spark.master = 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set",
         "expected the folder of core-site.xml and yarn-site.xml in one of them",
         "export HADOOP_CONF_DIR=/etc/hadoop/conf",
     )

@@ -129,7 +129,7 @@ class S3Store:
             raise StorageError(
                 f"whether {self.uri}/{path} was published is unknown: {error.strerror}",
                 "nothing was deleted",
-                "run it again when the server answers: it continues from what is there",
+                "run it again when the server answers: it continues from the existing objects",
             ) from error
 
     def _check_conditional(self, path: str) -> None:
@@ -152,7 +152,7 @@ class S3Store:
             raise StorageError(
                 f"{self.uri} ignores `If-None-Match: *`",
                 "expected a store with conditional PUT; without it nothing can be committed safely",
-                "upgrade the server, or choose another place; reading from this one works",
+                "upgrade the server, or choose another store; reading from this one works",
             )
         self._is_conditional = True
 

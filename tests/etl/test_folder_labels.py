@@ -59,7 +59,7 @@ def test_an_old_label_level_still_names_the_same_folder(kind: Kind, tmp_path: Pa
     assert found(third) == {("train", "cat"): 1, ("train", "dog"): 1, ("test", "cat"): 1}
     second = list_images(source_of(kind, tmp_path, *names, label_level=2))
     assert found(second) == {(None, "train"): 2, (None, "test"): 1}
-    with pytest.raises(UsageError, match="source.label_level = 4, and no image lies more than 3 folders deep"):
+    with pytest.raises(UsageError, match="source.label_level = 4, but no image is more than 3 folders deep"):
         list_images(source_of(kind, tmp_path, *names, label_level=4))
 
 

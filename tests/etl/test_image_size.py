@@ -169,8 +169,8 @@ def test_a_build_ends_with_what_decoding_has_lost(tmp_path: Path) -> None:
     said = "\n".join(warned.sentences)
     assert "4 of 8 accepted 16-bit images use at most 14 of their bits, and are dark" in said
     assert "etl.significant_bits" in said
-    assert "4 accepted TIFF images have more bands than their colours" in said
-    assert "4 accepted TIFF images are previews" in said
+    assert "4 accepted TIFF images have bands in addition to their colours" in said
+    assert "4 accepted TIFF images are marked as previews" in said
     assert "4 accepted TIFF images have a larger page of the same shape behind the one that was taken" in said
 
 

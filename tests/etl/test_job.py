@@ -123,7 +123,7 @@ def test_an_error_of_a_task_reaches_the_driver_as_itself(tmp_path: Path):
 @pytest.mark.parametrize("inside", ["images", "images/class_0/work/dataset"])
 def test_a_dataset_inside_its_own_source_is_refused(inside: str, tmp_path: Path):
     write_images(tmp_path / "images", num_images=4)
-    with pytest.raises(UsageError, match="lies inside source.uri.*--workdir"):
+    with pytest.raises(UsageError, match="is inside source.uri.*--workdir"):
         build_dataset(tree_for(tmp_path, inside), run_id="a")
 
 

@@ -53,7 +53,7 @@ def test_a_local_path_that_is_there_is_no_pattern(name: str, num_archives: int, 
 
 
 def test_every_file_of_a_list_has_to_be_there(archives: Path):
-    with pytest.raises(UsageError, match=r"1 of the files that it names are not there, such as w.tar"):
+    with pytest.raises(UsageError, match=r"1 of the files that it names do not exist, such as w.tar"):
         list_images(SourceConfig(uri=f"{archives}/{{t,w}}.tar", kind="webdataset"))
 
 

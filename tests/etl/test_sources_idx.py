@@ -95,7 +95,7 @@ def test_images_without_labels_are_a_dataset_unless_others_have_them(tmp_path: P
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     assert {image.label for image in images_of(list_images(idx(tmp_path)))} == {None}
     write_pair(tmp_path, "t10k", 30)
-    with pytest.raises(UsageError, match="train-images-idx3-ubyte has no file of labels beside it, and others have"):
+    with pytest.raises(UsageError, match="train-images-idx3-ubyte has no file of labels, but others have"):
         list_images(idx(tmp_path))
 
 

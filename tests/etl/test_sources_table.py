@@ -244,7 +244,7 @@ def test_what_is_no_table_ends_with_one_line(tmp_path: Path):
     with pytest.raises(UsageError, match=r"source .*/none.csv holds no \.parquet or \.csv"):
         list_images(SourceConfig(uri=str(tmp_path / "none.csv"), kind="table"))
     source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"]})
-    with pytest.raises(UsageError, match=r"the table t\.csv has the columns file; expected one of URIs"):
+    with pytest.raises(UsageError, match=r"the table t\.csv has the columns file; expected a column of URIs"):
         list_images(source)
     with pytest.raises(UsageError, match=r"source\.uri_field = 'fiel' is no column; .* did you mean 'file'\?"):
         list_images(source.model_copy(update={"uri_field": "fiel"}))

@@ -203,7 +203,7 @@ def test_float_labels_are_whole_numbers_or_no_classes(tmp_path: Path):
 def test_a_label_that_the_first_record_lacks_is_not_lost(tmp_path: Path):
     some: list[dict[str, FeatureValue]] = [{"image": picture(0), "label": FeatureList(INT64_LIST, [])}]
     source = write_records(tmp_path / "a.tfrecord", [*some, *records(3)])
-    with pytest.raises(UsageError, match=r"has the feature label, and the first record has no label"):
+    with pytest.raises(UsageError, match=r"has the feature label, but the first record has no label"):
         list_images(source)
 
 

@@ -180,7 +180,7 @@ def test_names_of_shards_are_splits_and_patterns_choose_them(tmp_path: Path):
     assert reasons(everything) == {"not_an_image_name": 1}
     for pattern, count in {"set-train-*.tar": 2, "set-train-{000..000}.tar": 1, "set-*-000.tar": 2}.items():
         assert list_images(SourceConfig(uri=f"{tmp_path}/{pattern}", kind="webdataset")).num_images == count
-    with pytest.raises(UsageError, match=r"2 of the files that it names are not there, such as set-train-002\.tar"):
+    with pytest.raises(UsageError, match=r"2 of the files that it names do not exist, such as set-train-002\.tar"):
         list_images(SourceConfig(uri=f"{tmp_path}/set-train-{{000..003}}.tar", kind="webdataset"))
     write_tar(tmp_path / "extra.tar", {"9.png": picture(9), "9.cls": b"x"})
     with pytest.raises(UsageError, match=r"set-train-000\.tar names a split and extra\.tar does not"):

@@ -179,7 +179,7 @@ def test_ids_are_told_from_paths_without_a_suffix(tmp_path: Path):
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
     assert "ids of images are no URIs" in caught.value.fix
     by_id = SourceConfig(uri=str(tmp_path / "t.csv"), kind="table", uri_field="id", label_field="breed")
-    with pytest.raises(UsageError, match="names files as '000bec', which has no suffix, and no such files are there"):
+    with pytest.raises(UsageError, match="names files as '000bec', which has no suffix, and no such files exist"):
         list_images(by_id)
     (tmp_path / "001513").write_bytes(b"x")
     assert list_images(by_id).num_images == 2

@@ -77,5 +77,7 @@ def test_every_kind_of_container_may_vanish(tmp_path: Path, kind: str, name: str
 
 
 def test_a_file_that_decides_how_all_are_read_must_not_vanish(tmp_path: Path):
-    with pytest.raises(StorageError, match=r"gone.tar vanished while .* was listed; expected a source at rest"):
+    with pytest.raises(
+        StorageError, match=r"gone.tar vanished while .* was listed; expected a source that does not change"
+    ):
         list_images(source_of(tmp_path / "files", "webdataset", "gone.tar"))

@@ -227,7 +227,7 @@ def test_a_driver_that_cannot_be_called_is_told():
     assert foreign.status == "fail" and f"cannot listen on {NOT_OURS}" in foreign.found
     # Only loopback answers, on another of its addresses than the one that is listened on.
     deaf = row(MASTER, host="127.0.0.2", bindAddress="127.0.0.1")
-    assert deaf.status == "warn" and "cannot be called from here at 127.0.0.2" in deaf.found
+    assert deaf.status == "warn" and "cannot be reached from here at 127.0.0.2" in deaf.found
     itself = row(f"spark.master=spark://{NOT_OURS}:7077", host="127.0.0.1")
     assert itself.status == "warn" and "on another host is that host itself" in itself.found
 

@@ -69,7 +69,7 @@ def test_yarn_without_its_settings_is_refused_where_it_would_start(
         (["etl.resize_mode=shorter"], ["etl.resize_mode = 'shorter'", "one shape", "crop, pad or stretch"]),
         (
             ["source.uri=gone", "train.model=absent:build"],
-            ["2 things would stop this run: (1) source ", "(2) train.model"],
+            ["2 problems would stop this run: (1) source ", "(2) train.model"],
         ),
     ],
 )

@@ -29,7 +29,7 @@ def start(master: str, *settings: str, **variables: str) -> str:
     ("master", "setting", "said"),
     [
         # The JVM itself refuses this one.
-        ("nonsense://here", "spark.ui.enabled=false", "settings that its JVM takes"),
+        ("nonsense://here", "spark.ui.enabled=false", "settings that its JVM accepts"),
         ("local[1]", "spark.driver.maxResultSize=much", "Failed to parse byte string: much"),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_fault_of_the_machine_may_pass():
 
 def test_yarn_without_its_settings_is_told_before_any_jvm_starts(tmp_path: Path):
     line = start("yarn", JAVA_HOME=str(tmp_path))
-    assert line.startswith("UsageError spark.master = 'yarn', and neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set"), (
+    assert line.startswith("UsageError spark.master = 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set"), (
         line
     )
     # Where Spark's own script sets it, there is nothing to refuse here: it is the missing Java that is told.

@@ -145,7 +145,7 @@ def test_an_attempt_that_was_overtaken_publishes_nothing_more(tiny_uri, tmp_path
             if report.epoch == 1 and report.step == 0:
                 results.append(train_here(tiny_uri, tmp_path, second, **CONFIG))
 
-    with pytest.raises(CommitConflict, match=r"attempt 1 at .*/t is not the newest any more: attempt 2 began on host"):
+    with pytest.raises(CommitConflict, match=r"attempt 1 at .*/t is no longer the newest: attempt 2 began on host"):
         train_here(tiny_uri, tmp_path, Overtaken(), **CONFIG)
     assert second.named("resumed") and not second.named("checkpoint_discarded")
     [result] = results

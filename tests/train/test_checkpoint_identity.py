@@ -140,6 +140,6 @@ def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, m
     marker = newest(models) / MARKER
     body = to_json(open_dataset(tiny_uri).pin)
     marker.write_bytes(with_checksum(body))
-    with pytest.raises(UsageError, match="has another layout"):
+    with pytest.raises(UsageError, match="has a different layout"):
         train_here(tiny_uri, models, **CONFIG)
     assert marker.exists()

@@ -277,14 +277,14 @@ def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(pl
         ({"init_from": "whole.keras#sha256=abc"}, r"ends with #sha256=abc; expected a SHA-256, 64 hexadecimal digits"),
         (
             {"init_from": f"whole.keras#sha256={'0' * 64}"},
-            rf"expected {'0' * 64}, as train.init_from says",
+            rf"expected {'0' * 64}, as in train.init_from",
         ),
         ({"init_from": "models"}, r"did you mean models@2\?"),
         ({"init_from": "."}, r"did you mean \./models@2\?"),
         ({"init_from": "whole.pt"}, r"a Keras model; .*; convert the file"),
         ({"init_from": "a.pt"}, r"there is no such file"),
         ({"freeze": ("all_but_head",)}, r"'small_cnn' begins with random weights, .*; set train.init_from"),
-        ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, and train.freeze is empty"),
+        ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, but train.freeze is empty"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_starts(settings, message, tmp_path, monkeypatch):

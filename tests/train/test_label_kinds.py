@@ -159,7 +159,7 @@ def check_the_report(evaluation: Evaluation, history: tuple[EpochRecord, ...]) -
 def test_backends_agree_on_loss_and_gradient(kind, smoothing):
     labels, rng = KINDS[kind], np.random.default_rng(1)
     if labels.are_numbers and smoothing:
-        with pytest.raises(UsageError, match="label_smoothing = 0.2, and the dataset has labels of . number"):
+        with pytest.raises(UsageError, match="label_smoothing = 0.2, but the dataset has labels of . number"):
             check_labels(TrainConfig(label_smoothing=smoothing), labels)
         return
     num_outputs = labels.num_outputs
@@ -213,6 +213,6 @@ def test_what_does_not_fit_the_labels_is_refused(datasets):
         check_trainable(TrainConfig(model_outputs="probabilities"), numbers)
     with pytest.raises(UsageError, match=r"local_sgd.silos on labels of 1 number\(s\); expected one class an image"):
         check_trainable(TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(silos=("a@1",))), numbers)
-    with pytest.raises(UsageError, match=r"expected a bound of their mean absolute error; .* gate.metric_limit"):
+    with pytest.raises(UsageError, match=r"expected a limit for their mean absolute error; .* gate.metric_limit"):
         check_trainable(TrainConfig(), numbers, GateConfig(min_accuracy=0.9))
     check_gate(GateConfig(min_accuracy=0.9), "class")

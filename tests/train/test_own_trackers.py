@@ -84,7 +84,7 @@ def test_one_that_raises_is_warned_of_once_and_left_out(method: str, tmp_path: P
     assert warned.startswith(
         f"train.log.trackers = '{HERE}:Failing': its `{method}` failed: ZeroDivisionError: at {method}"
     )
-    assert "own_trackers.py:" in warned and "it is called no more" in warned
+    assert "own_trackers.py:" in warned and "it is not called again" in warned
     calls = [each.partition(" ")[0] for each in Recording.told]
     before = {"step": ["made"], "event": ["made", "step"], "finish": WHOLE[:-2], "close": WHOLE[:-1]}[method]
     assert len(calls) == len(WHOLE) + len(before)

@@ -207,7 +207,7 @@ def test_a_pointer_of_another_version_is_no_damage(promoted):
         lambda: promote_export(promoted, candidate, GateConfig(min_accuracy=0.0), "run", replace_current=True),
     )
     for ask in asks:
-        with pytest.raises(UsageError, match=rf"00000004.json has another layout; .*promote {promoted}@N`"):
+        with pytest.raises(UsageError, match=rf"00000004.json has a different layout; .*promote {promoted}@N`"):
             ask()
     assert read_history(store, is_layout_free=True).next_number == 5
     choose_export(promoted, 2, "run")
@@ -217,6 +217,6 @@ def test_a_pointer_of_another_version_is_no_damage(promoted):
 def test_an_export_of_another_version_is_no_damage(promoted, tiny_uri):
     candidate = put_export(promoted, tiny_uri)
     open_store(promoted).put("exports/00000003.json", with_checksum(b'{"attempt": "a", "record": {"colour": "blue"}}'))
-    with pytest.raises(UsageError, match=r"exports/00000003.json has another layout"):
+    with pytest.raises(UsageError, match=r"exports/00000003.json has a different layout"):
         promote_export(promoted, candidate, GateConfig(min_accuracy=0.0), "run")
     choose_export(promoted, candidate.number, "run")

@@ -65,7 +65,7 @@ def test_a_step_is_the_same_bits_with_it(name, precision):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_model_without_parts_is_refused(name):
-    with pytest.raises(UsageError, match=r"linear' has no part that could be computed twice; expected .* in a row|use"):
+    with pytest.raises(UsageError, match=r"linear' has no part that could be recomputed; expected .* in a row|use"):
         learner(name, LINEAR[name], memory={"activation_checkpointing": "on"})
 
 
@@ -87,7 +87,7 @@ def test_what_would_not_be_the_same_the_second_time_is_refused():
     ],
 )
 def test_what_cannot_have_it_refuses_it_before_anything_starts(how):
-    said = r"train.memory.activation_checkpointing = 'on' with train\..*; leave one of the two"
+    said = r"train.memory.activation_checkpointing = 'on' with train\..*; use only one of the two"
     with pytest.raises(UsageError, match=said):
         check_terms(TrainConfig(**how, memory=MemoryConfig(activation_checkpointing="on")), SparkConfig())
     check_terms(TrainConfig(**how), SparkConfig())

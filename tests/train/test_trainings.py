@@ -128,7 +128,7 @@ def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
     assert train_model(tree, Observer()).skipped
     # Of another length: Python takes the compiled file of a source that was edited within the second at equal size.
     factory("sigmoid")
-    with pytest.raises(UsageError, match="another model than train.model = .* builds now: source of train.model"):
+    with pytest.raises(UsageError, match="a different model than train.model = .* builds now: source of train.model"):
         export_training(first.models_uri, tree.train, first.result, "run")
     second = train_model(tree, Observer())
     assert not second.skipped and second.result.training_dir != first.result.training_dir

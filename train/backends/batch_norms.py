@@ -43,7 +43,7 @@ def checked(model: str, found: Iterable[Any], methods: Iterable[str], stock: typ
     layers = tuple(found)
     if not layers:
         raise UsageError(
-            f"train.sync_batch_norm = true, and train.model = {model!r} has no batch normalization",
+            f"train.sync_batch_norm = true, but train.model = {model!r} has no batch normalization",
             f"expected at least one {stock.__name__.lstrip('_')} layer",
             "leave train.sync_batch_norm out",
         )
@@ -51,7 +51,7 @@ def checked(model: str, found: Iterable[Any], methods: Iterable[str], stock: typ
         own = [name for name in methods if getattr(type(layer), name) is not getattr(stock, name)]
         if own and not type(layer).__module__.startswith("torch.nn."):
             raise UsageError(
-                f"train.sync_batch_norm = true, and {type(layer).__qualname__} of train.model = {model!r} has its own "
+                f"train.sync_batch_norm = true, but {type(layer).__qualname__} of train.model = {model!r} has its own "
                 f"{own[0]}()",
                 f"expected {stock.__name__.lstrip('_')} as its framework has it",
                 "use that, or leave train.sync_batch_norm out",
@@ -63,7 +63,7 @@ def check_rows(layer: object, num_rows: int | None, num_samples: int | None) -> 
     """Raises UsageError if a batch norm sees other rows than the samples of the batch. None: not known."""
     if num_rows != num_samples and num_rows is not None and num_samples is not None:
         raise UsageError(
-            f"train.sync_batch_norm = true, and {layer} normalizes {num_rows} rows of a batch of {num_samples}",
+            f"train.sync_batch_norm = true, but {layer} normalizes {num_rows} rows of a batch of {num_samples}",
             "expected one row for each sample, because padding must not count",
             "give it inputs whose first axis is the batch, or leave train.sync_batch_norm out",
         )

@@ -37,14 +37,14 @@ def check_class_weights(config: TrainConfig, schema: RowSchema) -> None:
         return
     if schema.label_kind != "class":
         raise UsageError(
-            f"train.class_weights = {given!r}, and the labels are of kind {schema.label_kind!r}",
-            "expected one class an image",
-            "leave train.class_weights out",
+            f"train.class_weights = {given!r}, but the labels are of kind {schema.label_kind!r}",
+            "expected one class per image",
+            "remove train.class_weights",
         )
     if given != "balanced" and (unknown := [name for name in given if name not in names]):
         near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.4)
         raise UsageError(
             f"train.class_weights names {', '.join(map(repr, unknown))}",
             f"expected classes of the dataset: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
-            f"did you mean {near[0]!r}?" if near else "leave it out: a class that is not named counts 1",
+            f"did you mean {near[0]!r}?" if near else "remove it: a class without a weight has weight 1",
         )

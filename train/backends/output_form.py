@@ -80,14 +80,14 @@ def are_logits(
             raise UsageError(
                 f"train.model = {config.model!r} is compiled with from_logits=True, and gives probabilities",
                 f"its outputs are {form.value}",
-                'compile it with from_logits=False, or set train.model_outputs = "logits" if they are meant so',
+                'compile it with from_logits=False, or set train.model_outputs = "logits" if they are logits',
             )
         return True
     if kind == "class" and form is OutputForm.UNIT:
         raise UsageError(
             f"train.model = {config.model!r} gives numbers from 0 to 1 that do not always add up to 1",
             "expected logits, or the probabilities of a softmax: an image has one class",
-            'leave out a sigmoid at its end, or set train.model_outputs to "logits" or "probabilities"',
+            'remove a sigmoid at its end, or set train.model_outputs to "logits" or "probabilities"',
         )
     return form not in expected
 
@@ -126,7 +126,7 @@ def _images(image_shape_HWC: tuple[int, int, int]) -> np.ndarray:
 def _no_probabilities(config: TrainConfig, kind: LabelKind, form: OutputForm) -> UsageError:
     of_image = ", and those of an image to add up to 1" if kind == "class" else ""
     return UsageError(
-        f'train.model_outputs = "probabilities", and train.model = {config.model!r} gives numbers that are '
+        f'train.model_outputs = "probabilities", but train.model = {config.model!r} gives numbers that are '
         f"{'each from 0 to 1, but do not add up to 1' if form is OutputForm.UNIT else 'not all from 0 to 1'}",
         f"expected outputs from 0 to 1{of_image}",
         'set train.model_outputs = "auto"',

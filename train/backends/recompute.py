@@ -32,15 +32,15 @@ def check_recompute(config: TrainConfig) -> None:
     if config.memory.activation_checkpointing == "on" and other:
         raise UsageError(
             f"train.memory.activation_checkpointing = 'on' with {other}",
-            "computing a block twice would read variables, or add up moments over ranks, a second time",
-            "leave one of the two out",
+            "recomputing a block would read variables, or sum moments over ranks, a second time",
+            "use only one of the two",
         )
 
 
 def nothing_to_recompute(model: str, expected: str) -> UsageError:
     """`model`: what `train.model` names."""
     return UsageError(
-        f"train.memory.activation_checkpointing: train.model = {model!r} has no part that could be computed twice",
+        f"train.memory.activation_checkpointing: train.model = {model!r} has no part that could be recomputed",
         f"expected {expected}",
         "set train.memory.activation_checkpointing = 'off'",
     )

@@ -52,10 +52,10 @@ class Attempt:
         newest = max(record_numbers(self.store, folder))
         by = read_record(self.store, folder, newest, AttemptRecord)
         raise CommitConflict(
-            f"attempt {self.number} at {join_uri(self.store.uri, self.training_dir)} is not the newest any more: "
+            f"attempt {self.number} at {join_uri(self.store.uri, self.training_dir)} is no longer the newest: "
             f"attempt {newest} began on host {by.host}, process {by.process}",
-            "nothing more of the older one is published",
-            "leave the training to the newer one; if that has ended, run the same command again",
+            "the older attempt publishes nothing more",
+            "let the newer attempt continue; if it has ended, run the same command again",
         )
 
     def publish(self, path: str, data: bytes) -> None:
@@ -65,7 +65,7 @@ class Attempt:
             raise CommitConflict(
                 f"another attempt has published {join_uri(self.store.uri, path)} before attempt {self.number}",
                 "expected none; nothing was replaced",
-                "run the same command again: it finds that one",
+                "run the same command again: it finds the published file",
             )
 
 

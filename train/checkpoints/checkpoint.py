@@ -180,8 +180,8 @@ def _read_marker(store: Store, path: str) -> CheckpointMarker:
     except ValidationError as error:
         # Intact, but written by another version of this program: not damage, and not to be deleted.
         raise UsageError(
-            f"{where} has another layout: {error.errors()[0]['msg']}",
-            "expected one that this version wrote",
+            f"{where} has a different layout: {error.errors()[0]['msg']}",
+            "expected one written by this version",
             "resume with the version that wrote it, or train under another models.uri",
         ) from None
 

@@ -59,7 +59,7 @@ class InitialFile:
             raise UsageError(
                 f"train.init_from ends with {SHA256_OF_FILE}{self.sha256}",
                 "expected a SHA-256, 64 hexadecimal digits",
-                "give the file's own (sha256sum), or leave it out",
+                "give the file's SHA-256 (sha256sum), or remove it",
             )
         store, name = self._place()
         found = store.stat(name)
@@ -110,7 +110,7 @@ def find_initial(config: TrainConfig) -> InitialFile:
     if suffix is None:
         kind = "Keras" if is_keras else "PyTorch"
         raise UsageError(
-            f"train.init_from = {given!r}, and train.model = {config.model!r} is a {kind} model",
+            f"train.init_from = {given!r}, but train.model = {config.model!r} is a {kind} model",
             f"expected {', '.join(suffixes)} or an export MODELS@N",
             _instead_of(given),
         )
@@ -144,13 +144,13 @@ def check_initial(config: TrainConfig) -> None:
     elif config.freeze and not MODELS.is_own(config.model):
         raise UsageError(
             f"train.freeze = {list(config.freeze)} without train.init_from",
-            f"train.model = {config.model!r} begins with random weights, and what is frozen would keep them",
-            "set train.init_from, or leave train.freeze out",
+            f"train.model = {config.model!r} begins with random weights, and frozen weights would stay random",
+            "set train.init_from, or remove train.freeze",
         )
     if config.unfreeze_epoch and not config.freeze:
         raise UsageError(
-            f"train.unfreeze_epoch = {config.unfreeze_epoch}, and train.freeze is empty",
-            "expected something to unfreeze",
+            f"train.unfreeze_epoch = {config.unfreeze_epoch}, but train.freeze is empty",
+            "expected weights to unfreeze",
             'set train.freeze = ["all_but_head"]',
         )
 
@@ -165,8 +165,8 @@ def _check_digest(file: InitialFile) -> None:
 def _other_digest(what: str, digest: str, given: str) -> UsageError:
     return UsageError(
         f"{what} has SHA-256 {digest}",
-        f"expected {given}, as train.init_from says",
-        "give the file that was meant, or its digest",
+        f"expected {given}, as in train.init_from",
+        "give the intended file, or its digest",
     )
 
 

@@ -87,14 +87,14 @@ def match_weights(
     if unfit:
         raise UsageError(
             f"{source} does not fit the model: {listed(unfit)}",
-            "expected equal shapes but for those of the last layer",
-            "choose the model and the image size that the file was made with",
+            "expected equal shapes, except in the last layer",
+            "use the model and the image size with which the file was created",
         )
     if not arrays:
         raise UsageError(
             f"no array of {source} fits a weight of the model",
             f"the model has {listed(list(weights))}; the file has {listed(list(given)) or 'none'}",
-            "choose the model that the file was made with",
+            "use the model with which the file was created",
         )
     return Match(arrays, tuple(replaced), tuple(missing), tuple(sorted(given.keys() - taken)))
 

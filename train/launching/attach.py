@@ -104,7 +104,7 @@ def check_world_size(world_size: int, spark: SparkConfig) -> None:
     if found and found[1].world_size != world_size:
         starter, place = found
         raise UsageError(
-            f"train.num_workers = {world_size}, and {starter} started {place.world_size} process(es)",
+            f"train.num_workers = {world_size}, but {starter} started {place.world_size} process(es)",
             "expected a process for each rank",
             f"set train.num_workers = {place.world_size}, or leave it out; {starter.if_left}",
         )
@@ -121,7 +121,7 @@ def _place(config: TrainConfig) -> Place:
     found = find_place(os.environ)
     if found is None:
         raise UsageError(
-            "train.launcher = 'attach', and nothing has started this process as one of several",
+            "train.launcher = 'attach', but no launcher has started this process as one of several",
             "expected variables of torchrun, SLURM (srun) or MPI (mpirun); or SHARDMILL_RANK, SHARDMILL_WORLD_SIZE",
             "start the command by one of them (docs/training/launchers.md), or set train.launcher = 'local'",
         )
@@ -136,7 +136,7 @@ def _job_token() -> str:
             if not token
             else f"{JOB_TOKEN_VARIABLE} has {len(token)} characters",
             f"expected the same secret of at least {MIN_TOKEN_CHARACTERS} characters for all processes of the job",
-            f"put what `openssl rand -hex 32` prints once into {JOB_TOKEN_VARIABLE} of all of them",
+            f"run `openssl rand -hex 32` once, and set {JOB_TOKEN_VARIABLE} to its output for all processes",
         )
     return token
 

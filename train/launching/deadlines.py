@@ -155,7 +155,7 @@ class Deadlines:
             rank.fault(
                 FaultKind.SILENT,
                 now,
-                f"no sign of life for {now - rank.seen_seconds:.0f} s (train.watch.silent_seconds = {limit_seconds:g})",
+                f"no heartbeat for {now - rank.seen_seconds:.0f} s (train.watch.silent_seconds = {limit_seconds:g})",
             )
             for rank in self.ranks
             if rank.is_at_work and now - rank.seen_seconds > limit_seconds

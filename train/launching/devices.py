@@ -71,7 +71,7 @@ def check_devices(wanted: str, ranks: Sequence[RankDevices]) -> None:
             f"ranks {' and '.join(map(str, numbers))} would share GPU {device} of host {host}: "
             f"{num_ranks} ranks there, {num_devices} GPU(s)",
             "expected a GPU for each rank",
-            "lower train.num_workers, ask for more GPUs, or set train.devices = 'cpu'",
+            "lower train.num_workers, request more GPUs, or set train.devices = 'cpu'",
         )
     without = [each for each in ranks if not each.devices]
     if without and (wanted == "gpu" or len(without) < len(ranks)):

@@ -190,8 +190,8 @@ def check_places(task: WorkerTask) -> None:
     except (IntegrityError, UsageError) as error:
         raise UsageError(
             f"host {socket.gethostname()} does not see the driver's dataset {task.dataset.uri}: {error.what}",
-            "expected a place that every host of the job can read",
-            "set dataset.uri to a place on s3:// or hdfs://, or to a path that is mounted, or copied, on every host",
+            "expected storage that every host of the job can read",
+            "set dataset.uri to s3:// or hdfs://, or to a path that is mounted, or copied, on every host",
         ) from error
 
 

@@ -76,7 +76,7 @@ def check_no_dynamic_allocation(conf: dict[str, str]) -> None:
     if conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise UsageError(
             "train.launcher = 'spark_barrier' with spark.dynamicAllocation.enabled = true",
-            "Spark runs no barrier stage with dynamic allocation: all ranks must run at once",
+            "Spark runs no barrier stage with dynamic allocation, because all ranks must run at the same time",
             "set spark.dynamicAllocation.enabled = false and spark.executor.instances for the training",
         )
 

@@ -102,8 +102,8 @@ def keys_here(place: int | None, shape: Sequence[Any]) -> tuple[Any, int]:
     keys_N = _in_thread.get(_in_process)
     if keys_N is None or place is None:
         raise UsageError(
-            "SampleDropout was called in training, and no samples are known that it could draw for",
-            "expected a training step of shardmill, and a layer that its model knows of",
+            "SampleDropout was called in training without sample ids",
+            "expected a training step of shardmill, and a layer that is registered in its model",
             "elsewhere call the model with training=False, or eval(); in PyTorch keep modules in an nn.ModuleList",
         )
     num_rows, *of_sample = shape
@@ -112,13 +112,13 @@ def keys_here(place: int | None, shape: Sequence[Any]) -> tuple[Any, int]:
         raise UsageError(
             f"SampleDropout was given {num_rows} rows of a batch of {num_samples}",
             "expected one row for each sample",
-            "call it where the first axis is the batch",
+            "give it inputs whose first axis is the batch",
         )
     if None in of_sample:
         raise UsageError(
             f"SampleDropout was given a shape of (batch, {', '.join(map(str, of_sample))})",
             "expected all axes but the first to be known",
-            "reshape what it is given",
+            "reshape its input",
         )
     return keys_N, math.prod(of_sample)
 

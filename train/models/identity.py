@@ -25,7 +25,7 @@ def check_same_model(then: ModelIdentity, now: ModelIdentity, name: str, where: 
     differences = then.differences(now)
     if differences:
         raise UsageError(
-            f"{where} holds the weights of another model than train.model = {name!r} builds now: "
+            f"{where} contains weights of a different model than train.model = {name!r} builds now: "
             f"{'; '.join(differences)}",
             "expected the factory, its settings and Keras as they were then",
             "restore them, or train again (`shardmill train --fresh`)",

@@ -58,7 +58,7 @@ def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: 
         raise UsageError(
             f"train.model = {name!r} is a {type(factory).__name__}",
             "expected a function that takes image_shape and num_classes and returns a model",
-            "name the factory behind the colon",
+            "give the name of the factory after the colon",
         )
     try:
         model = factory(image_shape=image_shape_HWC, num_classes=num_classes)

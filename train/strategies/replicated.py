@@ -5,8 +5,7 @@ A strategy of this kind only defines its collective. A checkpoint contains weigh
 
 The invariant: between two steps weights and optimizer have the same bits on all ranks, although training never compares
 or sends them again after `start`. It holds because `start` broadcasts rank 0's state, each step applies the same sums,
-and
-every decision in a step (skip, loss scale, clipping) depends on these sums only. Therefore a checkpoint needs weights
+and every decision in a step (skip, loss scale, clipping) depends on them alone. Therefore a checkpoint needs weights
 from one rank only. A collective that gives ranks different bits, or an update that uses anything local, breaks this.
 All ranks also make the same collective calls in the same order; a call behind a condition that differs between ranks
 is a hang, which the watchdog reports.

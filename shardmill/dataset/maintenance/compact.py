@@ -79,7 +79,7 @@ class _Limits:
             raise IntegrityError(
                 f"the config of version {manifest.version} lacks chunk_bytes or shard_max_bytes",
                 "expected the section etl of the run that built it",
-                "run `shardmill etl`, which builds a version that names them",
+                "run `shardmill etl`, which builds a version with these settings",
             ) from None
 
     def is_small(self, copies: _Copies) -> bool:

@@ -104,8 +104,8 @@ def check_pixels(config: TrainConfig, model: Any) -> None:
     scales = any(isinstance(layer, keras.layers.Rescaling) for layer in model.layers)
     if scales and config.standardize and MODELS.is_of_library(config.model):
         raise UsageError(
-            f"train.model = {config.model!r} scales pixels by itself, and train.standardize is true",
-            "expected pixels from 0 to 255 there",
+            f"train.model = {config.model!r} scales pixels itself, but train.standardize is true",
+            "expected pixels from 0 to 255",
             "set train.standardize = false",
         )
 

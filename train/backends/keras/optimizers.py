@@ -62,7 +62,7 @@ def check_unfreezable(chosen: ChosenOptimizer) -> None:
         raise UsageError(
             "train.unfreeze_epoch with an optimizer that averages weights (use_ema)",
             "Keras averages all weights or none",
-            "leave use_ema out, or freeze for good: train.unfreeze_epoch = 0",
+            "remove use_ema, or never unfreeze: train.unfreeze_epoch = 0",
         )
 
 

@@ -172,7 +172,7 @@ class TorchLearner:
             raise UsageError(
                 f"{source} holds {len(given)} arrays of other number or shapes",
                 f"this model has {len(tensors)} tensors as its {part.name.lower()}",
-                "train.model must build what it built then; or train under another models.uri",
+                "make train.model build the same model as then, or train under another models.uri",
             )
         with torch.no_grad():
             for tensor, array in zip(tensors, given, strict=True):

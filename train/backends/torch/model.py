@@ -132,7 +132,7 @@ def _start_keras(config: TrainConfig) -> None:
         raise UsageError(
             f"Keras runs on {keras.backend.backend()!r} here",
             "expected the backend 'torch'",
-            "start the ranks in processes of their own: train.launcher = 'local'",
+            "start the ranks in separate processes: train.launcher = 'local'",
         )
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(config.seed)
@@ -145,9 +145,9 @@ def _is_keras(model: Any) -> bool:
 def _refuse_compiled(config: TrainConfig, model: Any) -> None:
     if getattr(model, "compiled", False):
         raise UsageError(
-            f"train.model = {config.model!r} is a compiled Keras model, and train.backend is 'torch'",
-            "expected one without loss and optimizer: PyTorch's come from section train",
-            "leave out compile(), or set train.backend = 'keras'",
+            f"train.model = {config.model!r} is a compiled Keras model, but train.backend is 'torch'",
+            "expected one without loss and optimizer: PyTorch's are set in section train",
+            "remove compile(), or set train.backend = 'keras'",
         )
 
 
