@@ -1,4 +1,4 @@
-"""The splits that the names of a source's files and folders say, such as `set-train-00000.tar`.
+"""Finds the splits in the names of a source's files and folders, such as `set-train-00000.tar`.
 
 A split is told by what differs among all names: `test_tube-train-0.tar` beside `test_tube-val-0.tar` is no test set.
 """
@@ -24,18 +24,18 @@ _Splits = dict[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class FileSplits:
-    """What the files of one source say together."""
+    """The splits in the names of all files of one source."""
 
     of: Mapping[str, str | None]
-    """Path -> the split, None for every path if `train` is not among them."""
+    """Path -> split; None for all paths if no path names `train`."""
     look_alikes: tuple[str, ...]
-    """Words in names that may be meant as splits, if none is taken."""
+    """Words in the names that look like splits, if none of them is used."""
 
 
 def splits_of(paths: Iterable[str]) -> FileSplits:
-    """The split that a folder or a word of each path names; none if `train` is not among them.
+    """The split that a folder or a word of each path names; no splits if no path names `train`.
 
-    Raises UsageError if some paths name a split and others do not, or if one names two and nothing tells which is
+    Raises UsageError if some paths name a split and others do not, or if a path names two and it is ambiguous which is
     meant: their images would be mixed by chance.
     """
     words = {path: _Words.of(path) for path in paths}
@@ -54,12 +54,13 @@ def splits_of(paths: Iterable[str]) -> FileSplits:
 
 
 def look_alikes(paths: Iterable[str]) -> tuple[str, ...]:
-    """Words in the paths of a source's files that may be meant as splits: `val`, or `train2017` beside `val2017`."""
+    """Words in the paths of a source's files that look like splits: `val`, or `train2017` if there is also
+    `val2017`."""
     return alike_splits({word for path in paths for word in _Words.of(path).all}, are_classes=False)
 
 
 def with_warnings(batches: Iterable[ListingBatch], alike: Sequence[str]) -> Iterator[ListingBatch]:
-    """A listing, and at its end a warning of names that look like splits, if no image of it has a split."""
+    """Passes on a listing, and warns at its end about names that look like splits, if no image has a split."""
     has_splits = False
     extra_types: Mapping[str, str] = {}
     for batch in batches:
@@ -93,11 +94,11 @@ class _Words:
 
     @property
     def splits(self) -> Counter[str]:
-        """How often each word that is a split's occurs."""
+        """How often each word that names a split occurs."""
         return Counter(word for word in self.all if word in SPLIT_OF_NAME)
 
     def places(self) -> dict[tuple[str, int], str]:
-        """Splits by the places of their words, counted from the front, and from the end with negative numbers."""
+        """Splits by the positions of their words: counted from the front, and (as negative numbers) from the end."""
         found = {}
         for part, words in (("folder", self.folders), ("name", self.name)):
             for place, word in enumerate(words):
@@ -107,7 +108,7 @@ class _Words:
 
 
 def _told_apart(words: Mapping[str, _Words]) -> _Splits:
-    """The split of each path; None for one without. Raises UsageError if a path names several that cannot be told."""
+    """The split of each path, or None. Raises UsageError if a path names several splits and the choice is ambiguous."""
     splits = {path: _only({SPLIT_OF_NAME[word] for word in each.splits}) for path, each in words.items()}
     doubtful = next((path for path, split in splits.items() if split == _SEVERAL), None)
     if doubtful is None or not any("train" in each.splits or "training" in each.splits for each in words.values()):
@@ -131,7 +132,7 @@ def _only(splits: Collection[str]) -> str | None:
 
 
 def _by_place(words: Mapping[str, _Words]) -> _Splits | None:
-    """By the one place at which every path has a split and `train` is among them; the one that differs, if it can."""
+    """By the only position at which every path has a split and one of them is `train`; prefers one that differs."""
     places = {path: each.places() for path, each in words.items()}
     shared = reduce(and_, (set(found) for found in places.values()))
     choices = [{path: found[place] for path, found in places.items()} for place in sorted(shared)]
@@ -141,7 +142,7 @@ def _by_place(words: Mapping[str, _Words]) -> _Splits | None:
 
 
 def _by_difference(words: Mapping[str, _Words]) -> _Splits | None:
-    """By what is left if each path leaves out the words that all have."""
+    """By the words that remain after the words that all paths share are removed."""
     common = reduce(and_, (each.splits for each in words.values()))
     left = {path: {SPLIT_OF_NAME[word] for word in each.splits - common} for path, each in words.items()}
     found = {path: _only(each) for path, each in left.items()}

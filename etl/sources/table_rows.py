@@ -36,10 +36,10 @@ _MAX_LINE_BYTES = 16 << 20
 def read_rows(
     store: Store, file: StoredFile, wanted: Mapping[str, str] | None = None
 ) -> Iterator[pa.Table | Rejection]:
-    """The columns of a table in its order, and a rejection for each line that is no row.
+    """The columns of a table in its order, and a rejection for each line that is not a row.
 
-    Lists are read only of columns that are `wanted`; their types, if they are given, help to parse them.
-    Raises IntegrityError if the file is damaged: rows of a table cannot be told apart behind the damage.
+    Only `wanted` columns may contain lists; their types, if given, help to parse them.
+    Raises IntegrityError if the file is damaged, because row boundaries after the damage are unknown.
     """
     name = file.path.lower()
     with open_file(store, file) as stream:
@@ -70,7 +70,7 @@ def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> It
 def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     head = utf8_stream(stream, table)
     form = text_form(head, "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ",")
-    # Row number -> what is wrong with it. The reader skips such a row, maybe while it reads ahead of the batch.
+    # Row number -> problem. The reader skips such a row, possibly while it reads ahead of the current batch.
     refused: dict[int, Rejection] = {}
     first_row = 1
 
@@ -93,7 +93,7 @@ def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterat
 def _in_order(
     rows: pa.Table, refused: dict[int, Rejection], first_row: int
 ) -> Generator[pa.Table | Rejection, None, int]:
-    """Good rows and refused ones by their numbers; returns the number of the row behind them.
+    """Valid and refused rows with their numbers; returns the number of the row after them.
 
     `refused` is left with what lies further behind.
     """
@@ -112,7 +112,8 @@ def _in_order(
 
 
 def _copied(rows: pa.Table, start: int, num_rows: int) -> pa.Table:
-    # pyarrow 14 fails to join what its string functions make of a slice ("buffer slice would exceed buffer length").
+    # pyarrow 14 cannot concatenate the results of string functions on slices ("buffer slice would exceed buffer
+    # length").
     return rows if num_rows == rows.num_rows else rows.take(pa.array(range(start, start + num_rows)))
 
 
@@ -123,21 +124,21 @@ def _read_json_lines(stream: BinaryIO, table: str, wanted: Mapping[str, str]) ->
         try:
             rows, refused = _parse_block(block, types), {}
         except pa.ArrowInvalid:
-            # One line that is none, a column of several types, or numbers that lose digits: line by line.
+            # Parse line by line if a line is invalid, a column has several types, or numbers would lose digits.
             lines = [line for line in block.split(b"\n") if line.strip()]
             rows, refused = _parse_lines(lines, table, first_row)
         first_row = yield from _in_order(rows, refused, first_row)
 
 
 def _parse_block(block: bytes, types: Mapping[str, pa.DataType]) -> pa.Table:
-    """Raises ArrowInvalid if its values are not what the lines say."""
+    """Raises ArrowInvalid if the parsed values differ from the text of the lines."""
 
     def parsed(types: Mapping[str, pa.DataType]) -> pa.Table:
         options = pa_json.ParseOptions(explicit_schema=pa.schema(list(types.items())))
         return pa_json.read_json(io.BytesIO(block), parse_options=options)
 
     rows = parsed(types)
-    # JSON has no dates. Arrow makes some of texts, if all of a block look like them.
+    # JSON has no dates, but Arrow converts texts to dates if all texts of a block look like dates.
     texts = {field.name: kind for field in rows.schema if (kind := _without_times(field.type)) != field.type}
     if texts:
         rows = parsed({**types, **texts})
@@ -177,7 +178,7 @@ def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Tab
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError if a name is there twice: which value is meant?"""
+    """Raises ValueError if a name occurs twice, because its value is ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
@@ -186,7 +187,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Of the type that all values have, as in a block without an odd line; texts if they have none in common."""
+    """An array of the type that all values share, as in a block without invalid lines; texts if they share none."""
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):

@@ -75,7 +75,7 @@ def test_a_dataset_without_a_train_split_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "said", "fix"),
     [
-        ("train.loss=sigmoid", "train.loss = 'sigmoid', and the dataset has 3 classes", 'set train.loss = "auto"'),
+        ("train.loss=sigmoid", "train.loss = 'sigmoid', but the dataset has 3 classes", 'set train.loss = "auto"'),
         ("train.class_weights={clas_1=2.0}", "'clas_1'; expected classes of the dataset", "did you mean 'class_1'"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_driver_that_cannot_be_called_is_told():
         return on_spark(named, *overrides)["spark.etl.conf: driver"]
 
     assert rows("etl.engine=spark")["spark.etl.conf: driver"] == row(), "doctor shows these rows"
-    assert row().found == "listens on 127.0.0.1, is called at 127.0.0.1 (127.0.0.1)"
+    assert row().found == "listens on 127.0.0.1 and is reachable at 127.0.0.1 (127.0.0.1)"
     assert row(MASTER, host="127.0.0.1").status == "ok", "the master is on this machine, too"
     unknown = row(MASTER, host="no-such-host.invalid")
     assert unknown.status == "fail" and "has no address" in unknown.found and "spark.driver.host" in unknown.fix

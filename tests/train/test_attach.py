@@ -86,8 +86,8 @@ def test_without_a_starter_there_is_no_place_and_nonsense_is_refused():
 @pytest.mark.parametrize(
     ("environment", "config", "said"),
     [
-        ({}, {}, "nothing has started this process.*torchrun, SLURM"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, {"num_workers": 3}, "num_workers = 3, and torchrun started 2"),
+        ({}, {}, "no launcher has started this process.*torchrun, SLURM"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {"num_workers": 3}, "num_workers = 3, but torchrun started 2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "without SHARDMILL_JOB_TOKEN.*openssl rand"),
         ({"RANK": "0", "WORLD_SIZE": "2", JOB_TOKEN_VARIABLE: "short"}, {}, "has 5 characters.*at least 16"),
         (

@@ -132,7 +132,7 @@ def test_from_the_dataset_to_predictions(datasets, kind, backend, tmp_path):
     # Another export of the same weights is as good as the current one.
     other = replace(export, number=export.number + 1)
     assert judge_export(uri, other, GateConfig()).gate.decision == "promoted"
-    with pytest.raises(UsageError, match=r"gate.min_accuracy = 0.5, and the labels are of kind .*gate.metric_limit"):
+    with pytest.raises(UsageError, match=r"gate.min_accuracy = 0.5, but the labels are of kind .*gate.metric_limit"):
         judge_export(uri, export, GateConfig(min_accuracy=0.5))
 
     (tmp_path / "both.png").write_bytes(picture(250, 250))
@@ -207,9 +207,9 @@ def test_two_ranks_have_the_figures_of_one(datasets, tmp_path):
 def test_what_does_not_fit_the_labels_is_refused(datasets):
     multi_label, numbers = datasets["multi_label"], datasets["float"]
     check_trainable(TrainConfig(), multi_label)
-    with pytest.raises(UsageError, match=r"'softmax', and the dataset has 2 classes, of which .*'sigmoid'"):
+    with pytest.raises(UsageError, match=r"'softmax', but the dataset has 2 classes, of which .*'sigmoid'"):
         check_trainable(TrainConfig(loss="softmax"), multi_label)
-    with pytest.raises(UsageError, match=r"'probabilities', and the dataset has labels of 1 number"):
+    with pytest.raises(UsageError, match=r"'probabilities', but the dataset has labels of 1 number"):
         check_trainable(TrainConfig(model_outputs="probabilities"), numbers)
     with pytest.raises(UsageError, match=r"local_sgd.silos on labels of 1 number\(s\); expected one class an image"):
         check_trainable(TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(silos=("a@1",))), numbers)

@@ -1,4 +1,4 @@
-"""The operations through which ranks exchange data: declared, announced to the driver, and of a world of one."""
+"""The operations by which ranks exchange data: the protocol, one that announces to the driver, and one for one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Collective(Protocol):
         ...
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        """Likewise a NumPy array."""
+        """A NumPy array, summed over all ranks."""
         ...
 
     def broadcast_bytes(self, data: bytes) -> bytes:
@@ -85,7 +85,7 @@ class AnnouncedCollective:
 
 
 class AnnouncedSum:
-    """A collective's sum inside a compiled step, where the computation says when it waits and when it does no more.
+    """A collective's sum inside a compiled step, in which the computation reports when it starts and stops waiting.
 
     `begin` and `end` are called by a thread of the framework, while the one that trains waits for the step.
     """
@@ -96,7 +96,7 @@ class AnnouncedSum:
         self._stopwatch = Stopwatch()
         self._before: Activity | None = None
         self.seconds = 0.0
-        """What the last one took."""
+        """The duration of the last sum."""
 
     def expect_others(self) -> None:
         """Before a step with other sums in front of this one, which are not announced: until it comes, all may wait."""

@@ -1,4 +1,4 @@
-"""`train.compression = "powersgd"` of `torch_ddp`: of a gradient travel its strongest directions, the rest later.
+"""`train.compression = "powersgd"` of `torch_ddp`: sends the strongest directions of a gradient, the rest later.
 
 Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A gradient M, as a matrix, is seen along the directions Q of the step
 before: P = M Q is summed over the ranks and made orthonormal, then Q = M' P is summed, and P Q' is applied. What of its
@@ -30,7 +30,7 @@ RESIDUAL_FILES = r"powersgd-\d{5,}\.npz"
 
 
 def residual_file(rank: int) -> str:
-    """The residuals of a rank: what it still has to give."""
+    """The residuals of a rank: the parts of its gradients that were not sent yet."""
     return f"powersgd-{rank:05d}.npz"
 
 
@@ -48,7 +48,7 @@ class LowRank:
         self._gradient_nm = gradient_nm
         self.residual_nm = zeros(num_rows, num_columns)
         self.directions_mr = zeros(num_columns, rank)
-        """Alike on all ranks."""
+        """Equal on all ranks."""
         self._fresh_mr = zeros(num_columns, rank)
         self._rank = rank
 
@@ -82,7 +82,7 @@ class LowRank:
         return self._p_nr @ self._q_mr.T
 
     def keep_residual(self) -> None:
-        """That was applied: keep what of this rank's was not in it, and begin the next step where this one ended."""
+        """After the update: keep the part of this rank's gradient that was not sent, and reuse the directions."""
         import torch
 
         torch.addmm(self._gradient_nm, self._p_nr, self._q_here_mr.T, alpha=-1, out=self.residual_nm)
@@ -162,7 +162,7 @@ class LowRankSums(BucketSums):
         for indices, bucket in zip(self._layout, self._buckets, strict=True):
             assert isinstance(bucket, LowRankBucket)
             low |= {indices[number]: each for number, each in bucket.low.items()}
-        # In the order of the weights: buckets may be of another size when a training goes on.
+        # In the order of the weights, because buckets may have another size when a training continues.
         self._low = [low[index] for index in sorted(low)]
         generator = torch.Generator().manual_seed(config.seed)
         for each in self._low:
@@ -178,7 +178,7 @@ class LowRankSums(BucketSums):
         return files
 
     def files_to_resume(self, rank: int, world_size: int, saved_world_size: int) -> list[str]:
-        """Of as many ranks as before its own. Of others all together have, and so give, what those had to."""
+        """The residuals of all old ranks, shared among the new ones; with the same number of ranks, its own."""
         return [DIRECTIONS, *(residual_file(saved) for saved in range(rank, saved_world_size, world_size))]
 
     def start(self, files: Mapping[str, bytes]) -> None:

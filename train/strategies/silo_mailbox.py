@@ -1,4 +1,4 @@
-"""How silos meet: by numbered files in the models' store, which rank 0 closes one by one without waiting for the lost.
+"""How silos exchange weights: by numbered files in the models' store. Rank 0 ends each round without lost silos.
 
 <training dir>/silos/<attempt>/00000012/
     begun-00003         silo 3 works on its part of round 12
@@ -29,7 +29,7 @@ from train.values import Reporter
 from train.world import World
 
 POLL_SECONDS = 0.05
-# Older means are deleted; a silo that is further behind goes on with the next one that is there.
+# Older means are deleted; a silo that is further behind continues with the next one that exists.
 MEANS_KEPT = 3
 BACK = "back/back-"
 # Through a store that may have to repeat its requests.
@@ -41,16 +41,16 @@ Arrays = list[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of a round."""
+    """The result of a round."""
 
     figures: np.ndarray
     """Their sum over the silos that took part."""
     weights: Arrays
-    """The mean; empty if this silo is so far behind that it is gone."""
+    """The mean; empty if this silo is so far behind that the mean has been deleted."""
 
 
 class SiloMailbox:
-    """`train.strategies.collective.Collective` of silos. What they exchange besides weights is rank 0's alone."""
+    """`train.strategies.collective.Collective` of silos. All values except weights are those of rank 0."""
 
     def __init__(self, world: World, timeout_seconds: float, reporter: Reporter) -> None:
         self._store = open_store(world.files_uri)
@@ -58,7 +58,7 @@ class SiloMailbox:
         self._timeout_seconds = timeout_seconds
         self._reporter = reporter
         if world.rank == 0:
-            # Of attempts that were killed.
+            # Files of killed attempts.
             for file in list(self._store.list("")):
                 self._store.delete(file.path)
         [of_rank_0, *_] = world.exchange(secrets.token_hex(4).encode())
@@ -121,7 +121,7 @@ class SiloMailbox:
         return
 
     def close(self) -> None:
-        """Rank 0 takes all files away when the silos that are there have read the last ones."""
+        """Rank 0 deletes all files when the remaining silos have read the last ones."""
         self._number += 1
         if self._rank:
             self._store.put(self._path(f"bye-{self._rank:05d}"), b"bye\n")
@@ -184,7 +184,7 @@ def mean_of(parts: Sequence[Arrays]) -> tuple[np.ndarray, Arrays]:
     figures = np.sum([part[0] for part in parts], axis=0)
     num_samples = figures[0]
     if not num_samples:
-        # Those that have samples left are away: nobody has learned anything.
+        # All silos with remaining samples are absent, so no weights have changed.
         return figures, parts[0][1:]
     means = []
     for place in range(1, len(parts[0])):

@@ -1,4 +1,4 @@
-"""What a strategy promises, which the driver reads before anything starts, and how a rank joins its world."""
+"""The properties of a strategy, which the driver reads before anything starts, and how a rank joins its world."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Join(Protocol):
     """Called once on every rank, when the backend runs and before any variable exists."""
 
     def __call__(self, world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-        """Build the learner, in whatever scope the strategy needs, and meet the other ranks.
+        """Build the learner in the scope that the strategy needs, and connect to the other ranks.
 
         Raises what `build` raises, before any rank waits for another.
         """
@@ -34,7 +34,7 @@ class Join(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """What of a checkpoint an export needs, as a learner's arrays."""
+    """The parts of a checkpoint that an export needs, as arrays of a learner."""
 
     weights: list[np.ndarray]
     """`StatePart.WEIGHTS`."""
@@ -44,11 +44,11 @@ class WholeModel:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """Which files a checkpoint has."""
+    """The files of a checkpoint."""
 
     name: str
     whole_model: Callable[[Callable[[str], bytes], int], WholeModel]
-    """`(read, world_size)` -> the model, of whatever files of a checkpoint of so many ranks it is in; `read` gives a
+    """`(read, world_size)` -> the model, from the files of a checkpoint of `world_size` ranks; `read` returns a
     file by its name."""
 
 
@@ -74,47 +74,47 @@ def _takes_all(config: TrainConfig) -> None:
 
 
 MATCHES_NOTHING = re.compile(r"(?!)")
-"""Matches nothing: a rank without peers fails by itself."""
+"""Matches nothing, because a rank without peers has no secondary errors."""
 GLOO_LOST_PEER = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
-"""Of Gloo's C++ code, on which several strategies stand."""
+"""Errors of Gloo's C++ code, which several strategies use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A way to spread a training over ranks; the shared tests follow what is declared."""
+    """A way to distribute a training over ranks; the shared tests check what it declares."""
 
     backends: tuple[str, ...]
-    """With which it runs; the first one is the default for a model that any of them could train."""
+    """Supported backends; the first one is the default for a model that any of them could train."""
     synchronous: bool
     """All ranks apply the same update at the same step."""
     exact_resume: bool
     """A resumed training at the same world size ends with the same bits as one that never stopped."""
     checkpoint_layout: CheckpointLayout
-    """What of a checkpoint its ranks write, for the export that reads it without them."""
+    """The files of its checkpoints, from which an export reads the model without ranks."""
     max_world_size: int | None
     """Largest world size, or None if only `train.num_streams` bounds it."""
     join: Join
     devices_per_rank: Literal["one", "all"] = "one"
-    """How many GPUs a rank computes on: one, or its equal part of all that its host shows."""
+    """How many GPUs a rank uses: one, or an equal share of all visible GPUs of its host."""
     leaves_out_batches: bool = False
-    """A batch can be left out as if it had not been (`train.non_finite`): all that it changes is the learner's."""
+    """A batch can be skipped without a trace (`train.non_finite`), because it only changes the learner's state."""
     secondary_error: re.Pattern[str] = MATCHES_NOTHING
-    """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
+    """Matches an error, or the last output, of a rank that only lost its peer: the cause is another rank's fault."""
     check: Callable[[TrainConfig], None] = _takes_all
-    """Raises UsageError for settings that it cannot run with; nothing is imported that trains."""
+    """Raises UsageError for settings that it does not support, without importing a framework."""
     compressions: tuple[str, ...] = ("none",)
-    """Which values of `train.compression` it has."""
+    """Supported values of `train.compression`."""
     syncs_batch_norm: bool = False
-    """It can add up batch norms' moments over ranks in the middle of a step (`train.sync_batch_norm`)."""
+    """It can sum moments of batch norms over ranks inside a step (`train.sync_batch_norm`)."""
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
-    """The ranks without which the others go on, once training has begun. Their steps are not waited for, and a global
-    step is what the other ranks report."""
+    """The ranks that may be lost once training has begun, because the others continue without them. A global step does
+    not wait for them: it is what the other ranks report."""
     roles: Callable[[TrainConfig], tuple[Role, ...]] = all_members
-    """What the process of each rank is for; those that run the loop come first."""
+    """The role of each rank's process; those that run the training loop come first."""
     serve: Callable[[WorkerTask, World, Reporter], NoReturn] = _none_serves
-    """What a process that does not run the loop does instead, until the driver ends it; raises what goes wrong."""
+    """Run by a process without the training loop until the driver ends it; raises any error."""
     timeline: Callable[[Path], AbstractContextManager[None]] = _has_none
-    """Records what its exchange does meanwhile (`train.log.profile_steps`) into a file of that folder, where it can."""
+    """Records the exchange during `train.log.profile_steps` into a file of that folder, if supported."""
     shares_streams: bool = True
     """Each rank reads its part of the streams; False: every worker reads all of them."""
 
