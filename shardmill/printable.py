@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def without_surrogates(text: str) -> str:
-    r"""`text` as every encoder takes it: a byte of a file name that is not UTF-8 is a surrogate, and becomes `\xff`."""
+    r"""`text` in a form that every encoder accepts: a surrogate for a byte that is not UTF-8 becomes `\xff`."""
     return re.sub("[\ud800-\udfff]", lambda found: _escaped(found[0]), text)
 
 

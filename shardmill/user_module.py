@@ -1,7 +1,7 @@
 """A user's own module: found without importing it, in the working directory first, then imported and no other.
 
 What names it (a model, a launcher, a source) may be looked at before anything heavy or foreign is imported: so that the
-driver can hash a model's source, and preflight can say that there is none. If it fails, its own line is told.
+driver can hash a model's source, and preflight can say that there is none. If it fails, the error names its line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: which samples are behind it, and whether the training goes on."""
+"""A step whose loss or gradient is not finite: which samples cause it, and whether the training continues."""
 
 from __future__ import annotations
 

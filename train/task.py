@@ -20,7 +20,7 @@ class WorkerTask:
     model_source_sha256: str
     """As the driver found it; a rank that finds another source must not train."""
     continues: str = ""
-    """Relative to `models_uri`: the checkpoint of another training from which this one goes on (a shorter one, or by
+    """Relative to `models_uri`: the checkpoint of another training from which this one continues (a shorter one, or by
     `--allow-change`); empty for none."""
     allowed: tuple[str, ...] = ()
     """Settings of `train.*` in which that one may differ."""

@@ -180,7 +180,7 @@ class TrainResult:
     checkpoint: str
     """Relative to the models' root: the checkpoint that holds those weights."""
     last_checkpoint: str
-    """Likewise: where the training ended, and a longer one goes on."""
+    """Likewise: where the training ended, and where a longer one continues."""
     continued_from: str
     """Likewise: the last checkpoint of the shorter training that this one continued; empty for none."""
     model: ModelIdentity

@@ -40,7 +40,7 @@ class Role(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether a GPU is of use to it."""
+        """Whether it uses a GPU."""
         return self is not Role.SERVER
 
 

@@ -60,7 +60,7 @@ def num_failed_tasks(context: SparkContext) -> int:
     """Attempts at tasks that failed in all jobs so far, which have ended. Those that Spark killed itself are none."""
     tracker, deadline = context.statusTracker(), time.monotonic() + _STATUS_SECONDS
     jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup()]
-    # What has happened is told a moment later.
+    # Spark reports the cause a moment later.
     while any(job is not None and job.status == "RUNNING" for job in jobs) and time.monotonic() < deadline:
         time.sleep(_STATUS_SECONDS / 100)
         jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup()]

@@ -1,4 +1,4 @@
-"""Work units in a process of their own, as every engine runs them: an image that ends the process ends no engine.
+"""Runs work units in a separate process, for every engine: an image that ends the process does not end the engine.
 
 The process decodes inside itself, which costs nothing. If an image ends it, its unit is run again by a careful process,
 which decodes in a child of its own and so finds out which image it was. Light, because each Python worker of Spark's

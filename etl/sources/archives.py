@@ -1,4 +1,4 @@
-"""Archives of image files, listed one after the other in any format; what is damaged or gone is told."""
+"""Lists archives of image files one after the other, in any format, and reports damaged or missing ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Finds the splits in the names of a source's files and folders, such as `set-train-00000.tar`.
 
-A split is told by what differs among all names: `test_tube-train-0.tar` beside `test_tube-val-0.tar` is no test set.
+A split is the word that differs between the names: `test_tube-train-0.tar` and `test_tube-val-0.tar` are no test set.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class PathStyle:
             )
 
     def _check_lie_beside(self, uris: pa.Array) -> None:
-        # What is lost would be told when it is read, one by one; a table that means another folder is told at once.
+        # Missing files would be reported one by one when they are read; paths for another folder are reported at once.
         relative = without_dots(uris.filter(_are_relative(uris)))
         if self._is_any_there(relative) or not self._is_any_there(relative, table=""):
             return

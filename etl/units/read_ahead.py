@@ -1,4 +1,4 @@
-"""Several reads at once: what is far away is waited for together, and handed on in order; a disk is told what comes."""
+"""Several reads at once: remote reads overlap and are returned in order; a disk gets hints about the next reads."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def _driver_address(subject: str, bind: str, told: str) -> Finding:
 
 
 def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
-    """Spark takes the next that is free, unless it is told not to."""
+    """Spark takes the next free port, unless its settings forbid this."""
     if not 1024 <= port <= 65535:
         return Finding("fail", subject, f"{port}, but Spark accepts 1024 to 65535", "set such a port, or 0 for any")
     taken = 0

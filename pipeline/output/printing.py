@@ -38,7 +38,7 @@ def stage_title(record: StageRecord) -> str:
 
 
 def stage_rows(record: StageRecord) -> Rows:
-    """One stage by itself: what it decided, as a person reads it; `--json` has every figure."""
+    """Prints the result of a single stage in readable form; `--json` prints all values."""
     sections = record.sections
     rows = [*_dataset_rows(sections), *_training_rows(sections), *_evaluation_rows(sections)]
     if sections.get("export"):

@@ -147,7 +147,7 @@ class RunProgress:
         if not marks or (len(marks) == 1 and num_done > marks[0][1]):
             marks.append((now, num_done))
         started, done_before = marks[-1]
-        # Who was told where it began is told that it ended.
+        # If the beginning was printed, the end is printed too.
         ends = num_done == num_total and label in self._begun
         if now < self._next_line and not ends:
             return

@@ -74,7 +74,7 @@ def reduced_length(length: int, scale: int) -> int:
 
 
 def _is_large(height: int, width: int, options: NormalizeOptions) -> bool:
-    """Whether any reduction leaves enough blocks for each stored pixel; most images are told apart by this alone."""
+    """Whether any reduction leaves enough blocks for each stored pixel; this alone decides for most images."""
     least = min(REDUCTIONS)
     # In every mode that shrinks, some side becomes `image_size`.
     if reduced_length(max(height, width), least) < LEAST_BLOCKS_PER_STORED_PIXEL * options.image_size:

@@ -23,7 +23,7 @@ Warn = Callable[[str], None]
 
 
 def warn_on_stderr(sentence: str) -> None:
-    """For logs of which no observer is told."""
+    """For logs without an observer."""
     sys.stderr.write(f"WARNING: {redacted_text(sentence)}\n")
 
 
@@ -60,7 +60,7 @@ class Outage:
             self._next_call = ended + pause_seconds(ended - started)
 
     def forget(self) -> None:
-        """The next refusal is told, whatever was told before."""
+        """Report the next refusal, even if an earlier one was reported."""
         self._is_reported = False
 
 

@@ -1,4 +1,4 @@
-"""Attempts at one training carry numbers: only the newest publishes, however long an older one goes on living.
+"""Attempts at one training are numbered: only the newest publishes, however long an older one keeps running.
 
 <training_dir>/attempts/00000002.json     who claimed number 2; `put_if_absent` gives each number to one attempt
 

@@ -126,7 +126,7 @@ class CheckpointWriter:
         if running is None:
             return None
         if self.is_writing:
-            # The driver is told whom it may blame for the wait.
+            # This tells the driver which rank the others wait for.
             with self._changed, during(self._reporter, told := self._activity):
                 while not running.done():
                     if self._activity != told:

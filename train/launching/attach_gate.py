@@ -52,7 +52,7 @@ class Gate:
         self._listener = RankListener(host, answer, world_size, self._on_received, port)
 
     def begin(self, address: str, nonce: str, on_lost: Callable[[str], None]) -> None:
-        """Let every process start its rank. `on_lost` is told, from any thread, of each that goes away."""
+        """Let every process start its rank. `on_lost` is called, from any thread, for each lost one."""
         with self._changed:
             self._begin, self._on_lost = Begin(address, nonce), on_lost
         self._listener.send_to_all(self._begin)

@@ -62,7 +62,7 @@ def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError and
-    for a rank that stands still; Terminated when SIGTERM has come and the training has stopped."""
+    for a rank that hangs; Terminated when SIGTERM has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
     with gathered(observer) as recorded:
         return _train_here(task, recorded, worker)

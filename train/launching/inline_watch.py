@@ -94,7 +94,7 @@ class InlineWatch:
 
 @contextmanager
 def watching(watch: InlineWatch) -> Iterator[None]:
-    """Inside, `Stalled` is raised if the rank stands still for too long.
+    """Inside, `Stalled` is raised if the rank makes no progress for too long.
 
     Only the main thread can be ended so: in another one nothing is watched.
     """

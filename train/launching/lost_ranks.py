@@ -1,5 +1,5 @@
 """Ranks without which the others go on (`Strategy.may_lose`, and all workers of a chief but the last): what happens to
-them is told, and is no fault of the job.
+them is reported, and is not a fault of the job.
 
 Only once training has begun: a rank that never made a step has a config or a place that is wrong.
 """

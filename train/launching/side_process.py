@@ -34,7 +34,7 @@ _VALUE, _FAILURE = b"value ", b"failure "
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of whom."""
+    """The request and its recipient."""
 
     module: str
     """Its main program calls `answer`."""

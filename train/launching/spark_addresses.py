@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def driver_addresses(context: SparkContext) -> tuple[str, str]:
-    """(the address to bind to, the one that executors are told), as Spark's settings have them for its own ports."""
+    """(the address to bind to, the address that executors connect to), by Spark's settings for its own ports."""
     if str(context.master).startswith("local"):
         return LOOPBACK, LOOPBACK
     conf = context.getConf()

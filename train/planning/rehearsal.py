@@ -70,7 +70,7 @@ def rehearse(tree: TrainTree) -> str:
 
 
 def _trained_until_stopped(task: WorkerTask, tree: TrainTree, watch: _FirstStep) -> str:
-    """-> what the ranks said as they stopped. A SIGTERM of somebody else's is raised as ever."""
+    """-> the last messages of the ranks as they stopped. A SIGTERM from another process is raised as usual."""
     try:
         LAUNCHERS[task.config.launcher].launch(task, tree.spark, watch)
     except Terminated as stopped:

@@ -1,4 +1,4 @@
-"""Where a training lives below the models' root, and which one a job goes on with.
+"""The folder of a training below the models' root, and which training a job continues.
 
 trainings/<training id>/v00000003-<first 8 digits of the manifest's SHA-256>/
     epochs-00010-best/                attempts/..., checkpoints/..., result.json
@@ -37,7 +37,7 @@ class FreshTraining(Section):
     """A training that starts anew although there is one with the same settings."""
 
     run_id: str
-    """The run that asked for it; when that run is tried again, it goes on instead of starting anew once more."""
+    """The run that requested it; if that run is retried, it continues instead of starting over again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TrainingChoice:
     result: TrainResult | None
     """Of a training that has finished: nothing is left to do."""
     continues: TrainResult | None
-    """The finished shorter training from whose last checkpoint this one goes on, if it has none of its own yet."""
+    """The finished shorter training from whose last checkpoint this one continues, if it has none of its own yet."""
     discarded: tuple[Discarded, ...]
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
@@ -69,7 +69,7 @@ class TrainingChoice:
     """Of its epoch plan, if the training is named by them; 0 if its plan has them."""
 
     resumes: str = ""
-    """The checkpoint of an unfinished training with other settings, from which this one goes on."""
+    """The checkpoint of an unfinished training with other settings, from which this one continues."""
     changes: tuple[str, ...] = ()
     """How that one differs."""
     allowed: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class TrainingChoice:
 
     @property
     def folders(self) -> list[str]:
-        """In which its records are looked for: its own, then that of the shorter training that it goes on with."""
+        """The folders that may contain its records: its own, then that of the shorter training that it continues."""
         return [self.training_dir, *([self.continues.training_dir] if self.continues else [])]
 
     def has_begun(self, store: Store) -> bool:

@@ -71,5 +71,5 @@ class Epochs:
         return self.config.checkpoint_every_steps if self.reader.is_exact else 0
 
     def resumed(self, progress: Progress) -> Progress:
-        """Where a training that came so far goes on."""
+        """The position at which a training with this progress continues."""
         return progress if self.reader.is_exact else progress.at_epoch_start()

@@ -1,4 +1,4 @@
-"""Weights of a Keras model that `train.freeze` freezes: for good, or until `train.unfreeze_epoch`.
+"""Weights of a Keras model that `train.freeze` freezes: permanently, or until `train.unfreeze_epoch`.
 
 Works on each of Keras's own backends.
 """

@@ -1,4 +1,4 @@
-"""Weights of a PyTorch module that `train.freeze` freezes: for good, or until `train.unfreeze_epoch`.
+"""Weights of a PyTorch module that `train.freeze` freezes: permanently, or until `train.unfreeze_epoch`.
 
 What a Keras model on PyTorch trains is what Keras says; it tells PyTorch.
 """

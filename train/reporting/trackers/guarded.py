@@ -66,7 +66,7 @@ class GuardedTracker:
 
     @property
     def run_id(self) -> str:
-        """As the tracker has it; of one that was left out, what it had by then."""
+        """The value of the tracker; for a disabled one, its last value."""
         if self._tracker is not None:
             self._run_id = getattr(self._tracker, "run_id", "")
         return self._run_id
