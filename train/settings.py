@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _ALWAYS_STORED = ("schedule_step.every_epochs", "schedule_step.factor", "reading.window_budget_bytes")
-"""Of the settings in sections: any other came after trainings that do not store it."""
+"""Settings in sections that every training stores; any other was added after trainings that do not store it."""
 
 
 def fields_of_settings() -> dict[str, FieldInfo]:

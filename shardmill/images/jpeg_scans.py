@@ -1,4 +1,4 @@
-"""Where the entropy-coded data of a JPEG ends, to the bit: it tells bytes that were added behind a scan from damage.
+"""Finds the end of the entropy-coded data of a JPEG, to the bit, to distinguish added bytes after a scan from damage.
 
 libjpeg warns of both in the same words. Damage inside a scan makes the decoder lose or invent blocks, and some of the
 scan is left over. Bytes that a camera or a tool added come behind a scan that ends as encoders end it: the last byte is

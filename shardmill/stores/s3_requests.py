@@ -28,7 +28,7 @@ from shardmill.stores.s3_errors import Damaged, as_os_error, is_transient, statu
 from shardmill.stores.s3_signed_get import SignedGets
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
-"""Of the environment: how long a request may take with all its repetitions; 120 if it is not set."""
+"""Environment variable: seconds that a request may take including all retries; 120 if it is not set."""
 CONNECT_SECONDS = 10.0
 """How long a server that has never answered this process is tried: its address is more likely wrong than it is away."""
 PIECE_BYTES = 1 << 24

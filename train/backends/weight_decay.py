@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _BIAS = re.compile(r"(^|_)bias(_|$)")
-"""Of any number of axes: attention has one for each head, and `vit` one for each position."""
+"""Biases may have any number of axes: attention has one for each head, and `vit` one for each position."""
 _POSITION_OR_TOKEN = re.compile(r"pos(ition(al)?)?_?(emb|enc)|(cls|class|dist|mask|register)_?token")
 _SCALES_OF_NORMS = ("gamma", "beta")
 

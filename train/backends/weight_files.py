@@ -18,7 +18,7 @@ from shardmill.errors import UsageError
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_ARRAY_BYTES = 16_000_000_000
-"""Of all arrays together, unpacked."""
+"""Maximum size of all arrays together, unpacked."""
 MAX_EXPANSION = 100
 """Weights hardly compress: of a file of a few bytes that unpacks to gigabytes nothing is read."""
 FREE_BYTES = 100_000_000

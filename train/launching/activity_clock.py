@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from train.activities import Activity
 
 UNTIMED = 4
-"""Of each activity so many are not timed: frameworks trace and compile in the first ones."""
+"""Number of first repetitions of an activity that are not timed, because frameworks trace and compile in them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where rank 0 of processes that others have started can be called."""
+"""Finds the address of rank 0 if another program has started the processes."""
 
 from __future__ import annotations
 

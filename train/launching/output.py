@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable
 
 MAX_TOLD_BYTES = 4 << 20
-"""Of one process: a model that prints its weights must not fill the driver's memory, or its disk."""
+"""Limit for one process, so that a model that prints its weights cannot fill the driver's memory or disk."""
 MAX_LINE_BYTES = 2000
 NUM_TAIL_LINES = 40
 _READ_BYTES = 1 << 16

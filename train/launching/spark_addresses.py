@@ -1,4 +1,4 @@
-"""Where a driver on Spark listens for its ranks: on the addresses of the application's own driver."""
+"""The addresses on which a driver on Spark listens for its ranks: those of the application's own driver."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardmill.jobs.spark_settings import is_local_master
 
 FEW_STEPS = 100
-"""Of a whole training: at 50 ms each they take the 5 seconds that several ranks need to start."""
+"""Steps of a whole training; at 50 ms each they take the 5 seconds that several ranks need to start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from train.published.load import current_export, load_exported
 
 MAX_BATCH_SIZE = 64
 LIKELY = 0.5
-"""Of several classes an image, those from this probability on count as predicted."""
+"""With several classes per image, classes with at least this probability count as predicted."""
 
 
 @dataclass(frozen=True, slots=True)

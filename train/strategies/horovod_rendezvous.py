@@ -1,4 +1,4 @@
-"""Where Horovod's processes find each other, protected from others: one interface, a secret path, write-once keys.
+"""The rendezvous of Horovod's processes, protected from others: one interface, a secret path, write-once keys.
 
 Horovod's own servers listen on every interface, and its key-value store accepts any request (CVE-2024-10190,
 CVE-2026-31234): one PUT of a wrong port made a training hang. What remains open is in docs/decisions/0006.

@@ -36,7 +36,7 @@ BACK = "back/back-"
 EXCHANGING = Activity("exchanging weights with the other silos")
 
 Arrays = list[np.ndarray]
-"""Of a silo: its figures, then its weights."""
+"""The file of a silo: its figures, then its weights."""
 
 
 @dataclass(frozen=True, slots=True)

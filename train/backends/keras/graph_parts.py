@@ -1,4 +1,4 @@
-"""Where the graph of a Keras model is cut for `train.memory.activation_checkpointing`: where little passes."""
+"""Cuts the graph of a Keras model for `train.memory.activation_checkpointing`, at points with little data."""
 
 from __future__ import annotations
 
