@@ -38,11 +38,11 @@ from train.backends import BACKENDS
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.mesh import Mesh
 from train.planning.make import plan_training
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
-from train.strategies.member import DataIndex, Member
-from train.strategies.replicated import StreamShare
+from train.strategies.member import Member
 from train.task import WorkerTask
 from train.values import ModelIdentity, Reporter, TimeShares, TrainResult
 from train.world import World
@@ -112,8 +112,8 @@ def join_beside(world: World, config: TrainConfig, learner: Learner, ours: Membe
     """Ours with other settings, in the process group that `ours` has opened."""
     from train.strategies.torch_ddp import DdpMember
 
-    data = DataIndex(world.rank, world.world_size)
-    rest = StreamShare.of(data, config), world.exchange_aside, SilentReporter(), config
+    data = Mesh.of(config).data_index(world.rank)
+    rest = world.exchange_aside, SilentReporter(), config
     return DdpMember(cast(Any, learner), cast(Any, ours)._collective, data, *rest)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from shardmill.entry_options import with_options_of
-from shardmill.epoch_plan import num_streams_for, streams_by_weight, streams_of_rank
+from shardmill.epoch_plan import num_streams_for
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from train.checkpoints.checkpoint_config import CheckpointConfig
@@ -183,21 +183,14 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
             window_budget_bytes=self.reading.window_budget_bytes,
         )
 
-    def streams_of(self, rank: int, world_size: int) -> range:
-        """The logical streams that a rank reads."""
-        num_streams = self.num_streams_at(world_size)
-        if len(self.rank_weights) == world_size <= num_streams:
-            return streams_by_weight(self.rank_weights, num_streams)[rank]
-        return streams_of_rank(rank, world_size, num_streams)
+    def num_streams_at(self, num_readers: int) -> int:
+        """As it is set, else as it is for so many ranks that read rows of their own (0: for one)."""
+        return self.num_streams or num_streams_for(self.global_batch_size, max(1, num_readers))
 
-    def num_streams_at(self, world_size: int) -> int:
-        """As it is set, else as it is for so many ranks (0: for one)."""
-        return self.num_streams or num_streams_for(self.global_batch_size, max(1, world_size))
-
-    def smallest_share(self, world_size: int) -> int:
-        """Samples of a step that the rank with the fewest streams has."""
-        fewest_streams = min(len(self.streams_of(rank, world_size)) for rank in range(world_size))
-        return fewest_streams * (self.global_batch_size // self.num_streams_at(world_size))
+    @property
+    def num_ranks_asked(self) -> int:
+        """`num_workers`, or as many as have a weight; 1 if that is left open."""
+        return self.num_workers or len(self.rank_weights) or 1
 
     @property
     def is_first_recipe(self) -> bool:
@@ -229,29 +222,10 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
 
     @model_validator(mode="after")
     def _batch_fits_streams(self) -> Self:
-        world_size = self.num_workers or len(self.rank_weights) or 1
         if self.num_streams and self.global_batch_size % self.num_streams:
             raise ValueError(
                 f"train.global_batch_size = {self.global_batch_size} to be a multiple of "
                 f"train.num_streams = {self.num_streams}; nearest: "
                 f"{max(1, round(self.global_batch_size / self.num_streams)) * self.num_streams}"
-            )
-        if world_size > self.num_streams_at(world_size):
-            most, raised = f"train.num_streams = {self.num_streams}", "train.num_streams, which starts a new run"
-            if not self.num_streams:
-                most, raised = f"train.global_batch_size = {self.global_batch_size}", "train.global_batch_size"
-            raise ValueError(
-                f"train.num_workers = {world_size} to be at most {most}; "
-                f"each rank owns at least one stream: raise {raised}"
-            )
-        if self.rank_weights and len(self.rank_weights) != world_size:
-            raise ValueError(
-                f"train.rank_weights = {list(self.rank_weights)} to have one weight for each of train.num_workers = "
-                f"{world_size} ranks; set train.num_workers = {len(self.rank_weights)}"
-            )
-        if self.num_microbatches > (share := self.smallest_share(world_size)):
-            raise ValueError(
-                f"train.accumulation_steps = {self.accumulation_steps} to be at most {share}, the samples of a step "
-                "that the rank with the fewest streams has"
             )
         return self

@@ -42,7 +42,6 @@ from train.session import (
 )
 from train.settings import settings_that_matter
 from train.strategies import find_strategy
-from train.strategies.member import evaluated_streams
 from train.task import WorkerTask
 from train.values import (
     EXCHANGED_FILES,
@@ -120,7 +119,7 @@ def _join(task: WorkerTask, world: World, reporter: Reporter) -> Session:
         task=task,
         dataset=dataset,
         epochs=Epochs(reader_of(config), dataset, config, member.data),
-        streams=evaluated_streams(member.data, config),
+        streams=member.data.streams,
         member=member,
         checkpoints=checkpoints,
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),

@@ -16,13 +16,20 @@ from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.strategies.collective import AnnouncedCollective, Collective
-from train.strategies.member import DataIndex, Member, MemberStep
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.member import Member, MemberStep
+from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import CheckpointLayout, Strategy, WholeModel
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 from train.values import Reporter
 from train.world import World
+
+
+def one_group(config: TrainConfig) -> Mesh:
+    """All ranks hold one copy of the model together, and read the same rows."""
+    return Mesh.of(config, tensor=config.num_workers)
+
 
 SHARDED_PARTS = (StatePart.WEIGHTS, StatePart.OPTIMIZER)
 
@@ -86,8 +93,8 @@ class ShardedMember(ReplicatedMember):
     learner: ShardedLearner
 
     def __init__(self, learner: ShardedLearner, collective: Collective, world: World, config: TrainConfig) -> None:
-        data = DataIndex(0, 1, is_first=world.rank == 0)
-        super().__init__(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+        data = one_group(config).data_index(world.rank)
+        super().__init__(learner, collective, data, world.exchange_aside)
         self.rank, self.world_size = world.rank, world.world_size
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
@@ -150,5 +157,5 @@ SHARDED = Strategy(
     max_world_size=None,
     join=join,
     secondary_error=TORCH_DDP.secondary_error,
-    shares_streams=False,
+    mesh=one_group,
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
 from tests.train.test_backends import LINEAR, SHAPE, STATEFUL, TORCH_MODELS, learner
 from tests.train.test_models import batch_of
 from tests.train.training import MODELS
@@ -18,6 +20,7 @@ from train.backends import BACKENDS
 from train.backends.backend import StatePart
 from train.backends.microbatches import microbatches_of
 from train.config import TrainConfig
+from train.planning.make import plan_training
 
 ROOT = Path(__file__).parents[2]
 WIDE = {"keras": f"{MODELS}:wide", "torch": f"{TORCH_MODELS}:wide"}
@@ -95,6 +98,6 @@ def test_a_step_in_parts_needs_the_memory_of_one_part(name):
 
 def test_more_parts_than_a_rank_has_samples_are_refused():
     given = {"global_batch_size": 64, "num_streams": 8, "num_workers": 3}
-    assert TrainConfig(accumulation_steps=16, **given).accumulation_steps == 16
-    with pytest.raises(ValueError, match=r"accumulation_steps = 17 to be at most 16, the samples of a step"):
-        TrainConfig(accumulation_steps=17, **given)
+    plan_training(TrainConfig(accumulation_steps=16, **given), SparkConfig())
+    with pytest.raises(UsageError, match=r"accumulation_steps = 17; expected at most 16, the samples of a step"):
+        plan_training(TrainConfig(accumulation_steps=17, **given), SparkConfig())

@@ -13,6 +13,7 @@ from shardmill.jobs.config import SparkConfig
 from tests.train.forked_ranks import launch_forked
 from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
 from train.config import TrainConfig
+from train.planning.auto import resolve
 
 CONFIG = {"model": "tests.train.torch_models:smooth", "num_streams": 8, "global_batch_size": 24, "epochs": 4,
           "label_smoothing": 0.1, "record_samples": True}  # fmt: skip
@@ -48,8 +49,8 @@ def test_the_global_batches_and_losses_stay_the_same(tiny_uri, tmp_path):
 
 
 def test_weights_that_fit_no_world_are_refused():
-    with pytest.raises(ValidationError, match=r"one weight for each of train.num_workers = 3 ranks"):
-        TrainConfig(num_workers=3, strategy="horovod", launcher="local", rank_weights=(1, 2))
+    with pytest.raises(UsageError, match=r"one weight for each of train.num_workers = 3; set .* = 2"):
+        resolve(TrainConfig(num_workers=3, strategy="horovod", launcher="local", rank_weights=(1, 2)), SparkConfig())
     with pytest.raises(ValidationError, match="greater than 0"):
         TrainConfig(num_workers=2, strategy="horovod", launcher="local", rank_weights=(1, 0))
     other = TrainConfig(num_workers=2, strategy="horovod", launcher="local", rank_weights=(1, 2), reader="petastorm")

@@ -17,11 +17,11 @@ from tests.support import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.planning.preflight import check_ranks, check_trainable
 from train.readers import READERS
 from train.readers.petastorm import shares_of_ranks
 from train.readers.reader import Epochs
-from train.strategies.member import DataIndex
 
 CONFIG = {"global_batch_size": 24, "num_streams": 6, "augment": {"random_crop_padding": 0, "random_flip": False}}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -42,7 +42,7 @@ def batches_of(reader: str, uri: str, epoch: int, num_ranks: int, **more):
     dataset, config = open_dataset(uri), config_of(reader, num_workers=num_ranks, **more)
     found = []
     for rank in range(num_ranks):
-        opened = Epochs(READERS[reader], dataset, config, DataIndex(rank, num_ranks))[epoch]
+        opened = Epochs(READERS[reader], dataset, config, Mesh.of(config).data_index(rank))[epoch]
         with opened.read(0) as batches:
             found.append(list(batches))
         assert len(found[-1]) == opened.num_steps
@@ -66,7 +66,8 @@ def test_ranks_read_in_equal_steps_and_no_sample_twice(many_uri, reader, num_ran
             assert batch.labels_N[place] == sample.label
             seen[sample.sample_id] += 1
     assert set(seen.values()) == {1} and set(seen) <= set(stored)
-    opened = Epochs(READERS[reader], open_dataset(many_uri), config_of(reader), DataIndex(0, num_ranks))
+    config = config_of(reader, num_workers=num_ranks)
+    opened = Epochs(READERS[reader], open_dataset(many_uri), config, Mesh.of(config).data_index(0))
     assert len(seen) == opened.num_rows
     if READERS[reader].is_exact:
         assert set(seen) == set(stored)
@@ -107,7 +108,10 @@ def test_two_ranks_train_by_petastorm(tiny_uri, tmp_path):
               "global_batch_size": 24, "num_streams": 6, "record_samples": True}  # fmt: skip
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
     opened = Epochs(
-        READERS["petastorm"], open_dataset(tiny_uri), config_of("petastorm", num_workers=2), DataIndex(0, 2)
+        READERS["petastorm"],
+        open_dataset(tiny_uri),
+        config_of("petastorm", num_workers=2),
+        Mesh(data=2, num_streams=8).data_index(0),
     )
     assert result.num_steps == 2 * opened.num_steps > 0
     for epoch in range(2):

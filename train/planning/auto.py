@@ -16,7 +16,7 @@ from train.models.user import framework_of, imported_packages
 from train.planning.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
 from train.planning.choose_backend import choose_backend
 from train.planning.plan import TrainingPlan
-from train.strategies import STRATEGIES, roles_of
+from train.strategies import STRATEGIES, mesh_of, roles_of
 from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named_ranks
 
 if TYPE_CHECKING:
@@ -37,15 +37,14 @@ def resolve(asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = No
     if not config.num_workers:
         num_workers, why_ranks = choose_ranks(config, _facts(config, spark, dataset))
         config = config.model_copy(update={"num_workers": num_workers})
-    if not config.num_streams:
-        num_streams = config.num_streams_at(config.num_workers)
-        why_streams = f"divides train.global_batch_size = {config.global_batch_size}, and is at least 8 and the ranks"
-        config = config.model_copy(update={"num_streams": num_streams})
     facts = _facts(config, spark, dataset)
     strategy, why_strategy = config.strategy, "set by train.strategy"
     if strategy == AUTO:
         strategy, why_strategy = choose(STRATEGY_RULES, facts, "train.strategy")
     config = config.model_copy(update={"strategy": strategy})
+    if not config.num_streams:
+        why_streams = f"divides train.global_batch_size = {config.global_batch_size}, and is at least 8 and the ranks"
+    config = config.model_copy(update={"num_streams": mesh_of(config).num_streams})
     config = config.model_copy(update={"backend": choose_backend(config)})
     launcher, why_launcher = config.launcher, "set by train.launcher"
     if launcher == AUTO:
@@ -87,7 +86,8 @@ def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
     """Whether so many own equally many streams, and each enough for its microbatches."""
     config = config.model_copy(update={"num_streams": config.num_streams_at(num_ranks)})
     num_steps = config.options(LocalSgdOptions).local_steps
-    is_enough = config.num_microbatches * num_steps <= config.smallest_share(num_ranks)
+    rows_per_stream = config.global_batch_size // config.num_streams
+    is_enough = config.num_microbatches * num_steps <= config.num_streams // num_ranks * rows_per_stream
     return config.num_streams % num_ranks == 0 and is_enough
 
 

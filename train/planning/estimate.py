@@ -21,7 +21,7 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.strategies import shares_streams
+from train.strategies import has_chief
 from train.strategies.options import silos_of
 from train.tree import TrainTree
 
@@ -133,14 +133,14 @@ def _fit(
 
 
 def _exchange_seconds(config: TrainConfig, num_bytes: int, network_gbit: float) -> float:
-    if shares_streams(config):
+    if not has_chief(config):
         return exchange_time(num_bytes, config.num_workers, network_gbit)
     return 2 * transfer_time(num_bytes, network_gbit)
 
 
 def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, network_gbit: float) -> Weighed | None:
     """None if no gradients are exchanged."""
-    if config.num_workers == 1 or not shares_streams(config):
+    if config.num_workers == 1 or has_chief(config):
         return None
     step_seconds = cost.step_seconds + exchange_seconds
     sent = size_of(cost.sent_bytes)

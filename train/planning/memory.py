@@ -19,7 +19,7 @@ from train.planning.host_memory import Limit, limit_of, ranks_here
 from train.planning.memory_fit import Fit, MemoryFacts, decided, fit, size_of
 from train.planning.memory_record import MemoryRecord
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.strategies import STRATEGIES, shares_streams, streams_per_rank
+from train.strategies import STRATEGIES, has_chief, mesh_of
 from train.strategies.options import LocalSgdOptions, MirroredOptions, silos_of
 
 if TYPE_CHECKING:
@@ -127,16 +127,15 @@ def model_size(store: Store, checkpoint: str) -> str:
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
     """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in microbatches."""
     per_stream = config.global_batch_size // config.num_streams
-    of_update = -(-streams_per_rank(config) * per_stream // config.options(LocalSgdOptions).local_steps)
+    of_update = -(-mesh_of(config).most_streams * per_stream // config.options(LocalSgdOptions).local_steps)
     return -(-of_update // max(1, num_gpus))
 
 
 def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
     """In how many microbatches a step can be computed on every rank, with an image for each of its devices."""
-    if not shares_streams(config) or config.sync_batch_norm:
+    if has_chief(config) or config.sync_batch_norm:
         return 1
-    fewest_streams = min(len(config.streams_of(rank, config.num_workers)) for rank in range(config.num_workers))
-    of_rank = fewest_streams * (config.global_batch_size // config.num_streams)
+    of_rank = mesh_of(config).fewest_streams * (config.global_batch_size // config.num_streams)
     num_devices = config.options(MirroredOptions).num_devices if config.strategy == "mirrored" else 1
     return max(1, of_rank // config.options(LocalSgdOptions).local_steps // max(1, num_gpus, num_devices))
 

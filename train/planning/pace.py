@@ -22,8 +22,7 @@ from train.launching.side_process import Question, answer, ask
 from train.readers import reader_of
 from train.readers.reader import Epochs
 from train.reading import plan_evaluation, reader_options
-from train.strategies import shares_streams
-from train.strategies.member import DataIndex
+from train.strategies import has_chief, mesh_of
 from train.strategies.options import silos_of
 from train.values import to_json
 from train.world import World
@@ -113,7 +112,7 @@ def speed_of(task: PaceTask, epoch: EpochPlan, cost: StepCost, exchange_seconds:
     """Measure the pace of a rank, and what follows for all epochs. Raises what `pace_of` raises."""
     config = task.config
     # Each worker of a parameter server takes a whole batch of its own.
-    batches_at_once = 1 if shares_streams(config) else config.num_workers
+    batches_at_once = config.num_workers if has_chief(config) else 1
     computed = config.global_batch_size * batches_at_once / (cost.step_seconds + exchange_seconds)
     pace = None if silos_of(config) else pace_of(task)
     steps_in_turn = epoch.num_steps / batches_at_once
@@ -163,13 +162,13 @@ def _measure_compilation(learner: Learner, config: TrainConfig, dataset: Dataset
 
 
 def _epochs(config: TrainConfig, dataset: Dataset) -> Epochs:
-    return Epochs(reader_of(config), dataset, config, DataIndex(0, config.num_workers))
+    return Epochs(reader_of(config), dataset, config, mesh_of(config).data_index(0))
 
 
 def _measure_steps(learner: Learner, config: TrainConfig, dataset: Dataset) -> tuple[float, float]:
     """-> mean seconds of a step, mean seconds that it waited for its batch."""
     epochs = _epochs(config, dataset)
-    share = len(config.streams_of(0, config.num_workers)) / config.num_streams
+    share = mesh_of(config).data_index(0).fraction
     num_steps, wait_seconds, started = 0, 0.0, time.perf_counter()
     for number in range(config.epochs):
         epoch = epochs[number]
@@ -190,9 +189,8 @@ def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset)
     labels = LabelSpec.of(dataset.manifest)
     metrics, scores_of = metrics_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
     seconds = []
-    with read_batches(
-        dataset, plan, streams=config.streams_of(0, config.num_workers), options=reader_options(config)
-    ) as batches:
+    streams = mesh_of(config).data_index(0).streams
+    with read_batches(dataset, plan, streams=streams, options=reader_options(config)) as batches:
         before = time.perf_counter()
         for batch in batches:
             metrics.add(scores_of(batch.images_NHWC), batch)

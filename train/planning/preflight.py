@@ -19,7 +19,7 @@ from train.optimizers import check_optimizer
 from train.planning.row_shares import follows_plan, row_shares
 from train.planning.unused_settings import check_unused
 from train.readers import reader_of
-from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
+from train.strategies import STRATEGIES, find_strategy, has_chief, mesh_of, roles_of
 from train.strategies.nics import ipv4_of
 from train.strategies.options import silos_of
 
@@ -57,6 +57,7 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
     Raises UsageError for what cannot work. Nothing is imported that trains.
     """
     find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
+    _check_microbatches(config)
     check_unused(config)
     check_optimizer(config)
     _check_compression(config)
@@ -95,6 +96,16 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
     _check_torch(config)
 
 
+def _check_microbatches(config: TrainConfig) -> None:
+    smallest = mesh_of(config).fewest_streams * (config.global_batch_size // config.num_streams)
+    if config.num_microbatches > smallest:
+        raise UsageError(
+            f"train.accumulation_steps = {config.accumulation_steps}",
+            f"expected at most {smallest}, the samples of a step on the rank with the fewest streams",
+            f"set train.accumulation_steps = {smallest}, or 0 for as few microbatches as memory allows",
+        )
+
+
 def _check_torch(config: TrainConfig) -> None:
     if config.backend != "torch":
         return
@@ -115,7 +126,7 @@ def _check_rank_weights(config: TrainConfig) -> None:
     others = {
         "train.local_sgd.silos": bool(silos_of(config)),
         f"train.reader = {config.reader!r}": config.reader != "shardmill",
-        f"train.strategy = {config.strategy!r}": not STRATEGIES[config.strategy].shares_streams,
+        f"train.strategy = {config.strategy!r}": has_chief(config),
     }
     if found := [name for name, is_set in others.items() if is_set]:
         raise UsageError(
@@ -209,7 +220,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     """
     index = dataset.index("train")
     memory = WindowMemory(
-        streams_per_rank=streams_per_rank(config),
+        streams_per_rank=mesh_of(config).most_streams,
         window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=index.max_chunk_bytes,
         split_bytes=sum(chunk.image_bytes for chunk in index.chunks),
@@ -222,7 +233,6 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
             f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
             f"{memory.window_chunks} chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
             f"expected at most train.reading.window_budget_bytes = {memory.budget_bytes}",
-            f"{more if shares_streams(config) else ''}raise the budget or lower train.num_streams, which starts a "
-            "new run",
+            f"{'' if has_chief(config) else more}raise the budget or lower train.num_streams, which starts a new run",
         )
     return memory

@@ -10,7 +10,7 @@ import numpy as np
 from shardmill.epoch_plan import PlanSpec, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.words import counted
-from train.strategies import shares_streams
+from train.strategies import mesh_of
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class RowShares:
     global_batch_size: int
     num_streams: int
     rows_of_ranks: tuple[int, ...]
-    """By rank; of one if ranks do not share the streams."""
+    """By data index (`train.mesh.Mesh`)."""
 
     def __str__(self) -> str:
         fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)
@@ -45,13 +45,12 @@ def follows_plan(config: TrainConfig) -> bool:
 
 def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
     """Of a split with so many rows. Raises UsageError for more ranks than streams, and for a rank without a row."""
-    world_size = max(1, config.num_workers) if shares_streams(config) else 1
-    owned = [config.streams_of(rank, world_size) for rank in range(world_size)]
+    mesh = mesh_of(config)
+    world_size = mesh.data_size
     # Where chunks end decides which rows a stream has, not how many.
-    num_streams = config.num_streams_at(world_size)
-    spec = PlanSpec("", "train", config.seed, config.global_batch_size, num_streams, 1, shuffle=False)
+    spec = PlanSpec("", "train", config.seed, config.global_batch_size, mesh.num_streams, 1, shuffle=False)
     plan = plan_epoch(spec, np.array([num_rows]), 0)
-    rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in owned)
+    rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in mesh.streams)
     if min(rows_of_ranks) == 0:
         fewer = f", or set train.num_workers to {num_rows} or less" if 0 < num_rows < world_size else ""
         fewer = ", or give that rank more streams (train.rank_weights)" if num_rows >= world_size else fewer
@@ -61,4 +60,4 @@ def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
             "expected at least one row on each rank",
             f"add images, raise etl.split_fractions.train{fewer}",
         )
-    return RowShares(num_rows, plan.num_steps, config.global_batch_size, num_streams, rows_of_ranks)
+    return RowShares(num_rows, plan.num_steps, config.global_batch_size, mesh.num_streams, rows_of_ranks)

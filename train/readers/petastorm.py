@@ -24,8 +24,8 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.reader import OneProcess, ReaderSeconds
 from shardmill.values import Batch
+from train.mesh import DataIndex, Mesh
 from train.reading import Epoch
-from train.strategies.member import DataIndex
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -180,7 +180,7 @@ class Petastorm:
                 )
 
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:
-        epoch = PetastormEpoch(dataset, config, 0, DataIndex(0, config.num_workers))
+        epoch = PetastormEpoch(dataset, config, 0, Mesh.of(config).data_index(0))
         num_rows = dataset.manifest.splits["train"].num_rows
         return (
             f"Petastorm reads {epoch.num_rows} of {num_rows} samples an epoch, in an order that depends on the number "

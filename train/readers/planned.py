@@ -11,8 +11,8 @@ from train.reading import reader_options
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
+    from train.mesh import DataIndex
     from train.reading import Epoch
-    from train.strategies.member import DataIndex
 
 
 class PlannedEpoch:
@@ -48,8 +48,7 @@ class Planned:
         return ""
 
     def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
-        streams = config.streams_of(data.index, data.count)
-        return PlannedEpoch(dataset, config, dataset.plan_epoch(config.plan_spec(dataset), number), streams)
+        return PlannedEpoch(dataset, config, dataset.plan_epoch(config.plan_spec(dataset), number), data.streams)
 
 
 PLANNED = Planned()

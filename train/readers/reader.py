@@ -13,9 +13,9 @@ from train.strategies.member import SiloIndex
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
+    from train.mesh import DataIndex
     from train.progress import Progress
     from train.reading import Epoch
-    from train.strategies.member import DataIndex
 
 
 class TrainReader(Protocol):

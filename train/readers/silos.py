@@ -13,8 +13,9 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.reader import BatchReader, ReaderSeconds, read_batches
 from train.labels import LabelSpec
+from train.mesh import DataIndex
 from train.reading import reader_options
-from train.strategies.member import DataIndex, SiloIndex
+from train.strategies.member import SiloIndex
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
+from train.mesh import Mesh
+from train.world import Role
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
     from train.strategies.strategy import Strategy
-    from train.world import Role
 
 STRATEGIES: Registry[Strategy] = Registry(
     "train.strategy",
@@ -64,15 +65,14 @@ def roles_of(config: TrainConfig) -> tuple[Role, ...]:
     return STRATEGIES[config.strategy].roles(config)
 
 
-def shares_streams(config: TrainConfig) -> bool:
-    """Whether each worker reads a part of the streams, as with all that `auto` chooses."""
-    return config.strategy == "auto" or STRATEGIES[config.strategy].shares_streams
+def mesh_of(config: TrainConfig) -> Mesh:
+    """How the ranks divide the training; all that `auto` chooses are copies of the model. Raises UsageError."""
+    return Mesh.of(config) if config.strategy == "auto" else STRATEGIES[config.strategy].mesh(config)
 
 
-def streams_per_rank(config: TrainConfig) -> int:
-    """Of the rank that reads most of them."""
-    num_shares = config.num_workers if shares_streams(config) else 1
-    return max(len(config.streams_of(share, num_shares)) for share in range(num_shares))
+def has_chief(config: TrainConfig) -> bool:
+    """Whether one rank runs the loop and hands each global batch to one of the workers."""
+    return config.strategy != "auto" and Role.CHIEF in roles_of(config)
 
 
 def fitting_strategies(framework: str, world_size: int) -> list[str]:

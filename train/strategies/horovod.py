@@ -20,10 +20,11 @@ from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends.backend import Learner, SumInStep
 from train.config import TrainConfig
+from train.mesh import DataIndex
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
-from train.strategies.member import DataIndex, Member, MemberStep
-from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare, replicated
+from train.strategies.member import Member, MemberStep
+from train.strategies.replicated import REPLICATED, ReplicatedMember, replicated
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 from train.values import Reporter
 from train.world import Gather, World
@@ -106,10 +107,9 @@ class HorovodMember(ReplicatedMember):
         learner: Learner,
         collective: AnnouncedCollective,
         data: DataIndex,
-        streams: StreamShare,
         gather_aside: Gather,
     ) -> None:
-        super().__init__(learner, collective, data, streams, gather_aside)
+        super().__init__(learner, collective, data, gather_aside)
         # The only backend that this strategy runs with.
         self._keras_learner = cast("KerasLearner", learner)
         self._sum = collective.sum_inside()
@@ -119,7 +119,7 @@ class HorovodMember(ReplicatedMember):
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         if self._sums_moments:
             self._sum.expect_others()
-        outcome = self._keras_learner.whole_step(batch, global_weight, self._streams.fraction, learning_rate)
+        outcome = self._keras_learner.whole_step(batch, global_weight, self.data.fraction, learning_rate)
         return MemberStep(outcome, self._sum.seconds)
 
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:

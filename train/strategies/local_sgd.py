@@ -20,13 +20,14 @@ from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, StepOutcome
 from train.backends.microbatches import microbatches_of
 from train.config import TrainConfig
+from train.mesh import DataIndex, Mesh
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.local_sgd_check import check_local_sgd
-from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
+from train.strategies.member import Member, MemberStep, SiloIndex
 from train.strategies.options import LocalSgdOptions, silos_of
-from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.silo_mailbox import SiloMailbox
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
@@ -83,11 +84,10 @@ class LocalSgdMember(ReplicatedMember):
         learner: Learner,
         collective: Collective,
         data: DataIndex,
-        streams: StreamShare,
         gather_aside: Gather,
         local_steps: int,
     ) -> None:
-        super().__init__(learner, collective, data, streams, gather_aside)
+        super().__init__(learner, collective, data, gather_aside)
         self._local_steps = local_steps
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
@@ -137,7 +137,7 @@ class SiloMember(ReplicatedMember):
     """A silo: it reads a dataset of its own, and nothing of it travels but weights, and figures of a round."""
 
     def __init__(self, learner: Learner, mailbox: SiloMailbox, data: SiloIndex, local_steps: int) -> None:
-        super().__init__(learner, mailbox, data, StreamShare(1, 1), alone)
+        super().__init__(learner, mailbox, data, alone)
         self._mailbox = mailbox
         self._silo = data
         self._local_steps = local_steps
@@ -201,13 +201,10 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
     """`train.strategies.strategy.Join`."""
     if silos_of(config):
         return join_silos(world, config, build, reporter)
-    data = DataIndex(world.rank, world.world_size)
+    data = Mesh.of(config).data_index(world.rank)
     learner = build()
     collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[config.backend], world, reporter)
-    streams = StreamShare.of(data, config)
-    return LocalSgdMember(
-        learner, collective, data, streams, world.exchange_aside, config.options(LocalSgdOptions).local_steps
-    )
+    return LocalSgdMember(learner, collective, data, world.exchange_aside, config.options(LocalSgdOptions).local_steps)
 
 
 def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
@@ -219,7 +216,9 @@ def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], 
     learner = build()
     rows = world.exchange(str(manifest.splits["train"].num_rows).encode())
     mailbox = SiloMailbox(world, config.options(LocalSgdOptions).silo_timeout_seconds, reporter)
-    data = SiloIndex(world.rank, world.world_size, uri, tuple(map(int, rows)))
+    # A silo's steps are over its own rows. Of the pinned dataset, the first one evaluates on all.
+    evaluated = range(config.num_streams if world.rank == 0 else 0)
+    data = SiloIndex(world.rank, world.world_size, evaluated, config.num_streams, uri, tuple(map(int, rows)))
     return SiloMember(learner, mailbox, data, config.options(LocalSgdOptions).local_steps)
 
 

@@ -6,6 +6,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.strategies import STRATEGIES
 from train.strategies.options import LocalSgdOptions, silos_of
 
@@ -31,7 +32,8 @@ def check_local_sgd(config: TrainConfig) -> None:
 
 
 def _check_updates(config: TrainConfig) -> None:
-    local_steps, share = config.options(LocalSgdOptions).local_steps, config.smallest_share(config.num_workers)
+    local_steps = config.options(LocalSgdOptions).local_steps
+    share = Mesh.of(config).fewest_streams * (config.global_batch_size // config.num_streams)
     if config.num_microbatches * local_steps > share:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps} times train.local_sgd.local_steps = {local_steps}",

@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner, StepOutcome
+from train.mesh import DataIndex
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
-    from train.config import TrainConfig
     from train.reading import Batches, Epoch
 
 
 @dataclass(frozen=True, slots=True)
-class DataIndex:
-    """Which share of the streams a member reads: number `index` of `count`. Members that share a model share one."""
-
-    index: int
-    count: int
-    is_first: bool = field(default=True, kw_only=True)
-    """Of the members that share it: its rows count, those of the others are the same."""
-
-
-@dataclass(frozen=True, slots=True)
 class SiloIndex(DataIndex):
-    """Member `index` of `count` reads a dataset of its own."""
+    """Member `index` of `count` trains on a dataset of its own; `streams` are those on which it evaluates."""
 
     uri: str
     rows_of_silos: tuple[int, ...]
     """Samples in the train split of each."""
 
-
-def evaluated_streams(data: DataIndex, config: TrainConfig) -> range:
-    """Those of the pinned dataset that a member evaluates on: what it trains on; of silos the first one all."""
-    if isinstance(data, SiloIndex):
-        return range(config.num_streams if data.index == 0 else 0)
-    return config.streams_of(data.index, data.count)
+    @property
+    def fraction(self) -> float:
+        """Of what it trains on: all."""
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)

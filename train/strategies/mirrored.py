@@ -17,10 +17,11 @@ from train.backends.keras.batch_norms import sum_over_replicas
 from train.backends.keras.runtime import decorrelate_seed_states
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.strategies.collective import SingleCollective
-from train.strategies.member import DataIndex, Member
+from train.strategies.member import Member
 from train.strategies.options import MirroredOptions
-from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import Strategy
 from train.values import Reporter
 from train.world import World, alone
@@ -30,9 +31,7 @@ class MirroredMember(ReplicatedMember):
     """The only rank, with one replica on each device. It reads every stream; the rows of a batch are split."""
 
     def __init__(self, learner: Any, strategy: Any, config: TrainConfig) -> None:
-        super().__init__(
-            learner, SingleCollective(), DataIndex(0, 1), StreamShare(config.num_streams, config.num_streams), alone
-        )
+        super().__init__(learner, SingleCollective(), Mesh.of(config).data_index(0), alone)
         self._strategy = strategy
         self._global_batch_size = config.global_batch_size
         # Of the checkpoints.

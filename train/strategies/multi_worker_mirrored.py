@@ -16,10 +16,11 @@ from shardmill.errors import UsageError
 from train.backends.backend import Learner
 from train.backends.keras.batch_norms import sum_over_replicas
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
 from train.strategies.grpc_port import reserved_port
-from train.strategies.member import DataIndex, Member
-from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
+from train.strategies.member import Member
+from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import Strategy
 from train.values import Reporter
 from train.world import World
@@ -112,9 +113,9 @@ def join_multi_worker(world: World, config: TrainConfig, build: Callable[[], Lea
     if strategy is not None:
         # Layers find the replica context, and synchronized batch norm its peers.
         learner.wrap(lambda gradients, *arguments: strategy.run(gradients, args=arguments))
-    data = DataIndex(world.rank, world.world_size)
+    data = Mesh.of(config).data_index(world.rank)
     collective = AnnouncedCollective(join, world, reporter)
-    member = ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+    member = ReplicatedMember(learner, collective, data, world.exchange_aside)
     if config.sync_batch_norm and strategy is not None:
         member.sum_moments_by(sum_over_replicas, reporter)
     return member

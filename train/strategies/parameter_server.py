@@ -22,16 +22,17 @@ from shardmill.words import counted
 from train.activities import Activity, during, waiting
 from train.backends.backend import Learner, StepOutcome
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.reading import Epoch
 from train.schedules import learning_rate_at
 from train.stopwatch import Stopwatch
 from train.strategies.collective import SingleCollective
-from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.member import Member, MemberStep
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
-from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import Strategy
 from train.values import Reporter
 from train.world import Role, World, alone
@@ -44,8 +45,7 @@ class ChiefMember(ReplicatedMember):
     """The only member: to evaluation and checkpoints a world of one, whose variables are elsewhere."""
 
     def __init__(self, learner: Learner, work: RemoteSteps, config: TrainConfig, world: World, reporter: Reporter):
-        every = StreamShare(config.num_streams, config.num_streams)
-        super().__init__(learner, SingleCollective(), DataIndex(0, 1), every, alone)
+        super().__init__(learner, SingleCollective(), Mesh.one_reader(config).data_index(0), alone)
         self._work = work
         self._config = config
         self._may_begin = world.may_begin
@@ -219,6 +219,6 @@ PARAMETER_SERVER = Strategy(
     check=check,
     roles=roles,
     serve=serve,
-    shares_streams=False,
+    mesh=Mesh.one_reader,
     leaves_out_batches=False,
 )

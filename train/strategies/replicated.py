@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,10 @@ from train.activities import during, waiting
 from train.backends.backend import Learner, StatePart, SumInStep
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
+from train.mesh import DataIndex, Mesh
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
-from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.member import Member, MemberStep
 from train.strategies.strategy import CheckpointLayout, Join, WholeModel
 from train.values import Reporter
 from train.world import Gather, World
@@ -45,35 +45,15 @@ def _whole_model(read: Callable[[str], bytes], world_size: int) -> WholeModel:
 REPLICATED = CheckpointLayout("replicated", _whole_model)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamShare:
-    """How many of all logical streams a rank reads."""
-
-    here: int
-    total: int
-
-    @classmethod
-    def of(cls, data: DataIndex, config: TrainConfig) -> StreamShare:
-        """That of a member which reads a share of the pinned dataset."""
-        return cls(len(config.streams_of(data.index, data.count)), config.num_streams)
-
-    @property
-    def fraction(self) -> float:
-        return self.here / self.total
-
-
 class ReplicatedMember:
     """`train.strategies.member.Member` with the whole model."""
 
-    def __init__(
-        self, learner: Learner, collective: Collective, data: DataIndex, streams: StreamShare, gather_aside: Gather
-    ) -> None:
+    def __init__(self, learner: Learner, collective: Collective, data: DataIndex, gather_aside: Gather) -> None:
         self.rank = data.index
         self.world_size = data.count
         self.data = data
         self.learner = learner
         self._collective = collective
-        self._streams = streams
         self._gather_aside = gather_aside
         self._around_gradients: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -92,7 +72,7 @@ class ReplicatedMember:
 
     def _addends(self, batch: Batch, global_weight: int) -> list[Any]:
         with self._around_gradients():
-            return self.learner.gradients(batch, global_weight, self._streams.fraction)
+            return self.learner.gradients(batch, global_weight, self.data.fraction)
 
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
         """For sums inside compiled gradients, where none of these is announced: all that time may be waiting."""
@@ -110,7 +90,7 @@ class ReplicatedMember:
             return
         arrays = self.learner.arrays(StatePart.OWN)
         mine = np.concatenate([arrays[place].ravel().astype(np.float64) for place in places])
-        means = self._collective.sum_array(mine * self._streams.here) / self._streams.total
+        means = self._collective.sum_array(mine * len(self.data.streams)) / self.data.num_streams
         for place in places:
             array = arrays[place]
             arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
@@ -175,7 +155,7 @@ class ReplicatedMember:
                     self.learner.assign(part, load_arrays(received), "rank 0")
 
 
-MakeMember = Callable[[Learner, AnnouncedCollective, DataIndex, StreamShare, Gather], ReplicatedMember]
+MakeMember = Callable[[Learner, AnnouncedCollective, DataIndex, Gather], ReplicatedMember]
 
 
 def replicated(
@@ -190,11 +170,11 @@ def replicated(
     """
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-        data = DataIndex(world.rank, world.world_size)
+        data = Mesh.of(config).data_index(world.rank)
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
         collective = AnnouncedCollective(join_collective, world, reporter)
-        member = make_member(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+        member = make_member(learner, collective, data, world.exchange_aside)
         if config.sync_batch_norm and sum_in_step and world.world_size > 1:
             member.sum_moments_by(sum_in_step, reporter)
         return member

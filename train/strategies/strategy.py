@@ -13,6 +13,7 @@ import numpy as np
 
 from train.backends.backend import Learner
 from train.config import TrainConfig
+from train.mesh import Mesh
 from train.strategies.member import Member
 from train.values import Reporter
 from train.world import Role, World
@@ -115,8 +116,8 @@ class Strategy:
     """Run by a process without the training loop until the driver ends it; raises any error."""
     timeline: Callable[[Path], AbstractContextManager[None]] = _has_none
     """Records the exchange during `train.log.profile_steps` into a file of that folder, if supported."""
-    shares_streams: bool = True
-    """Each rank reads its part of the streams; False: every worker reads all of them."""
+    mesh: Callable[[TrainConfig], Mesh] = Mesh.of
+    """The axes along which its ranks divide a training. Raises UsageError for numbers that do not divide."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

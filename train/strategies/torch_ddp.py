@@ -22,13 +22,14 @@ from train.activities import during, waiting
 from train.backends.backend import Learner
 from train.compression import sent_bytes
 from train.config import TrainConfig
+from train.mesh import DataIndex, Mesh
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.member import Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.options import TorchDdpOptions
 from train.strategies.powersgd import LowRankSums
-from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 from train.strategies.torch_buckets import BucketSums
 from train.values import Reporter
@@ -121,12 +122,11 @@ class DdpMember(ReplicatedMember):
         learner: TorchLearner,
         collective: AnnouncedCollective,
         data: DataIndex,
-        streams: StreamShare,
         gather_aside: Gather,
         reporter: Reporter,
         config: TrainConfig,
     ) -> None:
-        super().__init__(learner, collective, data, streams, gather_aside)
+        super().__init__(learner, collective, data, gather_aside)
         self._torch_learner = learner
         self._reporter = reporter
         self._sums = SUMS[config.compression](learner.weights, config)
@@ -140,7 +140,7 @@ class DdpMember(ReplicatedMember):
             summing.append(dist.all_reduce(figures, async_op=True))
             self._sums.begin()
 
-        figures = self._torch_learner.differentiate(batch, global_weight, self._streams.fraction, begin_to_sum)
+        figures = self._torch_learner.differentiate(batch, global_weight, self.data.fraction, begin_to_sum)
         # What is left of the exchange after the backward pass could not be hidden behind it.
         with during(self._reporter, waiting("an allreduce")):
             stopwatch = Stopwatch()
@@ -167,7 +167,7 @@ class DdpMember(ReplicatedMember):
 
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
-    data = DataIndex(world.rank, world.world_size)
+    data = Mesh.of(config).data_index(world.rank)
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
     if world.rank == 0 and config.compression != "none":
@@ -177,9 +177,8 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
         }
         reporter.event("compression", {"rank": 0, "compression": config.compression, **sizes})
     collective = AnnouncedCollective(TorchCollective, world, reporter)
-    streams = StreamShare.of(data, config)
     learner.sum_moments_by(partial(_sum_in_step, reporter))
-    return DdpMember(learner, collective, data, streams, world.exchange_aside, reporter, config)
+    return DdpMember(learner, collective, data, world.exchange_aside, reporter, config)
 
 
 def _sum_in_step(reporter: Reporter, tensor: Any, name: str) -> Any:

@@ -1,0 +1,49 @@
+"""The axes of a training: every stream has one index, every index one rank whose rows count, whatever the axes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from shardmill.errors import UsageError
+from train.config import TrainConfig
+from train.mesh import Mesh
+
+AXES = [axes for axes in product((1, 2, 3), repeat=4) if axes[1] * axes[2] <= 8]
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_the_streams_are_shared_out_once_and_a_group_reads_the_same(axes: tuple[int, int, int, int]):
+    mesh = Mesh(*axes, num_streams=8)
+    ranks = [mesh.data_index(rank) for rank in range(mesh.num_ranks)]
+    assert mesh.num_ranks == axes[0] * axes[1] * axes[2] * axes[3]
+    first = [each for each in ranks if each.is_first]
+    assert [each.index for each in first] == list(range(mesh.data_size))
+    assert [stream for each in first for stream in each.streams] == list(range(8))
+    assert sum(each.fraction for each in first) == pytest.approx(1)
+    # As many ranks hold each copy of the model, and read what it reads.
+    assert set(Counter(each.index for each in ranks).values()) == {axes[0] * axes[3]}
+    assert len({(each.index, each.streams) for each in ranks}) == mesh.data_size
+    # Neighbours are of one tensor group.
+    assert all(ranks[rank].index == ranks[rank - rank % axes[3]].index for rank in range(mesh.num_ranks))
+
+
+def test_processes_and_readers_are_two_numbers():
+    config = TrainConfig(num_workers=16, num_streams=8)
+    mesh = Mesh.of(config, tensor=2)
+    assert (mesh.num_ranks, mesh.data_size, mesh.data) == (16, 8, 8)
+    assert str(mesh) == "train.num_workers = 16 (tensor 2 x data 8)"
+    with pytest.raises(UsageError, match=r"train.num_workers = 16 for train.num_streams = 8; .* 8 or less"):
+        Mesh.of(config)
+    with pytest.raises(UsageError, match=r"num_workers = 16; expected a multiple of 3, .* set train.num_workers = 18"):
+        Mesh.of(config, pipeline=3)
+    assert Mesh.one_reader(config).data_index(0).streams == range(8)
+    with pytest.raises(UsageError, match="rank 16 of train.num_workers = 16"):
+        mesh.data_index(16)
+
+
+def test_slow_ranks_read_fewer_streams():
+    mesh = Mesh.of(TrainConfig(rank_weights=(3, 1), num_streams=8))
+    assert [len(each) for each in mesh.streams] == [6, 2] and (mesh.most_streams, mesh.fewest_streams) == (6, 2)

@@ -1,0 +1,133 @@
+"""How the ranks of a training divide it: an axis for each kind of parallelism, and the rows that each rank reads."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
+
+from shardmill.epoch_plan import streams_by_weight, streams_of_rank
+from shardmill.errors import UsageError
+from shardmill.words import counted
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DataIndex:
+    """Which rows a rank reads: those of the streams of index `index` of `count`.
+
+    Ranks of one tensor or pipeline group hold one copy of the model together: they have the same index, and read the
+    same rows.
+    """
+
+    index: int
+    count: int
+    streams: range
+    num_streams: int
+    _: KW_ONLY
+    is_first: bool = True
+    """Whether its rows count in metrics: of each group those of one rank."""
+
+    @property
+    def fraction(self) -> float:
+        """Of all streams."""
+        return len(self.streams) / self.num_streams
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The axes of a training, from the outermost to the innermost: neighbouring ranks are of one tensor group.
+
+    Raises UsageError if the streams cannot be shared out.
+    """
+
+    pipeline: int = 1
+    """Stages of the model, each on a rank of its own."""
+    data: int = 1
+    """Copies of the model."""
+    fsdp: int = 1
+    """Ranks that share the weights of a copy, and read rows of their own (arXiv:1910.02054, stage 3)."""
+    tensor: int = 1
+    """Ranks that share each layer (arXiv:1909.08053)."""
+    _: KW_ONLY
+    num_streams: int
+    weights: tuple[float, ...] = ()
+    """`train.rank_weights`: one for each data index, or none for equal shares."""
+
+    def __post_init__(self) -> None:
+        if self.data_size > self.num_streams:
+            raise UsageError(
+                f"{self} for train.num_streams = {self.num_streams}",
+                f"expected at most {counted(self.num_streams, 'rank')} that read rows of their own, because each "
+                "owns at least one stream",
+                f"set train.num_workers = {self.num_ranks // self.data_size * self.num_streams} or less, or raise "
+                "train.num_streams or train.global_batch_size, which starts a new run",
+            )
+        if self.weights and len(self.weights) != self.data_size:
+            raise UsageError(
+                f"train.rank_weights = {list(self.weights)} for {self}",
+                f"expected one weight for each of train.num_workers = {self.data_size}",
+                f"set train.num_workers = {len(self.weights)}, or give {self.data_size} weights",
+            )
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, pipeline: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+        """`train.num_workers` ranks with these axes, and as many copies of the model as that makes."""
+        num_ranks, ranks_per_copy = config.num_ranks_asked, pipeline * fsdp * tensor
+        if num_ranks % ranks_per_copy:
+            raise UsageError(
+                f"train.num_workers = {num_ranks}",
+                f"expected a multiple of {ranks_per_copy}, the ranks of one copy of the model",
+                f"set train.num_workers = {-(-num_ranks // ranks_per_copy) * ranks_per_copy}",
+            )
+        data = num_ranks // ranks_per_copy
+        num_streams = config.num_streams_at(data * fsdp)
+        return cls(pipeline, data, fsdp, tensor, num_streams=num_streams, weights=config.rank_weights)
+
+    @classmethod
+    def one_reader(cls, config: TrainConfig) -> Mesh:
+        """One rank that reads every stream, whatever other processes there are."""
+        return cls(num_streams=config.num_streams_at(1))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.data * self.fsdp * self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """How many indices there are among which the streams are shared out."""
+        return self.data * self.fsdp
+
+    @property
+    def streams(self) -> list[range]:
+        """By data index."""
+        if self.weights:
+            return streams_by_weight(self.weights, self.num_streams)
+        return [streams_of_rank(index, self.data_size, self.num_streams) for index in range(self.data_size)]
+
+    @property
+    def most_streams(self) -> int:
+        """Of one rank."""
+        return max(map(len, self.streams))
+
+    @property
+    def fewest_streams(self) -> int:
+        """Of one rank."""
+        return min(map(len, self.streams))
+
+    def data_index(self, rank: int) -> DataIndex:
+        """What a rank reads. Raises UsageError for a rank that is none of these."""
+        if not 0 <= rank < self.num_ranks:
+            raise UsageError(
+                f"rank {rank} of {self}", f"expected 0 to {self.num_ranks - 1}", "ranks are counted from 0"
+            )
+        outer, in_tensor = divmod(rank, self.tensor)
+        stage, index = divmod(outer, self.data_size)
+        is_first = stage == 0 and in_tensor == 0
+        return DataIndex(index, self.data_size, self.streams[index], self.num_streams, is_first=is_first)
+
+    def __str__(self) -> str:
+        axes = {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        named = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1 and name != "data")
+        return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.data})" if named else "")
