@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 
-from train.launching.wire import Connection
+from train.launching.connection import Connection
 
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 listener = socket.create_server(("127.0.0.1", 0))

@@ -7,8 +7,9 @@ import time
 
 from shardmill.jobs.observer import SilentObserver
 from tests.train.test_watchdog import task_of
+from train.launching.connection import ADDRESS_VARIABLE, Connection
+from train.launching.messages import Challenge
 from train.launching.watchdog import Watchdog
-from train.launching.wire import ADDRESS_VARIABLE, Challenge, Connection
 from train.reporting.run_log import RunLog
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))

@@ -25,9 +25,9 @@ from train.launching.attach import JOB_TOKEN_VARIABLE, attached
 from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import host_of_rank_0
+from train.launching.connection import ProtocolError
 from train.launching.environments import find_place
 from train.launching.place import Place
-from train.launching.wire import ProtocolError
 
 TOKEN = "secret of this job" * 2
 SHARDMILL = str(Path(sys.executable).with_name("shardmill"))

@@ -10,10 +10,10 @@ from shardmill.stores.local import LocalStore
 from shardmill.values import Cursor
 from train.activities import Activity, reading, waiting
 from train.config import TrainConfig
-from train.launching.activity_clock import UNTIMED, ActivityClock
+from train.launching.activity_clock import UNTIMED, ActivityClock, heartbeat_of
 from train.launching.deadlines import PATIENCE, TRUSTED, Deadlines
 from train.launching.faults import FaultKind, error_of
-from train.launching.wire import Heartbeat, Hello, heartbeat_of
+from train.launching.messages import Heartbeat, Hello
 from train.watch_config import WatchConfig
 
 

@@ -11,16 +11,8 @@ import pytest
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
 from tests.train.driver_process import ROOT
-from train.launching.faults import (
-    Failure,
-    FaultKind,
-    RankFault,
-    error_of,
-    failure_of,
-    is_cause_known,
-    merged,
-    root_cause,
-)
+from train.launching.faults import FaultKind, RankFault, error_of, failure_of, is_cause_known, merged, root_cause
+from train.launching.messages import Failure
 from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
 from train.strategies import STRATEGIES
 from train.values import from_json

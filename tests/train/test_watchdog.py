@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import train.launching.wire
+import train.launching.connection
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.process import Terminated, raise_on_signals
@@ -22,27 +22,32 @@ from shardmill.values import DatasetPin
 from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
-from train.launching.agent_messages import RankExit
-from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
-from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
-from train.launching.watchdog import Watchdog
-from train.launching.wire import (
+from train.launching.connection import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
     VANISHED_SECONDS,
-    Abort,
-    Challenge,
     Connection,
-    Finished,
-    Heartbeat,
-    Hello,
     ProtocolError,
-    Step,
     call_driver,
     is_proof,
     new_token,
     proof_of,
 )
+from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
+from train.launching.messages import (
+    Abort,
+    Begun,
+    Challenge,
+    Finished,
+    Heartbeat,
+    Hello,
+    Hold,
+    RankExit,
+    Step,
+    StopAfter,
+    Stopped,
+)
+from train.launching.watchdog import Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
 from train.strategies.options import LocalSgdOptions
@@ -144,7 +149,7 @@ def is_open(caller: socket.socket) -> bool:
 
 
 def test_a_stranger_who_dribbles_has_one_deadline_for_the_whole_handshake(watchdog, monkeypatch):
-    monkeypatch.setattr(train.launching.wire, "HANDSHAKE_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(train.launching.connection, "HANDSHAKE_TIMEOUT_SECONDS", 1.0)
     slow = connected(watchdog)
     hangs = time.monotonic() + 60
     while is_open(slow) and time.monotonic() < hangs:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from train.activities import Activity
+from train.launching.messages import Heartbeat, Timed
 
 UNTIMED = 4
 """Number of first repetitions of an activity that are not timed, because frameworks trace and compile in them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """An activity of one rank that repeats, so far; the first `UNTIMED` ones are left out."""
-
-    what: str
-    num_finished: int = 0
-    longest_seconds: float = 0.0
 
 
 class ActivityClock:
@@ -49,3 +39,10 @@ class ActivityClock:
     @property
     def timed(self) -> tuple[Timed, ...]:
         return tuple(self._timed.values())
+
+
+def heartbeat_of(clock: ActivityClock) -> Heartbeat:
+    """What a rank's clock says now, whichever thread asks."""
+    current, timed = clock.current, clock.timed
+    # Read last: an activity that has begun meanwhile must not be judged by the pause before it.
+    return Heartbeat(clock.num_begun, current, timed)

@@ -15,12 +15,12 @@ from functools import partial
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
-from train.launching.agent_messages import Output, RankExit
+from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, call_driver
 from train.launching.devices import device_environment
 from train.launching.faults import failure_of
+from train.launching.messages import Abort, Output, RankExit
 from train.launching.output import RankOutput
 from train.launching.place import Place
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, call_driver
 from train.task import WorkerTask
 from train.values import from_json
 

@@ -25,15 +25,15 @@ from train.config import TrainConfig
 from train.launching import Launcher
 from train.launching.agent import keep_rank, rank_processes
 from train.launching.attach_gate import Gate, call_gate
-from train.launching.attach_messages import Begin, Ended, Stop
 from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import host_of_rank_0, loopback_warning
+from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, ProtocolError, proof_of
 from train.launching.devices import device_environment
 from train.launching.environments import find_place
+from train.launching.messages import Begin, Ended, Stop
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, ProtocolError, proof_of
 from train.reporting.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import TrainResult

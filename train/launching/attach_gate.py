@@ -1,6 +1,6 @@
 """Rank 0's side of an attached job: the other processes of the same command wait at its gate from its start on.
 
-A process that is there has proved the job's token, which all of them got by their environment; see wire.py.
+A process that is there has proved the job's token, which all of them got by their environment; see connection.py.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from collections.abc import Callable
 from functools import partial
 
 from shardmill.jobs.process import request_stop
-from train.launching.attach_messages import Admitted, Begin, Ended, Stop
-from train.launching.listener import RankListener, Received
-from train.launching.wire import (
+from train.launching.connection import (
     HANDSHAKE_TIMEOUT_SECONDS,
     MAX_HANDSHAKE_BYTES,
-    Challenge,
     Connection,
-    Hello,
     ProtocolError,
     answer_caller,
     is_proof,
     proof_of,
 )
+from train.launching.listener import RankListener, Received
+from train.launching.messages import Admitted, Begin, Challenge, Ended, Hello, Stop
 
 # At its end rank 0 waits so long for processes that have not come yet, to tell them; they start when it does.
 LATE_SECONDS = 20.0

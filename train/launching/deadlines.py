@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.launching.faults import FaultKind, RankFault
-from train.launching.stop_point import Stopped
-from train.launching.wire import Heartbeat, Hello
+from train.launching.messages import Heartbeat, Hello, Stopped
 from train.strategies import roles_of
 from train.values import TrainResult
 from train.world import Role

@@ -9,30 +9,11 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-Lane = Literal["main", "aside"]
-"""Each is used by one thread of a rank; the exchanges of a lane have the same order on all ranks."""
+from train.launching.messages import Exchange, Exchanged, Lane
+
 LANES: tuple[Lane, ...] = get_args(Lane)
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """What this rank gives."""
-
-    data_hex: str
-    lane: Lane = "main"
-    kind: Literal["exchange"] = "exchange"
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """The driver's answer to every rank, once all have given theirs."""
-
-    data_hex_of_ranks: tuple[str, ...]
-    lane: Lane = "main"
-    kind: Literal["exchanged"] = "exchanged"
 
 
 class ExchangeAssembler:

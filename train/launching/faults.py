@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
 
-from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
+from shardmill.errors import ShardmillError, TrainingError
 from shardmill.user_module import line_of_user, message_of
 from shardmill.values import Cursor
+from train.launching.messages import Failure
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
@@ -42,44 +42,10 @@ LOSSES = {FaultKind.KILLED, FaultKind.SILENT, FaultKind.STALLED}
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
 RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
 
-# The first fault need not be the cause. Other faults of the same cause arrive within this time; if only secondary
-# errors
-# ("connection closed") have arrived so far, the cause
-# itself arrives within the longer one.
+# The first fault need not be the cause. Other faults of the same cause arrive within this time. If so far only secondary
+# errors ("connection closed") have arrived, the cause arrives within the longer one.
 GRACE_SECONDS = 1.0
 SECONDARY_GRACE_SECONDS = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The rank's function raised."""
-
-    error_type: str
-    what: str
-    """The message; of a ShardmillError its first part, the others follow."""
-    expected: str
-    fix: str
-    exit_code: int
-    """Of a ShardmillError its own; 5 for anything else."""
-    collective: bool
-    """True if the error only says that another rank went away."""
-    traceback: str
-    """The tail of it, oldest call first."""
-    place: str = ""
-    """`file:line` of the user's own code that was being run, else of what raised."""
-    kind: Literal["failure"] = "failure"
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it says all that a person needs."""
-        return self.error_type in {kind.__name__ for kind in ERROR_BY_EXIT_CODE.values()}
-
-    def as_raised(self, where: str = "") -> ShardmillError:
-        """One of ours once more, in this process."""
-        return ERROR_BY_EXIT_CODE[self.exit_code](f"{self.what}{where}", self.expected, self.fix)
-
-    def __str__(self) -> str:
-        return f"{self.error_type}: {self.what}{f' ({self.place})' if self.place else ''}"
 
 
 @dataclass(frozen=True, slots=True)

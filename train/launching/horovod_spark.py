@@ -19,6 +19,7 @@ from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
 from train.launching import Launcher
 from train.launching.agent import keep_rank
+from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.launching.faults import FIX
 from train.launching.place import HOROVODS, place_from_environment
 from train.launching.rank import DEFAULT_WORKER
@@ -31,7 +32,6 @@ from train.launching.spark_slots import (
     wait_for_slots,
 )
 from train.launching.watchdog import Watchdog
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.reporting.observer import TrainObserver
 from train.strategies.horovod_rendezvous import (
     GLOO_ADDRESS,

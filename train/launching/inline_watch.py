@@ -21,10 +21,10 @@ from shardmill.jobs.observer import WARNING
 from shardmill.values import Cursor
 from train.activities import Activity
 from train.config import TrainConfig
-from train.launching.activity_clock import ActivityClock
+from train.launching.activity_clock import ActivityClock, heartbeat_of
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RankFault, error_of
-from train.launching.wire import Hello, heartbeat_of
+from train.launching.messages import Hello
 from train.reporting.observer import TrainObserver
 
 TICK_SECONDS = 0.2

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from train.launching.wire import Connection, Hello, Message, ProtocolError, message_adapter
+from train.launching.connection import Connection, ProtocolError, message_adapter
+from train.launching.messages import Hello, Message
 
 Answer = Callable[[socket.socket], tuple[Connection, Hello]]
 """The listening side of a handshake; raises OSError or ProtocolError."""

@@ -22,25 +22,27 @@ from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from shardmill.stores.retries import num_retried
 from train.activities import Activity
-from train.launching.activity_clock import ActivityClock
+from train.launching.activity_clock import ActivityClock, heartbeat_of
+from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, call_driver
 from train.launching.devices import agree_on_devices
-from train.launching.exchanges import LANES, Exchanged, Lane, RankExchange
+from train.launching.exchanges import LANES, RankExchange
 from train.launching.faults import failure_of
-from train.launching.place import Place, place_from_environment
-from train.launching.stop_point import Begun, Hold, StopAfter, Stopped, StopPoint
-from train.launching.wire import (
-    ADDRESS_VARIABLE,
-    TOKEN_VARIABLE,
+from train.launching.messages import (
     Abort,
-    Connection,
+    Begun,
     Event,
+    Exchanged,
     Failure,
     Finished,
     Heartbeat,
+    Hold,
+    Lane,
     Step,
-    call_driver,
-    heartbeat_of,
+    StopAfter,
+    Stopped,
 )
+from train.launching.place import Place, place_from_environment
+from train.launching.stop_point import StopPoint
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask

@@ -9,41 +9,6 @@ reach: one that has begun it needs its peers in its collectives, and they begin 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Driver to rank: SIGTERM has come; begin no other step, and say which one was begun last."""
-
-    kind: Literal["hold"] = "hold"
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The rank's answer to `Hold`."""
-
-    global_step: int
-    """-1 for none."""
-    kind: Literal["begun"] = "begun"
-
-
-@dataclass(frozen=True, slots=True)
-class StopAfter:
-    """Driver to every rank, once all have answered: the last step that any of them has begun."""
-
-    global_step: int
-    kind: Literal["stop_after"] = "stop_after"
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The rank has stopped, together with all others. Like `Finished` its last message."""
-
-    what: str
-    """How far it came, for people."""
-    kind: Literal["stopped"] = "stopped"
 
 
 class StopPoint:

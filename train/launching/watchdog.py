@@ -21,27 +21,30 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
-from train.launching.agent_messages import Output, RankExit
+from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, answer_caller, new_token
 from train.launching.deadlines import Deadlines, RankState
-from train.launching.exchanges import Exchange, ExchangeAssembler
+from train.launching.exchanges import ExchangeAssembler
 from train.launching.faults import FaultKind, RankFault, error_of_all, is_cause_known, merged, root_cause
 from train.launching.listener import RankListener, Received
 from train.launching.lost_ranks import LostRanks
-from train.launching.stop_point import Begun, Hold, StopAfter, StopAgreement, Stopped
-from train.launching.wire import (
-    ADDRESS_VARIABLE,
-    TOKEN_VARIABLE,
+from train.launching.messages import (
     Abort,
+    Begun,
     Event,
+    Exchange,
     Failure,
     Finished,
     Heartbeat,
     Hello,
+    Hold,
+    Output,
+    RankExit,
     Step,
+    StopAfter,
+    Stopped,
     Welcome,
-    answer_caller,
-    new_token,
 )
+from train.launching.stop_point import StopAgreement
 from train.reporting.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
 from train.task import WorkerTask

@@ -19,20 +19,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shardmill.jobs.observer import FieldValue
-from train.activities import Activity
-from train.launching.activity_clock import ActivityClock, Timed
-from train.launching.agent_messages import Output, RankExit
-from train.launching.attach_messages import Admitted, AttachMessage
-from train.launching.exchanges import Exchange, Exchanged
-from train.launching.faults import Failure
-from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
-from train.values import StepReport, TrainResult
+from train.launching.messages import Admitted, Challenge, Hello, Message, Welcome
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"
@@ -46,112 +37,6 @@ RECEIVE_BYTES = 1 << 16
 # A host that vanishes closes no connection: after so long the kernel's probes tell who only waits for a message.
 VANISHED_SECONDS = 120
 NUM_PROBES = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Challenge:
-    """Driver to a peer that has just connected."""
-
-    nonce: str
-    kind: Literal["challenge"] = "challenge"
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """First message of a rank, of its agent (it started the rank and sees its exit), or to the gate of rank 0."""
-
-    role: Literal["rank", "agent", "attached"]
-    rank: int
-    host: str
-    pid: int
-    nonce: str
-    proof: str
-    kind: Literal["hello"] = "hello"
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """The driver's answer: its own proof, and what to do."""
-
-    proof: str
-    task_json: str
-    """A `train.task.WorkerTask`; the wire does not look into it."""
-    worker: str
-    """Dotted name `package.module:function` of the function that does it."""
-    kind: Literal["welcome"] = "welcome"
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Still alive, and what the rank's main thread does: `Reporter.doing`."""
-
-    num_calls: int = 0
-    """Of `Reporter.doing` so far: a rank for which it does not grow makes no progress."""
-    activity: Activity = field(default_factory=Activity)
-    timed: tuple[Timed, ...] = ()
-    """How long this rank has taken for what it repeats."""
-    kind: Literal["heartbeat"] = "heartbeat"
-
-
-def heartbeat_of(clock: ActivityClock) -> Heartbeat:
-    """What a rank's clock says now, whichever thread asks."""
-    current, timed = clock.current, clock.timed
-    # Read last: an activity that has begun meanwhile must not be judged by the pause before it.
-    return Heartbeat(clock.num_begun, current, timed)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """`Reporter.step`."""
-
-    report: StepReport
-    kind: Literal["step"] = "step"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """`Reporter.event`."""
-
-    name: str
-    fields: dict[str, FieldValue] = field(default_factory=dict)
-    kind: Literal["event"] = "event"
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The rank's function returned. It is the last message before the connection closes."""
-
-    result: TrainResult
-    kind: Literal["finished"] = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Driver to rank or agent: end at once."""
-
-    kind: Literal["abort"] = "abort"
-
-
-Message = (
-    Challenge
-    | Hello
-    | Welcome
-    | Heartbeat
-    | Step
-    | Event
-    | Exchange
-    | Exchanged
-    | Hold
-    | Begun
-    | StopAfter
-    | Stopped
-    | Failure
-    | Finished
-    | Output
-    | RankExit
-    | Abort
-    | AttachMessage
-)
 
 
 class ProtocolError(Exception):
