@@ -22,6 +22,7 @@ from shardmill.values import DatasetPin
 from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
+from train.launching import messages
 from train.launching.connection import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
@@ -34,19 +35,7 @@ from train.launching.connection import (
     proof_of,
 )
 from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
-from train.launching.messages import (
-    Abort,
-    Begun,
-    Challenge,
-    Finished,
-    Heartbeat,
-    Hello,
-    Hold,
-    RankExit,
-    Step,
-    StopAfter,
-    Stopped,
-)
+from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hello, RankExit, Step
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
@@ -239,11 +228,11 @@ def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
             for _ in range(2):
                 others_stopped.acquire()
         while (message := rank.receive()) is not None:
-            if isinstance(message, Hold):
-                rank.send(Begun(number))
-            elif isinstance(message, StopAfter):
+            if isinstance(message, messages.Hold):
+                rank.send(messages.Begun(number))
+            elif isinstance(message, messages.StopAfter):
                 stopped_after.add((number, message.global_step))
-                rank.send(Stopped("stopped in order"))
+                rank.send(messages.Stopped("stopped in order"))
                 others_stopped.release()
 
     with Watchdog(task, "none:none", observer, "127.0.0.1") as watchdog:

@@ -42,8 +42,8 @@ LOSSES = {FaultKind.KILLED, FaultKind.SILENT, FaultKind.STALLED}
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
 RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
 
-# The first fault need not be the cause. Other faults of the same cause arrive within this time. If so far only secondary
-# errors ("connection closed") have arrived, the cause arrives within the longer one.
+# The first fault need not be the cause. Other faults of the same cause arrive within this time. If so far only
+# secondary errors ("connection closed") have arrived, the cause arrives within the longer one.
 GRACE_SECONDS = 1.0
 SECONDARY_GRACE_SECONDS = 4.0
 
