@@ -62,7 +62,7 @@ class Mesh:
                 f"expected at most {counted(self.num_streams, 'rank')} that read rows of their own, because each "
                 "owns at least one stream",
                 f"set train.num_workers = {self.num_ranks // self.data_size * self.num_streams} or less, or raise "
-                "train.num_streams or train.global_batch_size, which starts a new run",
+                "train.num_streams, which starts a new run",
             )
         if self.weights and len(self.weights) != self.data_size:
             raise UsageError(
@@ -82,6 +82,13 @@ class Mesh:
                 f"set train.num_workers = {-(-num_ranks // ranks_per_copy) * ranks_per_copy}",
             )
         data = num_ranks // ranks_per_copy
+        if not config.num_streams and data * fsdp > config.global_batch_size:
+            raise UsageError(
+                f"train.num_workers = {num_ranks} with train.global_batch_size = {config.global_batch_size}",
+                "expected at least one sample of each global batch for each rank that reads rows of its own",
+                f"set train.num_workers = {config.global_batch_size // fsdp * ranks_per_copy} or less, or raise "
+                "train.global_batch_size, which starts a new run",
+            )
         num_streams = config.num_streams_at(data * fsdp)
         return cls(pipeline, data, fsdp, tensor, num_streams=num_streams, weights=config.rank_weights)
 

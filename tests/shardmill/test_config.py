@@ -43,7 +43,6 @@ from train.tree import TrainTree
         (TrainTree, "train.augment.images=faces", r"images = \"faces\"; expected 'any' or 'photographs'"),
         (TrainTree, "train.epochs=0", r"config key train\.epochs = 0; expected greater than or equal to 1"),
         (TrainTree, "train.num_streams=30", r"global_batch_size = 64.*num_streams = 30; nearest: 60"),
-        (TrainTree, "train.num_workers=65", r"num_workers = 65.*at most train\.global_batch_size = 64"),
         (EtlTree, 'etl.encoding="avif"', r"config key etl\.encoding = \"avif\"; expected one of jpeg, png, webp, raw"),
         (EtlTree, "etl.formats=[]", r"etl\.formats = \[\]; expected a non-empty list of different formats"),
         (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1, and these add up to 0\.7"),

@@ -39,10 +39,12 @@ def test_every_rank_has_a_stream_and_every_stream_equally_many_rows_of_a_batch(g
 def test_any_number_of_ranks_up_to_the_batch_is_accepted_by_default(num_workers: int, num_streams: int):
     config = TrainConfig(num_workers=num_workers)
     assert config.num_streams == 0 and resolve(config, SparkConfig()).config.num_streams == num_streams
-    for too_many, num_streams in ({"num_workers": 65}, 64), ({"num_workers": 9, "num_streams": 8}, 8):
-        given = f"train.num_workers = {too_many['num_workers']} for train.num_streams = {num_streams}; .* set .* = "
-        with pytest.raises(UsageError, match=f"{given}{num_streams} or less"):
-            resolve(TrainConfig(**too_many), SparkConfig())
+    for given, said in (
+        ({"num_workers": 65}, "65 with train.global_batch_size = 64; .* set train.num_workers = 64 or less"),
+        ({"num_workers": 9, "num_streams": 8}, "9 for train.num_streams = 8; .* set train.num_workers = 8 or less"),
+    ):
+        with pytest.raises(UsageError, match=f"train.num_workers = {said}"):
+            resolve(TrainConfig(**given), SparkConfig())
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(3, 2), (8, 8), (12, 8), (16, 16)])
