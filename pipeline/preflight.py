@@ -83,9 +83,12 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
 
 def check_one_process(tree: PipelineTree) -> None:
     """Raises UsageError for a whole run in processes that others have started."""
-    if tree.train.launcher == "attach":
+    from train.launching import LAUNCHERS
+
+    launcher = tree.train.launcher
+    if launcher != "auto" and LAUNCHERS[launcher].started_by_others:
         raise UsageError(
-            "train.launcher = 'attach' with `shardmill run`",
+            f"train.launcher = {launcher!r} with `shardmill run`",
             "expected one process, because each process would build the dataset",
             "run `shardmill etl` in one process, then start `shardmill train` in all",
         )

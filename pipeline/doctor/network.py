@@ -35,12 +35,13 @@ def network_findings(tree: PipelineTree, train: TrainConfig) -> Iterator[Finding
 
     try:
         num_ranks = len(roles_of(train))
-        needs_nics = bool(LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark))
+        launcher = LAUNCHERS[train.launcher]
+        needs_nics = launcher.chooses_nics or bool(launcher.ranks_here(num_ranks, tree.spark))
     except ShardmillError:
         return
     yield _host_name(is_needed=num_ranks > 1)
-    yield from _nics(train, is_needed=needs_nics or train.launcher == "horovod_spark")
-    if train.launcher == "attach":
+    yield from _nics(train, is_needed=needs_nics)
+    if launcher.started_by_others:
         yield _gate(train)
     if is_under_spark_submit():
         # Its settings hold, not these.

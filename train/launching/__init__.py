@@ -54,6 +54,12 @@ class Launcher:
     """Whether it can start fewer ranks after some were lost (`train.max_restarts`)."""
     assigns_devices: Callable[[SparkConfig], bool] = _assigns_none
     """(section `spark`) -> whether what starts the ranks gives them devices, so that this machine's do not count."""
+    in_this_process: bool = False
+    """The one rank runs in the process of the command."""
+    started_by_others: bool = False
+    """The processes exist already: each of them runs this command (torchrun, SLURM, MPI, Kubernetes)."""
+    chooses_nics: bool = False
+    """It gives its ranks all of `train.nics` on every host, also if none runs here."""
 
 
 LAUNCHERS: Registry[Launcher] = Registry(

@@ -229,4 +229,10 @@ def _pass_signals_on(connection: Connection) -> None:
         signal.signal(number, pass_on)
 
 
-ATTACH = Launcher(launch_attach, check=check_world_size, ranks_here=_ranks_here, starts_again=False)
+ATTACH = Launcher(
+    launch_attach,
+    check=check_world_size,
+    ranks_here=_ranks_here,
+    starts_again=False,
+    started_by_others=True,
+)

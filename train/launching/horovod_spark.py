@@ -240,4 +240,5 @@ HOROVOD_SPARK = Launcher(
     strategies=("single", "horovod"),
     ranks_here=ranks_on_this_machine,
     assigns_devices=assigns_gpus,
+    chooses_nics=True,
 )

@@ -94,4 +94,10 @@ def _train_here(task: WorkerTask, observer: TrainObserver, worker: str) -> Train
         raise error_of(fault) from error
 
 
-INLINE = Launcher(launch_inline, check=check_one_rank, ranks_here=lambda world_size, spark: 1, starts_again=False)
+INLINE = Launcher(
+    launch_inline,
+    check=check_one_rank,
+    ranks_here=lambda world_size, spark: 1,
+    starts_again=False,
+    in_this_process=True,
+)

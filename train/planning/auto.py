@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.launching import LAUNCHERS
+from train.launching import LAUNCHERS, Launcher
 from train.launching.devices import gpus_here
 from train.launching.environments import find_place
 from train.launching.spark_slots import num_places_of, why_no_places
@@ -97,6 +97,7 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
     gpus = gpus_here(config, backend)
     # Of several GPUs a process of TensorFlow uses all, unless its strategy is set to one that gives each rank one.
     takes_one = backend == "torch" if config.strategy == AUTO else STRATEGIES[config.strategy].devices_per_rank == "one"
+    launcher = _launcher_of(config)
     return Facts(
         num_workers=config.num_workers,
         num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
@@ -106,7 +107,7 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         num_devices=config.options(MirroredOptions).num_devices or len(gpus),
         spark_master=spark.master,
         installed=frozenset(name for name, entry in entries.items() if not entry.missing_packages()),
-        num_started=_started_by_others() if config.launcher == "attach" else 0,
+        num_started=_started_by_others() if launcher and launcher.started_by_others else 0,
         num_named=num_named_ranks(config),
         only_one=_what_keeps_one(config),
         num_gpus=len(gpus) if takes_one else 0,
@@ -148,12 +149,18 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tupl
     return tuple(found)
 
 
+def _launcher_of(config: TrainConfig) -> Launcher | None:
+    """None if that is left open."""
+    return None if config.launcher == AUTO else LAUNCHERS[config.launcher]
+
+
 def _what_keeps_one(config: TrainConfig) -> str:
     """The setting, or an empty text."""
     strategy = None if config.strategy == AUTO else STRATEGIES[config.strategy]
+    launcher = _launcher_of(config)
     local_steps = config.options(LocalSgdOptions).local_steps
     one = {
-        f"train.launcher = {config.launcher!r}": config.launcher == "inline",
+        f"train.launcher = {config.launcher!r}": launcher is not None and launcher.in_this_process,
         # With another number of ranks some compute another training, which is for a person to ask for.
         f"train.strategy = {config.strategy!r}": strategy is not None
         and (strategy.max_world_size == 1 or not strategy.synchronous),

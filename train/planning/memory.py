@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from shardmill.errors import ShardmillError
 from shardmill.storage import Store
 from train.backends.backend import model_spec
-from train.backends.recompute import why_not_recompute
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.state import WEIGHTS
 from train.config import TrainConfig
@@ -19,6 +18,7 @@ from train.planning.host_memory import Limit, limit_of, ranks_here
 from train.planning.memory_fit import Fit, MemoryFacts, decided, fit, size_of
 from train.planning.memory_record import MemoryRecord
 from train.planning.probe import ProbeTask, StepCost, probe
+from train.planning.recompute import why_not_recompute
 from train.strategies import STRATEGIES, has_chief, mesh_of
 from train.strategies.options import LocalSgdOptions, MirroredOptions, silos_of
 
@@ -136,7 +136,9 @@ def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
     if has_chief(config) or config.sync_batch_norm:
         return 1
     of_rank = mesh_of(config).fewest_streams * (config.global_batch_size // config.num_streams)
-    num_devices = config.options(MirroredOptions).num_devices if config.strategy == "mirrored" else 1
+    num_devices = (
+        config.options(MirroredOptions).num_devices if STRATEGIES[config.strategy].devices_per_rank == "all" else 1
+    )
     return max(1, of_rank // config.options(LocalSgdOptions).local_steps // max(1, num_gpus, num_devices))
 
 

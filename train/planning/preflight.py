@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
-from train.backends.recompute import check_recompute
 from train.config import TrainConfig
 from train.gate_config import GateConfig
 from train.labels import LabelSpec, check_gate, check_labels
@@ -16,6 +15,7 @@ from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import framework_of, imported_packages
 from train.optimizers import check_optimizer
+from train.planning.recompute import check_recompute
 from train.planning.row_shares import follows_plan, row_shares
 from train.planning.unused_settings import check_unused
 from train.readers import reader_of
@@ -65,7 +65,9 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
     check_recompute(config)
     launcher = LAUNCHERS[config.launcher]
     if launcher.strategies is not None and config.strategy not in launcher.strategies:
-        others = [name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and name != "inline"]
+        others = [
+            name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and not LAUNCHERS[name].in_this_process
+        ]
         raise UsageError(
             f"train.launcher = {config.launcher!r} with train.strategy = {config.strategy!r}",
             f"it starts ranks of {' and '.join(launcher.strategies)}",
@@ -110,7 +112,7 @@ def _check_torch(config: TrainConfig) -> None:
     if config.backend != "torch":
         return
     is_keras = "keras" in imported_packages(config.model)
-    if is_keras and config.launcher == "inline":
+    if is_keras and LAUNCHERS[config.launcher].in_this_process:
         raise UsageError(
             f"train.model = {config.model!r} is a Keras model, to be trained by PyTorch in this process",
             "Keras on TensorFlow exports it afterwards, and one process has one of them",

@@ -43,7 +43,7 @@ def rehearse(tree: TrainTree) -> str:
     plan = plan_training(tree.train, tree.spark, dataset)
     check_initial(plan.config)
     config = decided(pinned(plan.config), 1, to_bfloat16=False)
-    if config.launcher == "attach" or silos_of(config):
+    if LAUNCHERS[config.launcher].started_by_others or silos_of(config):
         other = "train.local_sgd.silos" if silos_of(config) else f"train.launcher = {config.launcher!r}"
         raise UsageError(
             f"--rehearse with {other}",

@@ -220,5 +220,6 @@ PARAMETER_SERVER = Strategy(
     roles=roles,
     serve=serve,
     mesh=Mesh.one_reader,
+    recomputes=False,
     leaves_out_batches=False,
 )

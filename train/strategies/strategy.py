@@ -107,6 +107,8 @@ class Strategy:
     """Supported values of `train.compression`."""
     syncs_batch_norm: bool = False
     """It can sum moments of batch norms over ranks inside a step (`train.sync_batch_norm`)."""
+    recomputes: bool = True
+    """Its step may compute activations twice (`train.memory.activation_checkpointing`): no variable changes within."""
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
     """The ranks that may be lost once training has begun, because the others continue without them. A global step does
     not wait for them: it is what the other ranks report."""

@@ -1,0 +1,34 @@
+"""`train.memory.activation_checkpointing`: which trainings can have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+from train.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+
+def why_not_recompute(config: TrainConfig) -> str:
+    """What, beside `train.memory.activation_checkpointing`, keeps a training from it; empty if nothing does.
+
+    `config`: one without `auto` for strategy and backend.
+    """
+    if not STRATEGIES[config.strategy].recomputes:
+        return f"train.strategy = {config.strategy!r}"
+    if config.backend == "keras" and config.sync_batch_norm:
+        return "train.sync_batch_norm = true on TensorFlow"
+    return ""
+
+
+def check_recompute(config: TrainConfig) -> None:
+    """Raises UsageError for what cannot be combined; nothing is imported that trains."""
+    other = why_not_recompute(config)
+    if config.memory.activation_checkpointing == "on" and other:
+        raise UsageError(
+            f"train.memory.activation_checkpointing = 'on' with {other}",
+            "recomputing a block would read variables, or sum moments over ranks, a second time",
+            "use only one of the two",
+        )
