@@ -30,10 +30,10 @@ from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
 from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
-from train.progress import Progress
+from train.contracts.progress import Progress
+from train.contracts.values import ModelIdentity
+from train.contracts.world import World
 from train.strategies import STRATEGIES
-from train.values import ModelIdentity
-from train.world import World
 
 HIDDEN = 2000
 

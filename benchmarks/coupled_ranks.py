@@ -33,19 +33,19 @@ from benchmarks.training_step import NUM_CLASSES, SHAPE, SPEC, SilentReporter, t
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch, DatasetPin
-from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import Learner
 from train.config import TrainConfig
+from train.contracts.activities import Activity
+from train.contracts.mesh import Mesh
+from train.contracts.task import WorkerTask
+from train.contracts.values import ModelIdentity, Reporter, TimeShares, TrainResult
+from train.contracts.world import World
 from train.launching import LAUNCHERS
-from train.mesh import Mesh
 from train.planning.make import plan_training
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 from train.strategies.member import Member
-from train.task import WorkerTask
-from train.values import ModelIdentity, Reporter, TimeShares, TrainResult
-from train.world import World
 
 LOCAL_BATCH_SIZE = 32
 NUM_PARTS = 8

@@ -29,17 +29,17 @@ from benchmarks.training_start import build_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
-from train.activities import Activity
 from train.config import TrainConfig
+from train.contracts.activities import Activity
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter, StepReport, TrainResult
+from train.contracts.world import World
 from train.launching import LAUNCHERS
 from train.launching.rank import HEARTBEAT_SECONDS
+from train.rank.worker import run_worker
 from train.reporting.observer import GlobalStep
-from train.task import WorkerTask
 from train.training import train_model
 from train.tree import TrainTree
-from train.values import Reporter, StepReport, TrainResult
-from train.worker import run_worker
-from train.world import World
 
 STRATEGIES = ("horovod", "torch_ddp")
 KILL_AFTER = 6

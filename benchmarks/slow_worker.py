@@ -30,13 +30,13 @@ from shardmill.values import Batch
 from tests.support import make_dataset
 from train.backends.backend import Learner
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter
+from train.contracts.world import Role, World
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
 from train.strategies import horovod, parameter_server, parameter_server_worker
 from train.strategies.member import Member, MemberStep
-from train.task import WorkerTask
-from train.values import Reporter
-from train.world import Role, World
 
 MILLISECONDS = "SHARDMILL_BENCHMARK_MILLISECONDS_PER_IMAGE"
 """Of each of the two machines, separated by a blank; to the ranks' processes."""

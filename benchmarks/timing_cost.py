@@ -25,18 +25,18 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.reader import BatchReader
-from train import worker
-from train.activities import Activity
 from train.config import TrainConfig
+from train.contracts.activities import Activity
+from train.contracts.progress import Progress
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter, StepReport, TrainResult
+from train.contracts.world import World
 from train.launching import LAUNCHERS
-from train.progress import Progress
+from train.rank import worker
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import StragglerWatch
 from train.reporting.verdict import StepTimes
-from train.stopwatch import Stopwatch
-from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult
-from train.world import World
 
 STRATEGIES = ("horovod", "torch_ddp")
 # The first steps trace and warm up.

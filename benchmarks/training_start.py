@@ -26,9 +26,9 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.spark import one_spark
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
-from train.task import WorkerTask
 
 CASES = (("local", "horovod"), ("local", "torch_ddp"), ("spark_barrier", "torch_ddp"), ("spark_barrier", "horovod"),
          ("horovod_spark", "horovod"))  # fmt: skip

@@ -21,14 +21,14 @@ import numpy as np
 
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import Batch
-from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
+from train.contracts.activities import Activity
+from train.contracts.values import StepReport
+from train.contracts.world import World
 from train.labels import LabelSpec
 from train.strategies import STRATEGIES
-from train.values import StepReport
-from train.world import World
 
 SHAPE = (64, 64, 3)
 NUM_CLASSES = 10
@@ -113,7 +113,7 @@ def by_hand_in_keras() -> Callable[[Batch], float]:
 
 
 def ours(backend: str) -> Callable[[Batch], float]:
-    """A member of a world of one, as `train.worker` has it."""
+    """A member of a world of one, as `train.rank.worker` has it."""
     strategy, model = {"torch": ("torch_ddp", "benchmarks.training_step:torch_net"), "keras": ("horovod", "small_cnn")}[
         backend
     ]

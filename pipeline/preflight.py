@@ -190,7 +190,7 @@ def _look_at_launch(tree: PipelineTree) -> str:
 
 
 def _look_at_initial(tree: PipelineTree) -> str:
-    from train.freezing import never_unfrozen
+    from train.backends.freezing import never_unfrozen
     from train.initialization.initial import check_initial
     from train.planning.auto import resolve
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from etl.config import EtlConfig, SourceConfig
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
 from train.config import TrainConfig
-from train.gate_config import GateConfig
+from train.settings.gate import GateConfig
 
 
 class PipelineTree(ConfigTree):

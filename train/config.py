@@ -17,13 +17,13 @@ from shardmill.epoch_plan import num_streams_for
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from train.checkpoints.checkpoint_config import CheckpointConfig
-from train.moved_settings import MOVED, is_former_record, read_former_record
-from train.non_finite_config import NonFiniteConfig
 from train.planning.memory_config import MemoryConfig
-from train.reading_config import ReadingConfig
 from train.reporting.log_config import LogConfig
-from train.setting_kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
-from train.watch_config import WatchConfig
+from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
+from train.settings.moved import MOVED, is_former_record, read_former_record
+from train.settings.non_finite import NonFiniteConfig
+from train.settings.reading import ReadingConfig
+from train.settings.watch import WatchConfig
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset

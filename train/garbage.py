@@ -17,12 +17,12 @@ from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
 from train.checkpoints.checkpoint import MARKER, complete_checkpoints
+from train.contracts.values import RESULT
 from train.planning.trainings import FRESH, TRAININGS
 from train.published.current import CURRENT, read_history
 from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
 from train.records import record_numbers, record_path
 from train.results import read_result
-from train.values import RESULT
 
 _FOLDERS = (TRAININGS, ARTIFACTS, EXPORTS, CURRENT, REACH)
 _FIRST = rf"{TRAININGS}/[0-9a-f]+/v\d{{8}}-[0-9a-f]{{8}}/epochs-\d+-\w+"

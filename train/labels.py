@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from shardmill.typed_columns import vector_size
 from shardmill.values import LabelKind
-from train.values import METRICS
+from train.contracts.values import METRICS
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
     from shardmill.formats.rows import RowSchema
     from train.config import TrainConfig
-    from train.gate_config import GateConfig
+    from train.settings.gate import GateConfig
 
 LOSSES: dict[LabelKind, str] = {
     "class": "softmax",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from shardmill.checksummed import verified_body, with_checksum
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
-from train.values import from_json
+from train.contracts.values import from_json
 
 Record = TypeVar("Record", bound=BaseModel)
 Value = TypeVar("Value")

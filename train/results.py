@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from shardmill.checksummed import check_relative_path, verified_body
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, join_uri
-from train.values import RESULT, TrainResult, from_json
+from train.contracts.values import RESULT, TrainResult, from_json
 
 
 def read_result(store: Store, folder: str) -> TrainResult | None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shardmill.registry import Entry, Registry
 from shardmill.section import Section
-from train.setting_kinds import RESUMABLE
+from train.settings.kinds import RESUMABLE
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

@@ -19,7 +19,8 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from train.freezing import never_unfrozen
+from train.backends.freezing import never_unfrozen
+from train.contracts.values import TrainResult
 from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
 from train.launching import LAUNCHERS
@@ -43,7 +44,6 @@ from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import StepTimes, Verdict
 from train.results import read_result
 from train.tree import TrainTree
-from train.values import TrainResult
 
 
 @dataclass(frozen=True, slots=True)

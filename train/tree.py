@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
 from train.config import TrainConfig
-from train.gate_config import GateConfig
+from train.settings.gate import GateConfig
 
 
 class TrainTree(ConfigTree):

@@ -18,7 +18,7 @@ from shardmill.jobs.addresses import addresses_of, is_loopback
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit, may_have_other_hosts
 from shardmill.stores import scheme_of
 from train.config import TrainConfig
-from train.world import LOOPBACK
+from train.contracts.world import LOOPBACK
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig

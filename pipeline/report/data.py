@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.statistics import ImageSizes
     from shardmill.jobs.run_files import StageRecord
     from shardmill.values import Rejection
-    from train.values import EpochRecord, Evaluation
+    from train.contracts.values import EpochRecord, Evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from pipeline.report.charts import (
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
 from shardmill.printable import without_surrogates
 from shardmill.words import counted
-from train.values import METRICS
+from train.contracts.values import METRICS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pipeline.report.data import ReportData
     from shardmill.dataset.statistics import ImageSizes
-    from train.values import ClassFigures, Confusion, Evaluation
+    from train.contracts.values import ClassFigures, Confusion, Evaluation
 
 MAX_CONFUSION_CLASSES = 50
 NUM_CONFUSED_PAIRS = 25

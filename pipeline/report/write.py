@@ -21,7 +21,7 @@ from shardmill.reader import read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
-from train.values import EpochRecord, Evaluation
+from train.contracts.values import EpochRecord, Evaluation
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from tests.train.test_models import THREE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
-from train.world import World
+from train.contracts.world import World
 
 NUM_IMAGES = 96
 

@@ -9,11 +9,11 @@ import numpy as np
 from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from tests.train.training import MODELS
-from train.activities import Activity
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
 from train.checkpoints.state import WEIGHTS
-from train.progress import Progress
+from train.contracts.activities import Activity
+from train.contracts.progress import Progress
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "checkpoint": {"keep": 3}}
 KILLED_AT = 4

@@ -19,20 +19,20 @@ from unittest.mock import patch
 
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
 from train.launching import LAUNCHERS, agent
 from train.launching.rank import DEFAULT_WORKER
 from train.reporting.observer import TrainObserver
-from train.task import WorkerTask
-from train.values import TrainResult
 
 # What a rank of each backend imports; PyTorch its compilers, as soon as it is told to be deterministic.
 _MODULES = {
-    "keras": ("tensorflow", "train.launching.rank", "train.worker", "train.backends.keras.backend"),
+    "keras": ("tensorflow", "train.launching.rank", "train.rank.worker", "train.backends.keras.backend"),
     "torch": (
         "torch",
         "torch._inductor.config",
         "train.launching.rank",
-        "train.worker",
+        "train.rank.worker",
         "train.backends.torch.backend",
     ),
 }

@@ -15,12 +15,12 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import Terminated, raise_on_signals
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import OUTPUT
 from train.launching import LAUNCHERS
 from train.launching.attach import attached
 from train.models.user import source_sha256
 from train.planning.auto import resolve
-from train.task import WorkerTask
-from train.values import OUTPUT
 
 
 class Teller:

@@ -11,10 +11,10 @@ from typing import NoReturn
 from shardmill.errors import IntegrityError
 from shardmill.jobs.process import Terminated
 from shardmill.values import Cursor
-from train.activities import Activity, during, waiting
-from train.task import WorkerTask
-from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
-from train.world import World
+from train.contracts.activities import Activity, during, waiting
+from train.contracts.task import WorkerTask
+from train.contracts.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
+from train.contracts.world import World
 
 NUM_STEPS = 4
 

@@ -14,20 +14,20 @@ from dataclasses import replace
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
-from train.activities import Activity
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
+from train.contracts.activities import Activity
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter, StepReport, TrainResult
+from train.contracts.world import World
+from train.rank.worker import run_worker
 from train.strategies.horovod import HOROVOD
 from train.strategies.member import Member
 from train.strategies.mirrored import MIRRORED
 from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
-from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult
-from train.worker import run_worker
-from train.world import World
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
 

@@ -16,14 +16,14 @@ from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import Member, MemberStep
 from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import CheckpointLayout, Strategy, WholeModel
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
-from train.values import Reporter
-from train.world import World
 
 
 def one_group(config: TrainConfig) -> Mesh:

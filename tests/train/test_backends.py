@@ -24,13 +24,13 @@ from tests.train.training import MODELS, Recorder, check_terms, task_of, train_h
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.launching import LAUNCHERS
 from train.planning.auto import resolve
 from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.load import load_exported
 from train.reporting.run_log import RunLog
-from train.world import World
 
 TORCH_MODELS = "tests.train.torch_models"
 SHAPE = (16, 16, 3)

@@ -15,16 +15,16 @@ from tests.train.training import MODELS, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.batch_norms import largest_momentum
-from train.chance import Chance
 from train.config import TrainConfig
-from train.gate_config import GateConfig
+from train.contracts.progress import EarlyStop, Progress
+from train.contracts.values import EpochRecord, Evaluation
+from train.contracts.world import World
 from train.labels import LabelSpec
-from train.progress import EarlyStop, Progress
 from train.published.candidate import promote_export
 from train.published.export import export_training
+from train.rank.chance import Chance
 from train.results import read_result
-from train.values import EpochRecord, Evaluation
-from train.world import World
+from train.settings.gate import GateConfig
 
 LATE = {"keras": "tests.train.keras_norm_models", "torch": "tests.train.torch_models"}
 LINEAR = {"keras": MODELS, "torch": "tests.train.torch_models"}

@@ -17,9 +17,9 @@ from shardmill.stores import open_store
 from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
+from train.identity import fields_of_settings, settings_of
 from train.planning.changes import Again, BegunTraining, check_allowed
-from train.setting_kinds import DURATION, EXECUTION, RESUMABLE
-from train.settings import fields_of_settings, settings_of
+from train.settings.kinds import DURATION, EXECUTION, RESUMABLE
 from train.training import train_model
 
 

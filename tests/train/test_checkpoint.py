@@ -26,7 +26,7 @@ from train.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from train.checkpoints.state import OPTIMIZER, WEIGHTS
-from train.progress import BestEpoch, Progress
+from train.contracts.progress import BestEpoch, Progress
 from train.results import read_result
 
 

@@ -14,10 +14,10 @@ from train.checkpoints.checkpoint import (
     MARKER,
 )
 from train.config import TrainConfig
-from train.setting_kinds import DEFAULTED, DURATION, EXECUTION
-from train.settings import fields_of_settings, settings_of, settings_that_matter
+from train.contracts.values import to_json
+from train.identity import fields_of_settings, settings_of, settings_that_matter
+from train.settings.kinds import DEFAULTED, DURATION, EXECUTION
 from train.strategies.options import LocalSgdOptions
-from train.values import to_json
 
 
 @pytest.mark.parametrize(

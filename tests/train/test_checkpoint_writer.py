@@ -23,15 +23,15 @@ from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import CONFIG, OneRank, Silent
 from tests.train.training import Recorder, StepWatcher, task_of, train_here
-from train.activities import Activity
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
 from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
 from train.checkpoints.state import WEIGHTS
+from train.contracts.activities import Activity
+from train.contracts.progress import Progress
+from train.contracts.values import RESULT, ModelIdentity
 from train.launching import LAUNCHERS
 from train.launching.faults import RankLost
-from train.progress import Progress
-from train.values import RESULT, ModelIdentity
 
 NUM_KILLS = int(os.environ.get("SHARDMILL_KILLS", "3"))
 

@@ -15,10 +15,10 @@ from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.class_weights import class_weights
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.labels import LabelSpec
 from train.planning.preflight import check_trainable
 from train.tree import TrainTree
-from train.world import World
 
 LINEAR = {"keras": "tests.train.models_under_test:linear", "torch": "tests.train.torch_models:linear"}
 THREE = LabelSpec("class", ("a", "b", "c"))

@@ -23,12 +23,12 @@ from tests.etl.test_extra_columns import build
 from tests.train.training import MODELS, train_here
 from train.backends import BACKENDS
 from train.config import TrainConfig
+from train.contracts.values import Evaluation
+from train.contracts.world import World
 from train.evaluation.evaluate import scores_of
 from train.published.export import check_figures, export_training
 from train.published.figures import by_name, evaluate_export
 from train.published.load import load_exported
-from train.values import Evaluation
-from train.world import World
 
 LINEAR = {"keras": f"{MODELS}:linear", "torch": "tests.train.torch_models:linear"}
 NUM_IMAGES = 160

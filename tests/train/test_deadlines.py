@@ -8,13 +8,13 @@ import pytest
 
 from shardmill.stores.local import LocalStore
 from shardmill.values import Cursor
-from train.activities import Activity, reading, waiting
 from train.config import TrainConfig
+from train.contracts.activities import Activity, reading, waiting
 from train.launching.activity_clock import UNTIMED, ActivityClock, heartbeat_of
 from train.launching.deadlines import PATIENCE, TRUSTED, Deadlines
 from train.launching.faults import FaultKind, error_of
 from train.launching.messages import Heartbeat, Hello
-from train.watch_config import WatchConfig
+from train.settings.watch import WatchConfig
 
 
 def started(world_size: int, **limits: float) -> Deadlines:

@@ -24,14 +24,14 @@ from tests.train.training import check_terms
 from train.backends import BACKENDS
 from train.backends.gpu_builds import why_no_gpu
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
+from train.contracts.world import RankDevices, World
 from train.launching import LAUNCHERS
 from train.launching.devices import CUDA_VARIABLE, check_devices, share_of_rank, visible_gpus
 from train.launching.place import Place
 from train.launching.spark_slots import num_slots_of
 from train.planning.auto import resolve
-from train.task import WorkerTask
-from train.values import TrainResult
-from train.world import RankDevices, World
 
 HERE = socket.gethostname()
 pytestmark = pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")

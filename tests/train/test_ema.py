@@ -17,8 +17,8 @@ from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
 from train.config import TrainConfig
+from train.identity import settings_that_matter
 from train.published.export import export_training
-from train.settings import settings_that_matter
 
 
 def in_model(one: Learner) -> list[np.ndarray]:

@@ -11,10 +11,10 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.reader import read_batches, read_samples, read_split
 from tests.support import make_dataset
+from train.contracts.values import Evaluation
 from train.evaluation.evaluate import Outputs, evaluate_batches, scores_by
 from train.labels import LabelSpec
 from train.strategies.collective import SingleCollective
-from train.values import Evaluation
 
 NUM_CLASSES = 7
 

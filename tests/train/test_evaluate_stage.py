@@ -22,12 +22,12 @@ from tests.support import make_dataset
 from tests.train.exports import put_export
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import RESULT, to_json
+from train.contracts.world import World
 from train.published.evaluation import Evaluated, evaluate_on
 from train.published.exported import Export, ExportedModel
 from train.published.figures import evaluate_export
-from train.task import WorkerTask
-from train.values import RESULT, to_json
-from train.world import World
 
 FOLDER = "trainings/0/v00000001-00000000/epochs-00001-best"
 

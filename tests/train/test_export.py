@@ -26,6 +26,8 @@ from tests.support import make_dataset
 from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.planning.auto import resolve
@@ -36,8 +38,6 @@ from train.published.load import load_exported
 from train.records import put_record, read_record, record_numbers
 from train.reporting.run_log import RunLog
 from train.results import read_result
-from train.task import WorkerTask
-from train.values import TrainResult
 
 MODELS = "tests.train.launch_models"
 

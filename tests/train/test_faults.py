@@ -11,11 +11,11 @@ import pytest
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
 from tests.train.driver_process import ROOT
+from train.contracts.values import from_json
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of, is_cause_known, merged, root_cause
 from train.launching.messages import Failure
 from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
 from train.strategies import STRATEGIES
-from train.values import from_json
 
 HOROVODS_SECONDARY = STRATEGIES["horovod"].secondary_error
 SECONDARY = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
@@ -130,7 +130,7 @@ def test_a_traceback_is_a_note_and_the_line_names_its_place():
 GRAPH_ERROR = """Graph execution error:
 
 Detected at node model_1/layer_1/GatherV2 defined at (most recent call last):
-  File "{root}/train/worker.py", line 192, in _train_steps
+  File "{root}/train/rank/worker.py", line 192, in _train_steps
 
   File "{folder}/my_model.py", line 12, in call
 

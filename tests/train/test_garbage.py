@@ -23,16 +23,25 @@ from tests.train.checkpoints import write_checkpoint
 from tests.train.test_job import tree_of
 from train.checkpoints.attempts import claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
+from train.contracts.progress import BestEpoch, Progress
+from train.contracts.values import (
+    CONFUSION,
+    EXCHANGED_FILES,
+    PROFILES,
+    RESULT,
+    ModelIdentity,
+    TimeShares,
+    TrainResult,
+    to_json,
+)
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.initialization.initialize import INITIALIZED
 from train.planning.auto import resolve
 from train.planning.record import FORMER_CHOICE, FORMER_MEMORY, PLAN, keep_plan, read_plan
 from train.planning.trainings import FRESH, TRAININGS, FreshTraining
-from train.progress import BestEpoch, Progress
 from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
 from train.records import put_record, record_numbers
-from train.values import CONFUSION, EXCHANGED_FILES, PROFILES, RESULT, ModelIdentity, TimeShares, TrainResult, to_json
 
 ROOT = Path(__file__).parents[2]
 _PIN, _MODEL = DatasetPin("dataset", 1, "0" * 64), ModelIdentity("", "")

@@ -15,14 +15,14 @@ from shardmill.errors import GateNotPassed, IntegrityError, UsageError
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
-from train.gate_config import GateConfig
+from train.contracts.values import Evaluation
 from train.published.candidate import promote_export
 from train.published.current import read_history
 from train.published.decision import Comparison, Incomparable, Promotion
 from train.published.exported import Export
 from train.published.gate import FEW_SAMPLES, decide
 from train.published.promote import choose_export, roll_back
-from train.values import Evaluation
+from train.settings.gate import GateConfig
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"
 SCENARIOS: dict[str, Callable[[Models], None]] = {}

@@ -16,13 +16,13 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from tests.train.driver_process import PIN, WORKERS
 from tests.train.test_job import Recorder
-from train.activities import Activity, during
 from train.config import TrainConfig
+from train.contracts.activities import Activity, during
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter, StepReport, TrainResult
+from train.contracts.world import World
 from train.launching.inline import launch_inline
-from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult
-from train.watch_config import WatchConfig
-from train.world import World
+from train.settings.watch import WatchConfig
 
 SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}
 HERE = "tests.train.test_inline_watch"

@@ -29,17 +29,17 @@ from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig
-from train.gate_config import GateConfig
+from train.contracts.values import EpochRecord, Evaluation
+from train.contracts.world import World
 from train.labels import LabelSpec, check_gate, check_labels
 from train.planning.preflight import check_trainable
 from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
 from train.published.predict import open_model, predict_files
 from train.reporting.run_log import RunLog
+from train.settings.gate import GateConfig
 from train.strategies.options import LocalSgdOptions
 from train.training import train_model
-from train.values import EpochRecord, Evaluation
-from train.world import World
 
 SHAPE = (16, 16, 3)
 SIDES = ("left", "right")

@@ -21,10 +21,10 @@ from tests.support import make_dataset
 from tests.train.driver_process import PIN, WORKERS, Driver, start_driver
 from tests.train.training import check_terms
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
 from train.launching import LAUNCHERS
 from train.launching.rank import EXIT_ABORTED
 from train.reporting.run_log import RunLog
-from train.task import WorkerTask
 
 MODELS = "tests.train.launch_models"
 # What the driver would wait for a silent rank or for one without progress: it is told of an end, and waits for neither.

@@ -16,10 +16,10 @@ from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.models import MODELS
 from train.planning.auto import resolve
 from train.tree import TrainTree
-from train.world import World
 
 
 def test_a_typo_is_answered_with_the_nearest_architecture():

@@ -9,7 +9,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
 
 AXES = [axes for axes in product((1, 2, 3), repeat=4) if axes[1] * axes[2] <= 8]
 

@@ -12,11 +12,11 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from shardmill.values import Batch
+from train.contracts.values import Evaluation, from_json, to_json
 from train.evaluation.evaluate import metrics_of, scores_of
 from train.labels import LabelSpec
 from train.metrics import multi_label
 from train.metrics.multi_label import average_precision
-from train.values import Evaluation, from_json, to_json
 
 
 class Threads:

@@ -21,13 +21,13 @@ from pipeline.cli import app
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.stores import open_store
+from train.contracts.values import StepReport
+from train.identity import fields_of_settings
 from train.reporting.observer import GlobalStep
 from train.reporting.trackers import sent
 from train.reporting.trackers.mlflow import MlflowTracker
 from train.reporting.trackers.tracker import TrackedRun
-from train.settings import fields_of_settings
 from train.tree import TrainTree
-from train.values import StepReport
 
 FIELDS = {
     "experiments/create": {"name"},

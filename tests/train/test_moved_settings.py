@@ -19,12 +19,12 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from train.checkpoints.checkpoint import TrainingIdentity
 from train.config import TrainConfig
-from train.moved_settings import MOVED
+from train.contracts.values import DatasetPin, ModelIdentity
+from train.identity import fields_of_settings, settings_that_matter
 from train.planning.changes import check_allowed
 from train.planning.trainings import training_id
-from train.settings import fields_of_settings, settings_that_matter
+from train.settings.moved import MOVED
 from train.tree import TrainTree
-from train.values import DatasetPin, ModelIdentity
 
 FORMER: list[dict[str, Any]] = [
     former

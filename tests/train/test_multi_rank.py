@@ -21,11 +21,11 @@ from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import MARKER
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.contracts.values import BEFORE_CHECKPOINT, TrainResult
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 from train.strategies.strategy import all_members
-from train.values import BEFORE_CHECKPOINT, TrainResult
 
 WORKERS = "tests.train.multi_rank_workers"
 STATEFUL = {"checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24, "record_samples": True,

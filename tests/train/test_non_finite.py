@@ -21,7 +21,7 @@ from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.launching.rank import DEFAULT_WORKER
-from train.non_finite_config import NonFiniteConfig
+from train.settings.non_finite import NonFiniteConfig
 from train.strategies import STRATEGIES
 
 LIMIT = "SHARDMILL_TEST_BRIGHTEST"

@@ -13,8 +13,8 @@ from tests.train.test_models import batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.labels import LabelSpec
-from train.world import World
 
 SHAPE = (8, 8, 3)
 EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)

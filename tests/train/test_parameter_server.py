@@ -24,6 +24,7 @@ from tests.train.training import check_terms, task_of
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import load_arrays, rank_file
 from train.config import TrainConfig
+from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.restarts import launch_until_done
@@ -31,7 +32,6 @@ from train.planning.auto import resolve
 from train.strategies import roles_of
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server import STEPS_AHEAD
-from train.world import Role
 
 SERVED = {
     "strategy": "parameter_server", "launcher": "local", "num_workers": 2,

@@ -179,8 +179,8 @@ def applied_and_lost() -> list[bool]:
     """A world of one: for steps that reach all layers, some or none, and hold some still, whether all is there."""
     import torch
 
+    from train.contracts.world import World
     from train.strategies.torch_ddp import TorchCollective
-    from train.world import World
 
     collective = TorchCollective(World())
     torch.manual_seed(0)

@@ -20,12 +20,12 @@ from shardmill.options import DecodeLimits
 from shardmill.reader import read_samples
 from tests.support import make_dataset
 from train.config import TrainConfig
-from train.gate_config import GateConfig
 from train.published.candidate import promote_export
 from train.published.export import export_training
 from train.published.load import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 from train.reporting.run_log import RunLog
+from train.settings.gate import GateConfig
 from train.training import finished_training, train_model
 from train.tree import TrainTree
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
+from train.contracts.progress import Progress, TimeSpent, has_not_learned
+from train.contracts.values import EpochRecord
 from train.models.identity import inputs_hint
-from train.progress import Progress, TimeSpent, has_not_learned
-from train.values import EpochRecord
 
 
 def test_a_model_that_learns_nothing_is_reported_once(tiny_uri, tmp_path):

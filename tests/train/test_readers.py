@@ -17,7 +17,7 @@ from tests.support import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
 from train.planning.preflight import check_ranks, check_trainable
 from train.readers import READERS
 from train.readers.petastorm import shares_of_ranks
@@ -172,7 +172,7 @@ def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_ur
 
 
 def test_the_default_leaves_old_trainings_what_they_were():
-    from train.settings import settings_that_matter
+    from train.identity import settings_that_matter
 
     assert "reader" not in settings_that_matter(config_of("shardmill"))
     assert settings_that_matter(config_of("petastorm"))["reader"] == '"petastorm"'

@@ -9,8 +9,8 @@ import pytest
 from shardmill.errors import ShardmillError, TrainingError, UsageError
 from tests.processes import is_running
 from tests.programs.answer_in_every_way import Task
+from train.contracts.values import to_json
 from train.launching.side_process import Question, ask
-from train.values import to_json
 
 PROGRAM = "tests.programs.answer_in_every_way"
 

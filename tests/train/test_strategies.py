@@ -14,11 +14,11 @@ from shardmill.registry import Entry
 from tests.processes import in_own_process
 from tests.train.training import check_terms
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.strategies import STRATEGIES, find_strategy
 from train.strategies.collective import Collective
 from train.strategies.horovod import HorovodCollective
 from train.strategies.single import open_single
-from train.world import World
 
 
 def every_collective_is_the_identity(join: Callable[[World], Collective]) -> None:

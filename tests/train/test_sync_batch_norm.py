@@ -21,10 +21,10 @@ from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
+from train.contracts.values import TrainResult
+from train.identity import settings_that_matter
 from train.published.export import export_training
-from train.settings import settings_that_matter
 from train.strategies import STRATEGIES
-from train.values import TrainResult
 
 # PyTorch's has weights, the first whose gradients are complete, that not all ranks use in a step.
 NORMED = {"keras": f"{MODELS}:normed", "torch": f"{TORCH_MODELS}:routed_normed"}

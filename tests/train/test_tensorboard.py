@@ -18,13 +18,13 @@ from shardmill.stores.local import LocalStore
 from tests.services.s3 import s3_client
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
+from train.contracts.values import StepReport
 from train.launching.inline import ObserverReporter
 from train.launching.inline_watch import InlineWatch
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog, StepsLog
 from train.reporting.trackers.tensorboard import TensorBoardTracker
 from train.reporting.trackers.tracker import TrackedRun
-from train.values import StepReport
 
 
 class UntilStep(ObserverReporter):

@@ -41,8 +41,8 @@ def compared(compression: Literal["none", "bf16"]) -> list[tuple[bool, bool]]:
     """A world of one: for steps of several kinds, whether sums are the plain gradients, and whether all were there."""
     import torch
 
+    from train.contracts.world import World
     from train.strategies.torch_ddp import TorchCollective
-    from train.world import World
 
     collective = TorchCollective(World())
     torch.manual_seed(0)
@@ -90,8 +90,8 @@ def backward_twice() -> list[str]:
     from torch.utils.checkpoint import checkpoint
 
     from shardmill.errors import TrainingError
+    from train.contracts.world import World
     from train.strategies.torch_ddp import TorchCollective
-    from train.world import World
 
     def summed(sync_batch_norm: bool) -> str:
         layer = torch.nn.Linear(8, 8)

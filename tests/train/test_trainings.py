@@ -26,8 +26,8 @@ from train.models.user import source_sha256
 from train.planning.preflight import window_memory
 from train.planning.trainings import RESULT, choose_training
 from train.published.export import export_training
-from train.reading_config import ReadingConfig
 from train.results import read_result
+from train.settings.reading import ReadingConfig
 from train.training import train_model
 from train.tree import TrainTree
 

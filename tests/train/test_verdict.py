@@ -17,6 +17,8 @@ from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from tests.train.training import task_of
 from train.config import TrainConfig
+from train.contracts.values import StepReport
+from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
 from train.planning.exchange import ExchangeFacts, FirstSteps, weigh
 from train.reporting.observer import GlobalStep
@@ -25,8 +27,6 @@ from train.reporting.run_log import RunLog
 from train.reporting.verdict import StepTimes, Verdict
 from train.strategies.replicated import replicated
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
-from train.values import StepReport
-from train.world import RankDevices
 
 TORCH_MODELS = "tests.train.torch_models"
 

@@ -22,6 +22,9 @@ from shardmill.values import DatasetPin
 from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import StepReport, from_json
+from train.contracts.world import World
 from train.launching import messages
 from train.launching.connection import (
     ADDRESS_VARIABLE,
@@ -39,11 +42,8 @@ from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hell
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
+from train.settings.watch import WatchConfig
 from train.strategies.options import LocalSgdOptions
-from train.task import WorkerTask
-from train.values import StepReport, from_json
-from train.watch_config import WatchConfig
-from train.world import World
 
 ROOT = Path(__file__).parents[2]
 

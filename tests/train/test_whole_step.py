@@ -12,11 +12,11 @@ import pytest
 
 from tests.train.test_backends import CLIFF, LINEAR, SHAPE, STATEFUL, learner, state
 from tests.train.test_models import batch_of
-from train.activities import Activity, during
 from train.backends.backend import StatePart
+from train.contracts.activities import Activity, during
+from train.contracts.values import StepReport
+from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective, SingleCollective
-from train.values import StepReport
-from train.world import World
 
 SLEEP_SECONDS = 0.2
 

@@ -19,9 +19,9 @@ from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints, open_checkpoint
 from train.config import TrainConfig
+from train.contracts.values import RESULT
 from train.planning.preflight import check_trainable
 from train.results import read_result
-from train.values import RESULT
 
 STATEFUL = f"{MODELS}:stateful"
 

@@ -10,21 +10,21 @@ from typing import Any
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
-from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
 from train.config import TrainConfig
+from train.contracts.activities import Activity
+from train.contracts.task import WorkerTask
+from train.contracts.values import StepReport, TrainResult
+from train.contracts.world import World
 from train.initialization.initial import check_initial
 from train.labels import LabelSpec
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.planning.make import plan_training
 from train.planning.plan import TrainingPlan
+from train.rank.worker import run_worker
 from train.reporting.observer import GlobalStep
-from train.task import WorkerTask
-from train.values import StepReport, TrainResult
-from train.worker import run_worker
-from train.world import World
 
 MODELS = "tests.train.models_under_test"
 SMALL = {"epochs": 2, "global_batch_size": 32, "augment": {"random_crop_padding": 1}}

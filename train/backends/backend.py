@@ -19,8 +19,8 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.class_weights import class_weights
+from train.contracts.world import World
 from train.labels import LabelSpec
-from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest

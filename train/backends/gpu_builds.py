@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shardmill.errors import UsageError
-from train.world import World
+from train.contracts.world import World
 
 
 def why_no_gpu(backend: str) -> str:

@@ -21,9 +21,9 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.checkpoints.attempts import Attempt
-from train.moved_settings import key_of
-from train.progress import Progress
-from train.values import ModelIdentity, from_json
+from train.contracts.progress import Progress
+from train.contracts.values import ModelIdentity, from_json
+from train.settings.moved import key_of
 
 MARKER = "MARKER.json"
 

@@ -22,11 +22,11 @@ from shardmill.errors import StorageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
 from shardmill.storage import Store
-from train.activities import Activity, during, waiting
 from train.checkpoints.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
 from train.checkpoints.state import dump_arrays
-from train.progress import Progress
-from train.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json
+from train.contracts.activities import Activity, during, waiting
+from train.contracts.progress import Progress
+from train.contracts.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
 GRACE_SECONDS = 10.0

@@ -14,11 +14,11 @@ import numpy as np
 from shardmill.checksummed import with_checksum
 from shardmill.storage import Store
 from shardmill.values import Batch, LabelKind
+from train.contracts.values import CONFUSION, Confusion, Evaluation, to_json
 from train.labels import LabelSpec
 from train.metrics import METRICS
 from train.metrics.metrics import Exchange, Metrics
 from train.records import read_if_whole
-from train.values import CONFUSION, Confusion, Evaluation, to_json
 
 # Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
 # (backends/keras/losses.py) to bound its gradient; none is taken here, and errors made with confidence should differ.

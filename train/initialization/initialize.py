@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from shardmill.checksummed import with_checksum
 from shardmill.jobs.observer import WARNING
 from shardmill.storage import Store
-from train.activities import Activity, during
+from train.contracts.activities import Activity, during
+from train.contracts.values import to_json
 from train.initialization.initial import InitialFile, read_pinned
 from train.initialization.match_weights import Initialized, listed, match_weights
 from train.records import read_if_whole
-from train.values import to_json
 
 if TYPE_CHECKING:
-    from train.session import Session
+    from train.rank.session import Session
 
 INITIALIZED = "initialized.json"
 """The `Initialized` of a training, in its folder."""

@@ -14,9 +14,9 @@ from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
+    from train.contracts.task import WorkerTask
+    from train.contracts.values import TrainResult
     from train.reporting.observer import TrainObserver
-    from train.task import WorkerTask
-    from train.values import TrainResult
 
 
 class Launch(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.activities import Activity
+from train.contracts.activities import Activity
 from train.launching.messages import Heartbeat, Timed
 
 UNTIMED = 4

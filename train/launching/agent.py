@@ -15,14 +15,14 @@ from functools import partial
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
+from train.contracts.task import WorkerTask
+from train.contracts.values import from_json
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, call_driver
 from train.launching.devices import device_environment
 from train.launching.faults import failure_of
 from train.launching.messages import Abort, Output, RankExit
 from train.launching.output import RankOutput
 from train.launching.place import Place
-from train.task import WorkerTask
-from train.values import from_json
 
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0

@@ -22,6 +22,8 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.ending import error_line, exit_code_of, print_error
 from shardmill.jobs.process import one_of_a_job, python_path, why_ended
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
 from train.launching import Launcher
 from train.launching.agent import keep_rank, rank_processes
 from train.launching.attach_gate import Gate, call_gate
@@ -35,8 +37,6 @@ from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
-from train.task import WorkerTask
-from train.values import TrainResult
 
 JOB_TOKEN_VARIABLE = "SHARDMILL_JOB_TOKEN"
 MIN_TOKEN_CHARACTERS = 16

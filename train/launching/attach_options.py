@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from shardmill.section import Section
-from train.setting_kinds import EXECUTION
-from train.written_forms import Host
+from train.settings.kinds import EXECUTION
+from train.settings.written_forms import Host
 
 
 class AttachOptions(Section):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 
 from shardmill.jobs.addresses import addresses_of, is_loopback
+from train.contracts.world import LOOPBACK
 from train.launching.environments import ENVIRONMENTS, Variables
 from train.launching.place import Place
-from train.world import LOOPBACK
 
 
 def host_of_rank_0(variables: Variables, place: Place) -> str:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from shardmill.values import Cursor
 from train.config import TrainConfig
+from train.contracts.values import TrainResult
+from train.contracts.world import Role
 from train.launching.faults import FaultKind, RankFault
 from train.launching.messages import Heartbeat, Hello, Stopped
 from train.strategies import roles_of
-from train.values import TrainResult
-from train.world import Role
 
 # A rank may take this many times longer than any rank so far: a straggler is no fault.
 PATIENCE = 10.0

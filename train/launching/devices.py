@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardmill.errors import UsageError
-from train.activities import during, waiting
 from train.backends.gpu_builds import why_no_gpu
 from train.config import TrainConfig
+from train.contracts.activities import during, waiting
+from train.contracts.values import Reporter
+from train.contracts.world import RankDevices
 from train.launching.place import Place
 from train.strategies import STRATEGIES, roles_of
-from train.values import Reporter
-from train.world import RankDevices
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICES_VARIABLE = "SHARDMILL_DEVICES"

@@ -17,6 +17,8 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
 from train.launching import Launcher
 from train.launching.agent import keep_rank
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE
@@ -43,8 +45,6 @@ from train.strategies.horovod_rendezvous import (
     guarded_mapper,
     listening_on,
 )
-from train.task import WorkerTask
-from train.values import TrainResult
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"

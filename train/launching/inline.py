@@ -11,7 +11,10 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.process import environment_variable, stopping_in_order
 from shardmill.values import Cursor
-from train.activities import Activity
+from train.contracts.activities import Activity
+from train.contracts.task import WorkerTask
+from train.contracts.values import StepReport, TrainResult
+from train.contracts.world import World
 from train.launching import Launcher
 from train.launching.devices import agree_on_devices, device_environment
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
@@ -20,9 +23,6 @@ from train.launching.inline_watch import InlineWatch, Stalled, watching
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.reporting.observer import StepAssembler, TrainObserver
-from train.task import WorkerTask
-from train.values import StepReport, TrainResult
-from train.world import World
 
 
 class ObserverReporter:

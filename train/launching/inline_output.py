@@ -16,9 +16,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 from shardmill.jobs.observer import FieldValue
+from train.contracts.values import OUTPUT
 from train.launching.output import MAX_TOLD_BYTES, OutputLines
 from train.reporting.observer import GlobalStep, TrainObserver
-from train.values import OUTPUT
 
 
 class TeedStream:

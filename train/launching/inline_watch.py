@@ -19,8 +19,8 @@ from types import FrameType
 
 from shardmill.jobs.observer import WARNING
 from shardmill.values import Cursor
-from train.activities import Activity
 from train.config import TrainConfig
+from train.contracts.activities import Activity
 from train.launching.activity_clock import ActivityClock, heartbeat_of
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RankFault, error_of

@@ -6,6 +6,9 @@ import os
 
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
+from train.contracts.world import LOOPBACK
 from train.launching import Launcher
 from train.launching.agent import rank_processes
 from train.launching.devices import device_environment
@@ -14,9 +17,6 @@ from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
 from train.strategies import roles_of
-from train.task import WorkerTask
-from train.values import TrainResult
-from train.world import LOOPBACK
 
 
 def launch_local(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardmill.jobs.observer import WARNING
+from train.contracts.world import Role
 from train.launching.faults import FaultKind, RankFault
-from train.world import Role
 
 if TYPE_CHECKING:
     from train.launching.deadlines import RankState

@@ -11,8 +11,8 @@ from typing import Literal
 
 from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError
 from shardmill.jobs.observer import FieldValue
-from train.activities import Activity
-from train.values import StepReport, TrainResult
+from train.contracts.activities import Activity
+from train.contracts.values import StepReport, TrainResult
 
 Lane = Literal["main", "aside"]
 """Exchanges have the same order on all ranks in each of them; each is used by one thread of a rank."""

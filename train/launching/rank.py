@@ -21,7 +21,10 @@ from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from shardmill.stores.retries import num_retried
-from train.activities import Activity
+from train.contracts.activities import Activity
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter, StepReport, TrainResult, from_json
+from train.contracts.world import World
 from train.launching.activity_clock import ActivityClock, heartbeat_of
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, call_driver
 from train.launching.devices import agree_on_devices
@@ -45,11 +48,8 @@ from train.launching.place import Place, place_from_environment
 from train.launching.stop_point import StopPoint
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
-from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult, from_json
-from train.world import World
 
-DEFAULT_WORKER = "train.worker:run_worker"
+DEFAULT_WORKER = "train.rank.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0
 EXIT_FAILED = 1
 EXIT_ABORTED = 3

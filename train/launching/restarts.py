@@ -16,10 +16,10 @@ from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
 from shardmill.words import counted
 from train.config import TrainConfig
+from train.contracts.values import TrainResult
 from train.launching.faults import RankLost
 from train.reporting.observer import TrainObserver
 from train.strategies import STRATEGIES
-from train.values import TrainResult
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan

@@ -21,9 +21,9 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, python_path, scratch_folder
 from shardmill.parent_death import die_with_parent
 from shardmill.user_module import line_of_user_in_dump
+from train.contracts.values import from_json, to_json
 from train.launching.faults import failure_of, how_it_ended, last_line
 from train.launching.messages import Failure
-from train.values import from_json, to_json
 
 Value = TypeVar("Value")
 

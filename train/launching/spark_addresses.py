@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.world import LOOPBACK
+from train.contracts.world import LOOPBACK
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -16,6 +16,8 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.spark import spark_context
+from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
 from train.launching import Launcher
 from train.launching.agent import keep_rank
 from train.launching.faults import FIX
@@ -32,8 +34,6 @@ from train.launching.spark_slots import (
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
 from train.strategies import roles_of
-from train.task import WorkerTask
-from train.values import TrainResult
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

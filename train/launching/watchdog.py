@@ -21,6 +21,8 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
+from train.contracts.task import WorkerTask
+from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT, TrainResult, to_json
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, answer_caller, new_token
 from train.launching.deadlines import Deadlines, RankState
 from train.launching.exchanges import ExchangeAssembler
@@ -47,8 +49,6 @@ from train.launching.messages import (
 from train.launching.stop_point import StopAgreement
 from train.reporting.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
-from train.task import WorkerTask
-from train.values import BEFORE_CHECKPOINT, OUTPUT, TrainResult, to_json
 
 # After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5

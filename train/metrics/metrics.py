@@ -8,7 +8,7 @@ import numpy as np
 
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
-from train.values import Evaluation
+from train.contracts.values import Evaluation
 
 
 class Exchange(Protocol):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from shardmill.values import Batch
+from train.contracts.values import ClassFigures, Evaluation
 from train.labels import LabelSpec
 from train.metrics.metrics import Exchange, check_finite
-from train.values import ClassFigures, Evaluation
 
 BLOCK_BYTES = 64_000_000
 _BYTES_EACH = 5

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from shardmill.values import Batch
+from train.contracts.values import Evaluation
 from train.labels import LabelSpec
 from train.metrics.metrics import Exchange, check_finite
-from train.values import Evaluation
 
 
 class NumberMetrics:

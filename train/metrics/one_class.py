@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from shardmill.values import Batch
+from train.contracts.values import ClassFigures, Confusion, Evaluation
 from train.labels import LabelSpec
 from train.metrics.metrics import Exchange, check_finite
-from train.values import ClassFigures, Confusion, Evaluation
 
 TOP = 5
 

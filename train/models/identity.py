@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
+from train.contracts.values import ModelIdentity
 from train.models import MODELS
 from train.models.user import source_sha256
-from train.values import ModelIdentity
 
 
 def check_source(name: str, source_of_driver: str) -> None:

@@ -17,11 +17,11 @@ from shardmill.errors import UsageError
 from shardmill.storage import Store
 from train.checkpoints.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
 from train.config import TrainConfig
-from train.moved_settings import MOVED
+from train.contracts.values import RESULT, ModelIdentity
+from train.identity import fields_of_settings, settings_of, settings_that_matter
 from train.planning.trainings import TRAININGS, TrainingChoice
-from train.setting_kinds import DURATION, RESUMABLE
-from train.settings import fields_of_settings, settings_of, settings_that_matter
-from train.values import RESULT, ModelIdentity
+from train.settings.kinds import DURATION, RESUMABLE
+from train.settings.moved import MOVED
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan

@@ -15,17 +15,17 @@ from shardmill.values import DatasetPin
 from train.backends import BACKENDS
 from train.backends.backend import model_spec
 from train.config import TrainConfig
+from train.contracts.epochs import plan_evaluation, reader_options
+from train.contracts.values import to_json
+from train.contracts.world import World
 from train.evaluation.evaluate import metrics_of, scores_by
 from train.labels import LabelSpec
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask
 from train.readers import reader_of
 from train.readers.reader import Epochs
-from train.reading import plan_evaluation, reader_options
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import silos_of
-from train.values import to_json
-from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset

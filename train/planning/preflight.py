@@ -9,7 +9,6 @@ from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
 from train.config import TrainConfig
-from train.gate_config import GateConfig
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
@@ -19,6 +18,7 @@ from train.planning.recompute import check_recompute
 from train.planning.row_shares import follows_plan, row_shares
 from train.planning.unused_settings import check_unused
 from train.readers import reader_of
+from train.settings.gate import GateConfig
 from train.strategies import STRATEGIES, find_strategy, has_chief, mesh_of, roles_of
 from train.strategies.nics import ipv4_of
 from train.strategies.options import silos_of

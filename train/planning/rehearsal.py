@@ -21,6 +21,7 @@ from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.words import counted
 from train.checkpoints.checkpoint import complete_checkpoints
+from train.contracts.task import WorkerTask
 from train.initialization.initial import check_initial, pinned
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
@@ -29,7 +30,6 @@ from train.planning.memory_fit import decided
 from train.planning.preflight import check_trainable
 from train.reporting.observer import GlobalStep
 from train.strategies.options import silos_of
-from train.task import WorkerTask
 from train.tree import TrainTree
 
 

@@ -26,7 +26,7 @@ class RowShares:
     global_batch_size: int
     num_streams: int
     rows_of_ranks: tuple[int, ...]
-    """By data index (`train.mesh.Mesh`)."""
+    """By data index (`train.contracts.mesh.Mesh`)."""
 
     def __str__(self) -> str:
         fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)

@@ -20,14 +20,14 @@ from shardmill.storage import Store
 from shardmill.values import DatasetPin, Nonce
 from train.checkpoints.checkpoint import MARKER, complete_checkpoints
 from train.config import TrainConfig
+from train.contracts.task import WorkerTask
+from train.contracts.values import RESULT, TrainResult
+from train.identity import settings_that_matter
 from train.models.user import source_sha256
 from train.records import put_record, read_record, record_numbers
 from train.reporting.observer import TrainObserver
 from train.results import read_result
 from train.schedules import SCHEDULES
-from train.settings import settings_that_matter
-from train.task import WorkerTask
-from train.values import RESULT, TrainResult
 
 TRAININGS = "trainings"
 FRESH = "fresh"

@@ -15,14 +15,14 @@ from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig
+from train.contracts.values import to_json
+from train.contracts.world import World
 from train.labels import LabelSpec
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.side_process import Question, answer, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
 from train.planning.memory_fit import decided
-from train.values import to_json
-from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.setting_kinds import EXECUTION
+from train.settings.kinds import EXECUTION
 
 
 def check_unused(config: TrainConfig) -> None:

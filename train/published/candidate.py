@@ -11,7 +11,7 @@ from shardmill.errors import IntegrityError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.reader import read_split
 from shardmill.stores import open_store
-from train.gate_config import GateConfig
+from train.contracts.values import Evaluation
 from train.published.current import History, read_history
 from train.published.decision import Comparison, GateDecision, Incomparable, Promotion
 from train.published.exported import EXPORTS, Export, ExportedModel
@@ -20,7 +20,7 @@ from train.published.gate import judge
 from train.published.load import load_exported
 from train.published.promote import promote_if_passed
 from train.records import record_numbers
-from train.values import Evaluation
+from train.settings.gate import GateConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from train.values import METRICS
+from train.contracts.values import METRICS
 
 Decision = Literal["promoted", "kept", "already_current", "chosen", "rolled_back"]
 

@@ -20,12 +20,12 @@ from shardmill.jobs.run_files import StageRecord
 from shardmill.reader import read_split
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
+from train.contracts.values import Evaluation
 from train.evaluation.evaluate import evaluation_section, read_confusion
 from train.published.exported import Export
 from train.published.figures import evaluate_export
 from train.published.load import load_exported
 from train.results import read_result
-from train.values import Evaluation
 
 # Of the confusion matrix in a run's record: all of 50 classes, or the fullest of more.
 MAX_CELLS_SHOWN = 2500

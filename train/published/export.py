@@ -24,6 +24,8 @@ from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, StatePart, model_spec
 from train.checkpoints.checkpoint import open_checkpoint
 from train.config import TrainConfig
+from train.contracts.values import Evaluation, ModelIdentity, TrainResult
+from train.contracts.world import World
 from train.evaluation.evaluate import evaluate_batches, scores_by
 from train.labels import LabelSpec
 from train.models.identity import check_same_model
@@ -40,8 +42,6 @@ from train.records import put_record, record_numbers
 from train.strategies import STRATEGIES
 from train.strategies.collective import SingleCollective
 from train.strategies.strategy import WholeModel
-from train.values import Evaluation, ModelIdentity, TrainResult
-from train.world import World
 
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64

@@ -16,9 +16,9 @@ from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin, LabelKind
 from train.backends.backend import Predict, ServedModel
+from train.contracts.values import Evaluation
 from train.labels import LabelSpec
 from train.records import numbers_in_words, read_record, record_numbers
-from train.values import Evaluation
 
 EXPORTS = "exports"
 ARTIFACTS = "artifacts"

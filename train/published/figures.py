@@ -12,11 +12,11 @@ import numpy as np
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import Batch
+from train.contracts.values import Evaluation
 from train.evaluation.evaluate import SMALLEST_LOG_PROBABILITY, Scores, evaluate_batches, scores_by
 from train.labels import LabelSpec
 from train.published.exported import ExportedModel
 from train.strategies.collective import SingleCollective
-from train.values import Evaluation
 
 
 def evaluate_export(

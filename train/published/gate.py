@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from train.gate_config import GateConfig
+from train.contracts.values import METRICS, Evaluation
 from train.labels import check_gate
 from train.published.current import History
 from train.published.decision import Comparison, GateDecision, Incomparable
 from train.published.exported import Export
-from train.values import METRICS, Evaluation
+from train.settings.gate import GateConfig
 
 FEW_SAMPLES = 30
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from shardmill.errors import CommitConflict, GateNotPassed, UsageError
 from shardmill.stores import open_store
+from train.contracts.values import METRICS
 from train.published.current import CURRENT, History, Pointer, now, read_history, set_current, unknown_current
 from train.published.decision import GateDecision, Promotion
 from train.published.exported import Export, read_export, verify_export
 from train.records import read_record
-from train.values import METRICS
 
 
 def promote_if_passed(

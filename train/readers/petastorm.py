@@ -24,8 +24,8 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.reader import OneProcess, ReaderSeconds
 from shardmill.values import Batch
-from train.mesh import DataIndex, Mesh
-from train.reading import Epoch
+from train.contracts.epochs import Epoch
+from train.contracts.mesh import DataIndex, Mesh
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from shardmill.epoch_plan import EpochPlan
 from shardmill.reader import BatchReader, read_batches
-from train.reading import reader_options
+from train.contracts.epochs import reader_options
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
-    from train.mesh import DataIndex
-    from train.reading import Epoch
+    from train.contracts.epochs import Epoch
+    from train.contracts.mesh import DataIndex
 
 
 class PlannedEpoch:

@@ -7,15 +7,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from shardmill.stores import open_store
-from train.activities import Activity, reading
+from train.contracts.activities import Activity, reading
 from train.strategies.member import SiloIndex
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
-    from train.mesh import DataIndex
-    from train.progress import Progress
-    from train.reading import Epoch
+    from train.contracts.epochs import Epoch
+    from train.contracts.mesh import DataIndex
+    from train.contracts.progress import Progress
 
 
 class TrainReader(Protocol):

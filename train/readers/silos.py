@@ -12,9 +12,9 @@ import numpy as np
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.reader import BatchReader, ReaderSeconds, read_batches
+from train.contracts.epochs import reader_options
+from train.contracts.mesh import DataIndex
 from train.labels import LabelSpec
-from train.mesh import DataIndex
-from train.reading import reader_options
 from train.strategies.member import SiloIndex
 
 if TYPE_CHECKING:

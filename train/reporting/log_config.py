@@ -6,8 +6,8 @@ from typing import Annotated
 
 from shardmill.registry import OneOf
 from shardmill.section import Section
-from train.setting_kinds import EXECUTION
-from train.written_forms import ServerUri, StepRange
+from train.settings.kinds import EXECUTION
+from train.settings.written_forms import ServerUri, StepRange
 
 
 class LogConfig(Section):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardmill.jobs.observer import Observer
-from train.values import StepReport
+from train.contracts.values import StepReport
 
 
 @dataclass(frozen=True, slots=True)

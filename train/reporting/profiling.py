@@ -14,13 +14,13 @@ from types import TracebackType
 from shardmill.jobs.observer import WARNING
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from train.activities import Activity, during
 from train.backends import BACKENDS
 from train.backends.backend import Recording
+from train.contracts.activities import Activity, during
+from train.contracts.task import WorkerTask
+from train.contracts.values import PROFILES, Reporter
+from train.settings.written_forms import steps_of
 from train.strategies import STRATEGIES
-from train.task import WorkerTask
-from train.values import PROFILES, Reporter
-from train.written_forms import steps_of
 
 
 class StepProfiler:

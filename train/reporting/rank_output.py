@@ -8,8 +8,8 @@ from shardmill.jobs.line_log import GrowingFile, Outage, Warn, open_lines, warn_
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.redact import redacted_text
 from shardmill.storage import Store
+from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT
 from train.reporting.observer import GlobalStep
-from train.values import BEFORE_CHECKPOINT, OUTPUT
 
 
 class RanksLog:

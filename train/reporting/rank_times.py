@@ -13,7 +13,7 @@ from train.reporting.observer import GlobalStep
 from train.reporting.scalars import STEP_SECONDS
 
 if TYPE_CHECKING:
-    from train.world import RankDevices
+    from train.contracts.world import RankDevices
 
 # Fewer say nothing: the first steps compile, fill caches and wait for the first window.
 MIN_STEPS = 10

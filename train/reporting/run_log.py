@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, replace_lines, warn_on_stderr
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
+from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT
 from train.reporting.observer import GlobalStep, TrainObserver
-from train.values import BEFORE_CHECKPOINT, OUTPUT
 
 PROGRESS_SECONDS = 1.0
 

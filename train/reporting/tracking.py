@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.run_record import RunRecord
 from train.config import TrainConfig
+from train.identity import values_of_settings
 from train.reporting.trackers import TRACKERS
 from train.reporting.trackers.guarded import GuardedTracker, check_tracker
 from train.reporting.trackers.tracker import TrackedRun
-from train.settings import values_of_settings
 
 
 def tracker_names(config: TrainConfig) -> tuple[str, ...]:

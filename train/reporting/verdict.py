@@ -11,7 +11,7 @@ from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, Step
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
-    from train.world import RankDevices
+    from train.contracts.world import RankDevices
 
 # Threads that are idle for more of the time are not what a training waits for.
 BUSY_SHARE = 0.5

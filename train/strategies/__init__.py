@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
-from train.mesh import Mesh
-from train.world import Role
+from train.contracts.mesh import Mesh
+from train.contracts.world import Role
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.activities import Activity, during, waiting
-from train.stopwatch import Stopwatch
-from train.values import Reporter
-from train.world import World
+from train.contracts.activities import Activity, during, waiting
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.values import Reporter
+from train.contracts.world import World
 
 
 class Collective(Protocol):

@@ -20,14 +20,14 @@ from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends.backend import Learner, SumInStep
 from train.config import TrainConfig
-from train.mesh import DataIndex
+from train.contracts.mesh import DataIndex
+from train.contracts.values import Reporter
+from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.member import Member, MemberStep
 from train.strategies.replicated import REPLICATED, ReplicatedMember, replicated
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
-from train.values import Reporter
-from train.world import Gather, World
 
 if TYPE_CHECKING:
     from train.backends.keras.backend import KerasLearner

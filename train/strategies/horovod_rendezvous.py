@@ -18,8 +18,8 @@ from typing import Any
 
 from shardmill.applications import OnExecutor
 from shardmill.jobs.process import python_path
+from train.contracts.world import World
 from train.strategies.nics import ipv4_of, nic_with
-from train.world import World
 
 GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"

@@ -20,8 +20,10 @@ from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, StepOutcome
 from train.backends.microbatches import microbatches_of
 from train.config import TrainConfig
-from train.mesh import DataIndex, Mesh
-from train.stopwatch import Stopwatch
+from train.contracts.mesh import DataIndex, Mesh
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.values import Reporter
+from train.contracts.world import Gather, World, alone
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.local_sgd_check import check_local_sgd
@@ -31,8 +33,6 @@ from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.silo_mailbox import SiloMailbox
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
-from train.values import Reporter
-from train.world import Gather, World, alone
 
 COLLECTIVE_OF_BACKEND: dict[str, Callable[[World], Collective]] = {"keras": HorovodCollective, "torch": TorchCollective}
 

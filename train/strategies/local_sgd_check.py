@@ -6,7 +6,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
 from train.strategies import STRATEGIES
 from train.strategies.options import LocalSgdOptions, silos_of
 

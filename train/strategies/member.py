@@ -10,11 +10,11 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner, StepOutcome
-from train.mesh import DataIndex
+from train.contracts.mesh import DataIndex
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
-    from train.reading import Batches, Epoch
+    from train.contracts.epochs import Batches, Epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from train.backends.keras.batch_norms import sum_over_replicas
 from train.backends.keras.runtime import decorrelate_seed_states
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import World, alone
 from train.strategies.collective import SingleCollective
 from train.strategies.member import Member
 from train.strategies.options import MirroredOptions
 from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import Strategy
-from train.values import Reporter
-from train.world import World, alone
 
 
 class MirroredMember(ReplicatedMember):

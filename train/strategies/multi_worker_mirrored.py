@@ -16,14 +16,14 @@ from shardmill.errors import UsageError
 from train.backends.backend import Learner
 from train.backends.keras.batch_norms import sum_over_replicas
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
 from train.strategies.grpc_port import reserved_port
 from train.strategies.member import Member
 from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import Strategy
-from train.values import Reporter
-from train.world import World
 
 # Collectives of TensorFlow know no bytes; a sum in which all but one rank have zeros is exact in integers.
 WORD = np.dtype(np.int32)

@@ -19,13 +19,15 @@ from shardmill.jobs.process import Terminated
 from shardmill.reader import ReaderSeconds
 from shardmill.values import Batch, Cursor
 from shardmill.words import counted
-from train.activities import Activity, during, waiting
 from train.backends.backend import Learner, StepOutcome
 from train.config import TrainConfig
-from train.mesh import Mesh
-from train.reading import Epoch
+from train.contracts.activities import Activity, during, waiting
+from train.contracts.epochs import Epoch
+from train.contracts.mesh import Mesh
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.values import Reporter
+from train.contracts.world import Role, World, alone
 from train.schedules import learning_rate_at
-from train.stopwatch import Stopwatch
 from train.strategies.collective import SingleCollective
 from train.strategies.member import Member, MemberStep
 from train.strategies.options import ParameterServerOptions
@@ -34,8 +36,6 @@ from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
 from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import Strategy
-from train.values import Reporter
-from train.world import Role, World, alone
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.
 STEPS_AHEAD = 2

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from shardmill.errors import TrainingError
-from train.world import Role
+from train.contracts.world import Role
 
 # Operations that wait for other processes must not take the only thread there is.
 NUM_WAITING_THREADS = 4

@@ -15,8 +15,8 @@ import numpy as np
 from shardmill.errors import TrainingError
 from train.backends.keras.step import Rows
 from train.backends.layer_errors import as_layers_raised_them
+from train.contracts.world import Role
 from train.strategies.parameter_server_cluster import ClusterTask
-from train.world import Role
 
 
 @dataclass(frozen=True, slots=True)

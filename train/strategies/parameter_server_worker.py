@@ -19,16 +19,16 @@ from shardmill.dataset.open import open_pinned
 from shardmill.reader import BatchReader, ReaderSeconds, read_batches
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch
-from train.activities import during, reading, waiting
 from train.backends import BACKENDS
 from train.config import TrainConfig
+from train.contracts.activities import during, reading, waiting
+from train.contracts.epochs import reader_options
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter
+from train.contracts.world import Role, World
 from train.layers.sample_bits import sample_keys
-from train.reading import reader_options
-from train.stopwatch import Stopwatch
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
-from train.task import WorkerTask
-from train.values import Reporter
-from train.world import Role, World
 
 
 class StepReader:

@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.values import Batch
-from train.activities import during, waiting
 from train.backends.backend import Learner, StatePart, SumInStep
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
-from train.mesh import DataIndex, Mesh
-from train.stopwatch import Stopwatch
+from train.contracts.activities import during, waiting
+from train.contracts.mesh import DataIndex, Mesh
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.values import Reporter
+from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import Member, MemberStep
 from train.strategies.strategy import CheckpointLayout, Join, WholeModel
-from train.values import Reporter
-from train.world import Gather, World
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
-    from train.reading import Batches, Epoch
+    from train.contracts.epochs import Batches, Epoch
 
 
 def _whole_model(read: Callable[[str], bytes], world_size: int) -> WholeModel:

@@ -23,10 +23,10 @@ from functools import partial
 import numpy as np
 
 from shardmill.stores import open_store
-from train.activities import Activity, during, waiting
 from train.checkpoints.state import dump_arrays, load_arrays
-from train.values import Reporter
-from train.world import World
+from train.contracts.activities import Activity, during, waiting
+from train.contracts.values import Reporter
+from train.contracts.world import World
 
 POLL_SECONDS = 0.05
 # Older means are deleted; a silo that is further behind continues with the next one that exists.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from train.contracts.world import World
 from train.strategies.collective import SingleCollective
 from train.strategies.replicated import REPLICATED, replicated
 from train.strategies.strategy import Strategy
-from train.world import World
 
 
 def open_single(world: World) -> SingleCollective:

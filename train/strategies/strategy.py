@@ -13,13 +13,13 @@ import numpy as np
 
 from train.backends.backend import Learner
 from train.config import TrainConfig
-from train.mesh import Mesh
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import Role, World
 from train.strategies.member import Member
-from train.values import Reporter
-from train.world import Role, World
 
 if TYPE_CHECKING:
-    from train.task import WorkerTask
+    from train.contracts.task import WorkerTask
 
 
 class Join(Protocol):

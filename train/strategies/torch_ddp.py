@@ -18,12 +18,14 @@ import numpy as np
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
-from train.activities import during, waiting
 from train.backends.backend import Learner
 from train.compression import sent_bytes
 from train.config import TrainConfig
-from train.mesh import DataIndex, Mesh
-from train.stopwatch import Stopwatch
+from train.contracts.activities import during, waiting
+from train.contracts.mesh import DataIndex, Mesh
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.values import Reporter
+from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import Member, MemberStep
 from train.strategies.nics import nic_with
@@ -32,8 +34,6 @@ from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import REPLICATED, ReplicatedMember
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 from train.strategies.torch_buckets import BucketSums
-from train.values import Reporter
-from train.world import Gather, World
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner

@@ -24,8 +24,8 @@ from train.backends.keras.runtime import assign_variables, decorrelate_seed_stat
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, SumInside, TrainStep
 from train.checkpoints.state import arrays_sha256
+from train.contracts.world import World
 from train.models import MODELS
-from train.world import World
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

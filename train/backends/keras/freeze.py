@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
+from train.backends.freezing import frozen_names
 from train.config import TrainConfig
-from train.freezing import frozen_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from shardmill.user_module import without_user_package
 from train.backends.gpu_builds import check_seen
-from train.world import World
+from train.contracts.world import World
 
 
 def import_tensorflow() -> Any:

@@ -34,8 +34,8 @@ from train.backends.torch.sample_draws import SampleDraws
 from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
 from train.checkpoints.state import arrays_sha256
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.optimizers import OPTIMIZERS, not_in, optimizer_name
-from train.world import World
 
 SERVED = "torch_export"
 STATE_FILE = "state_dict.pt"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from train.backends.freezing import frozen_names
 from train.config import TrainConfig
-from train.freezing import frozen_names
 
 if TYPE_CHECKING:
     from train.backends.keras.freeze import Frozen as FrozenOfKeras

@@ -10,7 +10,7 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from train.backends.gpu_builds import check_seen
-from train.world import World
+from train.contracts.world import World
 
 
 def import_torch() -> Any:

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from shardmill.section import section_of
 from train.config import SHA256_OF_FILE, TrainConfig
-from train.moved_settings import stored_name
 from train.optimizers import recorded_of_optimizer
-from train.setting_kinds import DEFAULTED, DURATION, EXECUTION, SettingKind
+from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, SettingKind
+from train.settings.moved import stored_name
 from train.strategies import STRATEGIES
 
 if TYPE_CHECKING:

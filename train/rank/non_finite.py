@@ -13,10 +13,10 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.values import Batch
 from train.backends.backend import StatePart, StepOutcome
+from train.contracts.progress import Progress
+from train.contracts.values import from_json, to_json
 from train.models.identity import inputs_hint
-from train.progress import Progress
-from train.session import Session
-from train.values import from_json, to_json
+from train.rank.session import Session
 
 MAX_NAMED_SAMPLES = 5
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.values import EpochRecord
+from train.contracts.values import EpochRecord
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest, SplitInfo

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from shardmill.values import Cursor
 from shardmill.words import first_of
-from train.activities import Activity
+from train.contracts.activities import Activity
 
 if TYPE_CHECKING:
     from train.backends.backend import Learner

@@ -22,8 +22,6 @@ from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
 from shardmill.reader import ReaderSeconds
 from shardmill.values import Batch
-from train.activities import Activity, during
-from train.chance import Chance
 from train.checkpoints.checkpoint import (
     CheckpointFolder,
     FoundCheckpoint,
@@ -34,16 +32,18 @@ from train.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
+from train.contracts.activities import Activity, during
+from train.contracts.progress import BestEpoch, Progress, TimeSpent
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.task import WorkerTask
+from train.contracts.values import Reporter, StepReport, from_json, to_json
+from train.contracts.world import World
 from train.labels import LabelSpec
-from train.progress import BestEpoch, Progress, TimeSpent
+from train.rank.chance import Chance
 from train.readers.reader import Epochs
 from train.reporting.profiling import StepProfiler
 from train.schedules import learning_rate_at
-from train.stopwatch import Stopwatch
 from train.strategies.member import Member
-from train.task import WorkerTask
-from train.values import Reporter, StepReport, from_json, to_json
-from train.world import World
 
 Item = TypeVar("Item")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shardmill.section import Section
-from train.setting_kinds import EXECUTION
+from train.settings.kinds import EXECUTION
 
 
 class WatchConfig(Section):

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
 from shardmill.values import Cursor, DatasetPin, LabelKind
-from train.activities import ReportsActivity
-from train.world import RankDevices
+from train.contracts.activities import ReportsActivity
+from train.contracts.world import RankDevices
 
 Value = TypeVar("Value")
 # In the folder of a training: its `TrainResult`, what classes it confused, and folders of what ranks leave for each

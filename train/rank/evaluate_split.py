@@ -9,11 +9,11 @@ import numpy as np
 
 from shardmill.reader import read_batches
 from shardmill.values import Batch
-from train.activities import Activity, during, reading
+from train.contracts.activities import Activity, during, reading
+from train.contracts.epochs import plan_evaluation, reader_options
+from train.contracts.values import Evaluation
 from train.evaluation.evaluate import evaluate_batches, scores_by, write_confusion
-from train.reading import plan_evaluation, reader_options
-from train.session import Session, each_announced
-from train.values import Evaluation
+from train.rank.session import Session, each_announced
 
 
 def evaluate_split(session: Session, split: str) -> Evaluation:

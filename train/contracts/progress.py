@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardmill.values import Cursor
-from train.values import EpochRecord, TimeShares
+from train.contracts.values import EpochRecord, TimeShares
 
 if TYPE_CHECKING:
     from train.backends.backend import StepOutcome

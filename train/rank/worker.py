@@ -14,36 +14,16 @@ from shardmill.dataset.open import open_pinned
 from shardmill.jobs.observer import WARNING
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from train.activities import Activity, during
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, model_spec
+from train.backends.freezing import freeze, step_activity
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter
-from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
-from train.freezing import freeze, step_activity
-from train.initialization.initialize import initialize
-from train.models.identity import check_source, inputs_hint
-from train.non_finite import leave_out, own_state
-from train.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
-from train.readers import reader_of
-from train.readers.reader import Epochs
-from train.reporting.profiling import StepProfiler
-from train.session import (
-    Session,
-    each_announced,
-    load_best,
-    report_checkpoint,
-    resume,
-    save,
-    save_last,
-    step_report,
-    stop,
-)
-from train.settings import settings_that_matter
-from train.strategies import find_strategy
-from train.task import WorkerTask
-from train.values import (
+from train.contracts.activities import Activity, during
+from train.contracts.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
+from train.contracts.task import WorkerTask
+from train.contracts.values import (
     EXCHANGED_FILES,
     RESULT,
     EpochRecord,
@@ -54,7 +34,27 @@ from train.values import (
     from_json,
     to_json,
 )
-from train.world import World
+from train.contracts.world import World
+from train.identity import settings_that_matter
+from train.initialization.initialize import initialize
+from train.models.identity import check_source, inputs_hint
+from train.rank.evaluate_split import evaluate_finally, evaluate_split
+from train.rank.non_finite import leave_out, own_state
+from train.rank.session import (
+    Session,
+    each_announced,
+    load_best,
+    report_checkpoint,
+    resume,
+    save,
+    save_last,
+    step_report,
+    stop,
+)
+from train.readers import reader_of
+from train.readers.reader import Epochs
+from train.reporting.profiling import StepProfiler
+from train.strategies import find_strategy
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
