@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
-    from shardmill.dataset.open import open_dataset
     from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
     from shardmill.images.process import process_image
+    from shardmill.loader.dataset import open_dataset
     from shardmill.reader import read_batches
     from shardmill.values import Batch, Cursor
 
@@ -30,7 +30,7 @@ _HOMES = {
     "Cursor": "values",
     "Dataset": "dataset.dataset",
     "ShardmillError": "errors",
-    "open_dataset": "dataset.open",
+    "open_dataset": "loader.dataset",
     "process_image": "images.process",
     "read_batches": "reader",
     "verify_dataset": "dataset.verify",

@@ -1,0 +1,51 @@
+"""What a loader hands to a training loop: one batch, whose arrays are those of the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmill.values import Batch
+
+NAMES = ("images", "labels", "weights", "sample_ids")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderBatch(Mapping[str, Any]):
+    """One rank's rows of one step; also a mapping of these four names and of the dataset's extra columns.
+
+    Rows of padding have weight 0: multiply the loss of each row by `weights`.
+    """
+
+    images: Any
+    """uint8 from 0 to 255, shape (N, H, W, C), or (N, C, H, W) where a loader says so."""
+    labels: Any
+    """Class numbers, int64, shape (N,). Labels of other kinds are float32 (`shardmill.values.Batch`)."""
+    weights: Any
+    """float32, shape (N,): 1 for a row of the dataset, 0 for padding."""
+    sample_ids: Any
+    """int64, shape (N,)."""
+    epoch: int
+    step: int
+    extra: Mapping[str, Any]
+    """For each extra column a value per row; None for null and padding."""
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name) if name in NAMES else self.extra[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from NAMES
+        yield from self.extra
+
+    def __len__(self) -> int:
+        """Of the mapping: how many names it has. The number of rows is `len(batch.weights)`."""
+        return len(NAMES) + len(self.extra)
+
+
+def as_arrays(batch: Batch) -> LoaderBatch:
+    """NumPy arrays, not copied."""
+    return LoaderBatch(
+        batch.images_NHWC, batch.labels_N, batch.weights_N, batch.sample_ids_N, batch.epoch, batch.step, batch.extra
+    )

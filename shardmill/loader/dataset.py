@@ -1,0 +1,120 @@
+"""What `shardmill.open_dataset` gives: a dataset version with its loaders."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset as open_version
+from shardmill.epoch_plan import num_streams_for, streams_of_rank
+from shardmill.errors import UsageError
+from shardmill.loader.batch import as_arrays
+from shardmill.loader.loader import Loader
+from shardmill.loader.ranks import find_ranks
+from shardmill.loader.torch import Layout, as_tensors
+from shardmill.reader import ReaderOptions
+from shardmill.typed_columns import label_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardmill.loader.batch import LoaderBatch
+    from shardmill.options import AugmentOptions
+    from shardmill.values import Batch
+
+
+class Reading(TypedDict, total=False):
+    """What every loader takes, by keyword."""
+
+    global_batch_size: Required[int]
+    """Samples of a step over all ranks; a rank gets its share."""
+    seed: int
+    """Decides the order and the augmentation; 0 if it is left out."""
+    num_streams: int | None
+    """The largest world size that may share these epochs; it decides their order, too. If it is left out: the smallest
+    divisor of the batch that is at least 8 and the world size."""
+    rank: int | None
+    world_size: int | None
+    """Taken from the environment if they are left out (`shardmill.loader.ranks`)."""
+    format: str
+    """`parquet` or `tfrecord`; by default Parquet if the dataset has it."""
+    num_threads: int
+    """That read, verify and decode; 2 if it is left out. It changes no batch."""
+    shuffle: bool
+    """False: each stream in stored order."""
+    augment: AugmentOptions | None
+    """Random changes of the images; none by default."""
+
+
+class LoadableDataset(Dataset):
+    """One version of a dataset, to be read by anyone's training loop. All loaders take the keywords of `Reading`.
+
+    They raise UsageError for a split, format, batch or world size that cannot be.
+    """
+
+    def batches(self, split: str, *, epoch: int = 0, **reading: Unpack[Reading]) -> Loader:
+        """One rank's batches of NumPy arrays, images NHWC. Iterate it once for `epoch`, again for the next ones."""
+        loader = self._loader(split, as_arrays, reading)
+        loader.seek(epoch)
+        return loader
+
+    def torch_loader(self, split: str, *, layout: Layout = "NCHW", **reading: Unpack[Reading]) -> Loader:
+        """One rank's batches of CPU tensors that share the memory of what was read.
+
+        `layout`: "NCHW", as a view in channels-last memory format, or "NHWC".
+        """
+        if layout not in ("NCHW", "NHWC"):
+            raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "leave it out for 'NCHW'")
+        return self._loader(split, partial(as_tensors, layout=layout), reading)
+
+    def tf_dataset(self, split: str, **reading: Unpack[Reading]) -> Any:
+        """A `tf.data.Dataset` of one rank's (images NHWC, labels, weights), for `keras.Model.fit`.
+
+        Each iteration is the next epoch, counted from 0.
+        """
+        from shardmill.loader.tensorflow import as_tf_dataset
+
+        schema = self.manifest.row_schema
+        return as_tf_dataset(
+            self._loader(split, as_arrays, reading),
+            self.manifest.normalize.image_shape_HWC,
+            label_shape(schema.label_type, len(schema.class_names)),
+            is_class=schema.has_class,
+        )
+
+    def _loader(self, split: str, hand_over: Callable[[Batch], LoaderBatch], reading: Reading) -> Loader:
+        if unknown := sorted(set(reading) - Reading.__annotations__.keys()):
+            raise UsageError(
+                f"a loader with {', '.join(unknown)}",
+                f"expected some of {', '.join(Reading.__annotations__)}",
+                "correct the name of the argument",
+            )
+        global_batch_size, shuffle = reading.get("global_batch_size", 0), reading.get("shuffle", True)
+        if global_batch_size < 1:
+            raise UsageError(
+                f"global_batch_size = {global_batch_size}", "expected at least one sample", "give for instance 64"
+            )
+        options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
+        self.index(split, options.format)
+        ranks = find_ranks(reading.get("rank"), reading.get("world_size"))
+        num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
+        spec = self.plan_spec(
+            split,
+            seed=reading.get("seed", 0),
+            global_batch_size=global_batch_size,
+            num_streams=num_streams,
+            shuffle=shuffle,
+        )
+        streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
+        return Loader(self, spec, streams, options=options, augment=reading.get("augment"), hand_over=hand_over)
+
+
+def open_dataset(uri: str) -> LoadableDataset:
+    """Open `URI` at its latest version, or `URI@N` at version N.
+
+    Raises UsageError if there is no such dataset or version, or it has expired; IntegrityError for what was not
+    committed or was altered.
+    """
+    found = open_version(uri)
+    return LoadableDataset(found.store, found.pin, found.manifest)

@@ -1,0 +1,34 @@
+"""Batches as a `tf.data.Dataset`, ready for `keras.Model.fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmill.loader.loader import Loader
+
+
+def as_tf_dataset(
+    loader: Loader, image_shape_HWC: tuple[int, int, int], label_shape: tuple[int, ...], *, is_class: bool
+) -> Any:
+    """(images, labels, weights) of static shapes, with a known number of steps; each iteration is the next epoch.
+
+    `keras.Model.fit` takes the third element as sample weights, so padding does not count.
+    """
+    import tensorflow as tf
+
+    num_rows = len(loader.streams) * loader.spec.rows_per_stream
+    label_type = tf.int64 if is_class else tf.float32
+
+    def rows() -> Iterator[tuple[Any, Any, Any]]:
+        for batch in loader:
+            yield batch.images, batch.labels, batch.weights
+
+    signature = (
+        tf.TensorSpec((num_rows, *image_shape_HWC), tf.uint8),
+        tf.TensorSpec((num_rows, *label_shape), label_type),
+        tf.TensorSpec((num_rows,), tf.float32),
+    )
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(loader)))

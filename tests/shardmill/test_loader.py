@@ -1,0 +1,223 @@
+"""Loaders: every sample once an epoch, for any number of ranks and in each framework; resumed at any step."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardmill
+from shardmill.errors import UsageError
+from tests.support import make_dataset
+
+BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
+    """120 images in 3 classes, so that the last batch of its train split is padded."""
+    return shardmill.open_dataset(make_dataset(tmp_path_factory.mktemp("loader")))
+
+
+def ids_of(loader) -> list[list[int]]:
+    return [batch.sample_ids[batch.weights > 0].tolist() for batch in loader]
+
+
+def test_an_epoch_has_each_sample_once_at_every_world_size(dataset):
+    num_rows = dataset.manifest.splits["train"].num_rows
+    whole = ids_of(dataset.batches("train", **BATCH))
+    assert len({each for ids in whole for each in ids}) == sum(map(len, whole)) == num_rows
+    for world_size in range(1, 9):
+        ranks = [dataset.batches("train", rank=rank, world_size=world_size, **BATCH) for rank in range(world_size)]
+        assert {len(loader) for loader in ranks} == {len(whole)}
+        of_ranks = [ids_of(loader) for loader in ranks]
+        assert [[each for ids in of_ranks for each in ids[step]] for step in range(len(whole))] == whole
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_resumed_loader_continues_with_the_very_next_batch(dataset, data):
+    num_steps = len(dataset.batches("train", **BATCH))
+    handed_out = data.draw(st.integers(0, 2 * num_steps), "batches before the state is taken")
+    before, after = (data.draw(st.integers(1, 8), when) for when in ("world size before", "world size after"))
+    expected = [ids for loader in [dataset.batches("train", **BATCH)] for _ in range(3) for ids in ids_of(loader)]
+
+    states = []
+    for rank in range(before):
+        loader = dataset.batches("train", rank=rank, world_size=before, **BATCH)
+        for _ in range(handed_out // num_steps):
+            for _ in loader:
+                pass
+        iterator = iter(loader)
+        for _ in range(handed_out % num_steps):
+            next(iterator)
+        states.append(json.dumps(loader.state_dict()))
+        loader.close()
+    assert len(set(states)) == 1, "the same on every rank"
+
+    of_ranks = []
+    for rank in range(after):
+        loader = dataset.batches("train", rank=rank, world_size=after, **BATCH)
+        loader.load_state_dict(json.loads(states[0]))
+        of_ranks.append(ids_of(loader))
+    found = [[each for ids in of_ranks for each in ids[step]] for step in range(len(of_ranks[0]))]
+    assert found == expected[handed_out : handed_out + len(found)] and len(found) == num_steps - handed_out % num_steps
+
+
+def test_a_loop_that_counts_steps_gets_another_order_in_each_epoch(dataset):
+    """Lightning takes `len(loader)` batches, and never asks for the end of an iteration."""
+    loader = dataset.batches("train", **BATCH)
+    epochs = []
+    for epoch in range(3):
+        assert (loader.epoch, loader.step) == (epoch, 0)
+        iterator = iter(loader)
+        epochs.append([next(iterator).sample_ids.tolist() for _ in range(len(loader))])
+    assert epochs == [
+        [batch.sample_ids.tolist() for batch in dataset.batches("train", epoch=e, **BATCH)] for e in range(3)
+    ]
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_set_epoch_keeps_a_resumed_step_and_repeats_an_order(dataset):
+    loader = dataset.batches("train", **BATCH)
+    first = ids_of(loader)
+    loader.set_epoch(0)
+    assert ids_of(loader) == first
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "step": 2})
+    loader.set_epoch(0)
+    assert ids_of(loader) == first[2:]
+    iterator = iter(loader)
+    next(iterator)
+    assert (loader.epoch, loader.step) == (1, 1)
+    # What was left by `break` is not read to its end.
+    assert ids_of(loader) == ids_of(dataset.batches("train", epoch=2, **BATCH))
+    with pytest.raises(UsageError, match="one iteration at a time"):
+        next(iterator)
+
+
+def test_a_state_of_another_plan_is_refused(dataset):
+    state = dataset.batches("train", **BATCH).state_dict()
+    for other in ({"seed": 8}, {"global_batch_size": 48}, {"num_streams": 4}):
+        with pytest.raises(UsageError, match="belongs to another plan"):
+            dataset.batches("train", **{**BATCH, **other}).load_state_dict(state)
+    for step in (-1, len(dataset.batches("train", **BATCH))):
+        with pytest.raises(UsageError, match="expected an epoch from 0 and a step from 0 to"):
+            dataset.batches("train", **BATCH).load_state_dict({**state, "step": step})
+
+
+def test_a_batch_has_attributes_and_is_a_mapping_of_them(dataset):
+    batch = next(iter(dataset.batches("validation", global_batch_size=16)))
+    assert list(batch) == ["images", "labels", "weights", "sample_ids"] and len(batch) == 4
+    for name, values in batch.items():
+        assert values is getattr(batch, name) and len(values) == 16
+    assert batch.images.dtype == np.uint8 and batch.images.shape == (16, 16, 16, 3)
+
+
+def test_no_thread_is_left_of_an_iteration(dataset):
+    before = threading.active_count()
+    for end in (lambda loader: loader.close(), lambda loader: None):
+        loader = dataset.batches("train", **BATCH)
+        iterator = iter(loader)
+        next(iterator)
+        end(loader)
+        del iterator, loader
+        assert threading.active_count() == before
+    with dataset.batches("train", **BATCH) as loader:
+        next(iter(loader))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rank": 1}, "expected both"),
+        ({"rank": 2, "world_size": 2}, "expected a rank from 0 to world_size - 1"),
+        ({"rank": 0, "world_size": 9}, "9 ranks for 8 streams"),
+        ({"global_batch_size": 0}, "expected at least one sample"),
+        ({"global_batch_size": 20}, "global_batch_size = 20 with num_streams = 8"),
+        ({"format": "arrow"}, "no arrow shards"),
+        ({"batch_size": 4}, "a loader with batch_size; expected some of global_batch_size, seed"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_the_first_batch(given, said, dataset):
+    with pytest.raises(UsageError, match=said):
+        dataset.batches("train", **{**BATCH, **given})
+
+
+def test_the_rank_is_that_of_the_environment(dataset, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert dataset.batches("train", **BATCH).streams == range(4, 8)
+    assert dataset.batches("train", rank=0, world_size=1, **BATCH).streams == range(8)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UsageError, match="RANK = 'first'"):
+        dataset.batches("train", **BATCH)
+
+
+def test_a_fork_of_a_process_that_has_iterated_is_refused(dataset):
+    loader = dataset.batches("train", **BATCH)
+    next(iter(loader))
+
+    def say(answers) -> None:
+        try:
+            next(iter(loader))
+        except UsageError as error:
+            answers.put(str(error))
+
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    child = fork.Process(target=say, args=(answers,))
+    child.start()
+    assert "is a fork of it" in answers.get(timeout=60)
+    child.join()
+    loader.close()
+
+
+def test_torch_gets_tensors_over_the_same_memory(dataset):
+    torch = pytest.importorskip("torch")
+    arrays = list(dataset.batches("train", **BATCH))
+    for layout in ("NCHW", "NHWC"):
+        loader = dataset.torch_loader("train", layout=layout, **BATCH)
+        for expected, batch in zip(arrays, loader, strict=True):
+            images = batch["images"].permute(0, 2, 3, 1) if layout == "NCHW" else batch["images"]
+            assert np.array_equal(images.numpy(), expected.images) and batch.images.dtype == torch.uint8
+            assert torch.equal(batch.labels, torch.from_numpy(expected.labels))
+            assert torch.equal(batch.weights, torch.from_numpy(expected.weights))
+    assert next(iter(dataset.torch_loader("train", **BATCH))).images.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(UsageError, match="layout = 'CHW'"):
+        dataset.torch_loader("train", layout="CHW", **BATCH)
+
+
+def test_a_data_loader_with_workers_around_it_is_refused(dataset):
+    torch = pytest.importorskip("torch")
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(dataset.batches("train", **BATCH))
+
+    assert len(list(torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=0))) > 0
+    with pytest.raises(Exception, match="worker 0 of a DataLoader with num_workers = 2"):
+        list(torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=2))
+
+
+def test_keras_fits_on_a_tf_dataset_whose_epochs_differ(dataset):
+    tf = pytest.importorskip("tensorflow")
+    import keras
+
+    expected = [batch for epoch in range(2) for batch in dataset.batches("train", epoch=epoch, **BATCH)]
+    rows = dataset.tf_dataset("train", **BATCH)
+    assert int(rows.cardinality()) == len(expected) // 2
+    assert rows.element_spec[0].shape == (24, 16, 16, 3) and rows.element_spec[1].dtype == tf.int64
+    found = [each for _ in range(2) for each in rows]
+    for batch, (images, labels, weights) in zip(expected, found, strict=True):
+        assert np.array_equal(images, batch.images) and np.array_equal(labels, batch.labels)
+        assert np.array_equal(weights, batch.weights)
+    model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = model.fit(dataset.tf_dataset("train", **BATCH), epochs=2, verbose=0)
+    assert len(history.history["loss"]) == 2
