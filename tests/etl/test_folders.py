@@ -265,5 +265,5 @@ def test_a_listing_changes_its_fingerprint_with_any_fact(tmp_path: Path):
 )
 def test_an_archive_that_is_not_read_is_named(name: str, kind: str, tmp_path: Path):
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UsageError, match=f"is a {kind} file, which is not read; .*; unpack it"):
+    with pytest.raises(UsageError, match=f"is a {kind} file, which is not supported; .*; unpack it"):
         listed(tmp_path / name)

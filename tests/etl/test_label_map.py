@@ -100,5 +100,5 @@ def test_a_map_that_grew_adds_what_it_had_refused_and_reads_nothing_else(tmp_pat
 def test_a_map_never_moves_a_class(tmp_path: Path, names: tuple[str, ...]):
     write_images(tmp_path / "images", num_images=30)
     build(tmp_path, label_map=("class_0", "class_1"), max_reject_fraction=0.9)
-    with pytest.raises(UsageError, match="only grows"):
+    with pytest.raises(UsageError, match="can only grow"):
         build(tmp_path, label_map=names, max_reject_fraction=0.9)

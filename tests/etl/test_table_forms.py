@@ -54,7 +54,7 @@ def test_every_unicode_encoding_is_read(encoding: str, name: str, tmp_path: Path
 def test_another_encoding_is_named_with_the_place_and_the_way_out(name: str, tmp_path: Path):
     text = TABLE if name == "t.csv" else '{"uri": "a.jpg", "label": "cät"}\n'
     (tmp_path / name).write_bytes(text.encode("cp1252"))
-    with pytest.raises(UsageError, match=rf"the table {name} is no UTF-8: byte 0xe4 near byte \d+") as caught:
+    with pytest.raises(UsageError, match=rf"the table {name} is not UTF-8: byte 0xe4 near byte \d+") as caught:
         list_images(SourceConfig(uri=str(tmp_path / name), kind="table"))
     assert "iconv -f WINDOWS-1252" in caught.value.fix
 
@@ -122,7 +122,7 @@ def test_a_quoted_value_behind_a_space_may_have_quotes_and_a_column_keeps_its_sp
 @pytest.mark.parametrize("header", ["uri,label,label", "uri, label,label", "uri,uri,label", "uri,label,split,split"])
 def test_a_column_that_is_used_and_there_twice_is_named(header: str, tmp_path: Path):
     (tmp_path / "t.csv").write_text(f"{header}\n" + ",".join(["a"] * (header.count(",") + 1)) + "\n")
-    with pytest.raises(UsageError, match="the column '(uri|label|split)' is there 2 times"):
+    with pytest.raises(UsageError, match="the column '(uri|label|split)' occurs 2 times"):
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
 
 
@@ -144,7 +144,7 @@ def test_one_of_two_columns_may_be_chosen_as_it_is_written(tmp_path: Path):
 def test_an_extra_column_that_is_there_twice_is_named(tmp_path: Path):
     (tmp_path / "t.csv").write_text("uri,label,note,note\na.jpg,b,c,d\n")
     source = SourceConfig(uri=str(tmp_path / "t.csv"), kind="table", extra_columns=("note",))
-    with pytest.raises(UsageError, match="the column 'note' is there 2 times"):
+    with pytest.raises(UsageError, match="the column 'note' occurs 2 times"):
         list_images(source)
 
 

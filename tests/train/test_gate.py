@@ -108,7 +108,7 @@ def other_layout(models: Models) -> None:
     candidate = models.export()
     written_by_another = b'{"attempt": "a", "record": {"export": 1, "colour": "blue"}}'
     open_store(models.uri).put("current/00000001.json", with_checksum(written_by_another))
-    with pytest.raises(UsageError, match=f"another layout; .*promote {models.uri}@N"):
+    with pytest.raises(UsageError, match=f"a different layout; .*promote {models.uri}@N"):
         models.promote(candidate)
     assert choose_export(models.uri, candidate.number, "run").current == candidate.number
 

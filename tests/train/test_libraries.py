@@ -68,7 +68,7 @@ def test_images_that_an_architecture_of_keras_does_not_take_are_refused(model, m
 
 
 def test_an_architecture_that_scales_pixels_by_itself_gets_none_that_are_standardized():
-    with pytest.raises(UsageError, match="scales pixels by itself.* set train.standardize = false"):
+    with pytest.raises(UsageError, match="scales pixels itself.* set train.standardize = false"):
         build_model(TrainConfig(model="keras.applications:EfficientNetB0"), (32, 32, 3), THREE)
 
 

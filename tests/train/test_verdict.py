@@ -144,7 +144,7 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
 EXCHANGE_CASES = [
     # Milliseconds of a step and of its exchange, choice, and what must be among the words.
     (100, 19, "exchange_small", "19.0 ms of a step of 100.0 ms (19%), measured here: nothing would be gained"),
-    (100, 21, "exchange_large", "(21%), measured here: kept, as every step exchanges once"),
+    (100, 21, "exchange_large", "(21%), measured here: kept: a step exchanges once"),
     (3, 2.5, "exchange_large", "fewer ranks (now 4)"),
     # A step in which no time was measured.
     (0, 0, "exchange_small", "0.0 ms of a step of 0.0 ms"),
