@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,101 +82,67 @@ SHORT = MemoryFacts("one T4", 20 * GIB, fixed_bytes=4 * GIB, image_bytes=GIB, nu
 RECOMPUTED = replace(
     SHORT, device_bytes=21 * GIB, image_bytes=60 * GIB, recomputed_fixed_bytes=5 * GIB, recomputed_image_bytes=2 * GIB
 )
+short, twice = partial(replace, SHORT), partial(replace, RECOMPUTED)
 FIT_CASES = [
-    # Facts, choice, parts, and what must be among the words.
-    (replace(SHORT, device_bytes=68 * GIB), "at_once", 1, "they fit"),
-    (replace(SHORT, num_images=16), "at_once", 1, "16 images at once need 20.0 GiB (4.0 GiB whatever the batch, 1.0"),
+    # Facts, choice, microbatches, and what must be among the words.
+    (short(device_bytes=68 * GIB), "at_once", 1, "they fit"),
+    (short(num_images=16), "at_once", 1, "16 images at once need 20.0 GiB (4.0 GiB whatever the batch, 1.0"),
     (SHORT, "microbatches", 4, "train.accumulation_steps = 4, 16 images at a time need 20.0 GiB"),
-    (replace(SHORT, may_change_precision=True), "microbatches", 4, "one T4 has 20.0 GiB"),
-    # 24 images have no fourth or fifth part: 6 parts of 4 where 5 images would fit.
-    (replace(SHORT, device_bytes=9 * GIB, num_images=24), "microbatches", 6, "4 images at a time need 8.0 GiB"),
+    (short(may_change_precision=True), "microbatches", 4, "one T4 has 20.0 GiB"),
+    # 24 images do not divide by 5: 6 microbatches of 4 where 5 images would fit.
+    (short(device_bytes=9 * GIB, num_images=24), "microbatches", 6, "4 images at a time need 8.0 GiB"),
+    (short(device_bytes=9 * GIB, num_images=24, max_microbatches=5), "too_large", 4, "6 images at a time still need"),
+    (short(image_bytes=20 * GIB, may_change_precision=True), "bfloat16", 64, "1 images at a time with train.mi"),
+    (short(max_microbatches=2, may_change_precision=True), "bfloat16", 2, "halve what an image needs, need 20.0 GiB"),
     (
-        replace(SHORT, device_bytes=9 * GIB, num_images=24, max_microbatches=5),
-        "too_large",
-        4,
-        "6 images at a time still need",
-    ),
-    (
-        replace(SHORT, image_bytes=20 * GIB, may_change_precision=True),
-        "bfloat16",
-        64,
-        "1 images at a time with train.mi",
-    ),
-    (
-        replace(SHORT, max_microbatches=2, may_change_precision=True),
-        "bfloat16",
-        2,
-        "halve what an image needs, need 20.0 GiB",
-    ),
-    (
-        replace(SHORT, max_microbatches=2),
+        short(max_microbatches=2),
         "too_large",
         2,
         "set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run",
     ),
+    (short(max_microbatches=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (starts a new run)"),
+    (short(image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
     (
-        replace(SHORT, max_microbatches=1),
-        "too_large",
-        1,
-        "need 68.0 GiB: a lower train.global_batch_size (starts a new run)",
-    ),
-    (replace(SHORT, image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
-    (
-        replace(SHORT, fixed_bytes=21 * GIB),
+        short(fixed_bytes=21 * GIB),
         "too_large",
         1,
         "64 images at a time still need 85.0 GiB: smaller images or a smaller model",
     ),
     (RECOMPUTED, "activation_checkpointing", 8, "by which a step takes longer and an image 2.0 GiB, need 21.0 GiB"),
+    (twice(may_change_precision=True), "activation_checkpointing", 8, "smaller microbatches and bfloat16 alone"),
+    (twice(max_microbatches=2), "too_large", 2, "(activations that are computed twice still take 2.0 GiB an"),
     (
-        replace(RECOMPUTED, may_change_precision=True),
-        "activation_checkpointing",
-        8,
-        "smaller microbatches and bfloat16 alone",
-    ),
-    (
-        replace(RECOMPUTED, max_microbatches=2),
-        "too_large",
-        2,
-        "(activations that are computed twice still take 2.0 GiB an",
-    ),
-    (
-        replace(RECOMPUTED, max_microbatches=4, may_change_precision=True),
+        twice(max_microbatches=4, may_change_precision=True),
         "bfloat16_and_activation_checkpointing",
         4,
         "an image 2.0 GiB in float32, need 21.0 GiB",
     ),
+    (short(max_microbatches=2, why_not_recomputed="so it is"), "too_large", 2, "are not computed twice: so it is)"),
     (
-        replace(SHORT, max_microbatches=2, why_not_recomputed="so it is"),
-        "too_large",
-        2,
-        "are not computed twice: so it is)",
-    ),
-    (
-        replace(SHORT, image_bytes=40 * GIB, may_ask_to_recompute=True),
+        short(image_bytes=40 * GIB, may_ask_to_recompute=True),
         "too_large",
         64,
         "44.0 GiB: set train.memory.activation_checkpointing = 'on' (the same training",
     ),
-    (replace(SHORT, fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
+    (short(fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
     # The precision was changed by an earlier attempt.
     (
-        replace(RECOMPUTED, max_microbatches=4, is_halved=True),
+        twice(max_microbatches=4, is_halved=True),
         "bfloat16_and_activation_checkpointing",
         4,
         "as decided before the first step, and train.memory.activation_checkpointing = 'on', by which a step takes "
         "longer and an image 2.0 GiB in float32, need 21.0 GiB",
     ),
-    (replace(SHORT, is_halved=True, num_images=32), "bfloat16", 1, "20.0 GiB in bfloat16 (4.0 GiB whatever the batch"),
+    (short(is_halved=True, num_images=32), "bfloat16", 1, "20.0 GiB in bfloat16 (4.0 GiB whatever the batch"),
     (
-        replace(SHORT, is_halved=True),
+        short(is_halved=True),
         "bfloat16",
         2,
         "has 20.0 GiB: train.accumulation_steps = 2, 32 images at a time with train.mixed_precision = 'bfloat16', as "
         "decided before the first step, need 20.0 GiB",
     ),
     (
-        replace(SHORT, is_halved=True, max_microbatches=1),
+        short(is_halved=True, max_microbatches=1),
         "too_large",
         1,
         "with train.mixed_precision = 'bfloat16', as decided before the first step, still need 36.0 GiB",

@@ -98,9 +98,7 @@ def test_a_small_file_of_endless_arrays_is_refused():
     with h5py.File(bomb, "w") as file:
         # Declared, and never written.
         file.create_dataset("layers/dense/vars/0", (100_000, 1_000), "f4", chunks=(1_000, 100), compression="gzip")
-    with pytest.raises(
-        UsageError, match=r"its arrays have 400000000 bytes, in a file of \d+; expected a complete file of weights"
-    ):
+    with pytest.raises(UsageError, match=r"its arrays have 400000000 bytes, in a file of \d+; expected a complete"):
         read_arrays(bomb.getvalue(), ".weights.h5", "f")
     many = io.BytesIO()
     with zipfile.ZipFile(many, "w", zipfile.ZIP_DEFLATED) as archive:
