@@ -12,7 +12,14 @@ from tests.test_architecture import HEAVY
 
 # Whose code may know a framework: all else sees backends, strategies and models through their registries.
 FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod"}
-MAY_KNOW_A_FRAMEWORK = ("train/backends/", "train/models/", "train/layers/", "train/strategies/")
+MAY_KNOW_A_FRAMEWORK = (
+    "train/backends/",
+    "train/models/",
+    "train/layers/",
+    "train/strategies/",
+    "shardmill/loader/torch.py",
+    "shardmill/loader/tensorflow.py",
+)
 STARTS_RANKS_BY_HOROVOD = "train/launching/horovod_spark.py"
 
 
@@ -31,13 +38,13 @@ def test_the_library_imports_without_the_extras():
         # None is what stands in sys.modules for a module that must not be imported.
         f"sys.modules.update(dict.fromkeys({sorted(HEAVY)}))\n"
         "import shardmill, shardmill.dataset.dataset, shardmill.reader, shardmill.dataset.verify\n"
-        "import shardmill.images.process, shardmill.epoch_plan, pipeline.cli, pipeline.run\n"
+        "import shardmill.images.process, shardmill.epoch_plan, shardmill.loader.dataset, pipeline.cli, pipeline.run\n"
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
-def test_framework_code_is_that_of_backends_and_strategies():
+def test_framework_code_is_that_of_backends_strategies_and_loaders():
     wrong = [
         f"{module.relative} imports {name}"
         for module in modules().values()
