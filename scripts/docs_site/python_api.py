@@ -9,7 +9,14 @@ HEAD = """# Python API
 `import shardmill` loads nothing heavy; each name is imported on first use.
 [Your training loop](../get-started/your-loop.md) shows the calls in order.
 """
-ALSO = ("shardmill.epoch_plan.streams_of_rank", "shardmill.reader.ReaderOptions")
+ALSO = (
+    "shardmill.loader.dataset.LoadableDataset",
+    "shardmill.loader.dataset.Reading",
+    "shardmill.loader.loader.Loader",
+    "shardmill.loader.batch.LoaderBatch",
+    "shardmill.epoch_plan.streams_of_rank",
+    "shardmill.reader.ReaderOptions",
+)
 
 
 def python_api() -> str:
