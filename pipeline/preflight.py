@@ -83,12 +83,12 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
 
 def check_one_process(tree: PipelineTree) -> None:
     """Raises UsageError for a whole run in processes that others have started."""
-    from train.launching import LAUNCHERS
+    from train.launching import launcher_of
 
-    launcher = tree.train.launcher
-    if launcher != "auto" and LAUNCHERS[launcher].started_by_others:
+    launcher = launcher_of(tree.train)
+    if launcher is not None and launcher.started_by_others:
         raise UsageError(
-            f"train.launcher = {launcher!r} with `shardmill run`",
+            f"train.launcher = {tree.train.launcher!r} with `shardmill run`",
             "expected one process, because each process would build the dataset",
             "run `shardmill etl` in one process, then start `shardmill train` in all",
         )

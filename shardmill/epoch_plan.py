@@ -59,6 +59,11 @@ class PlanSpec:
         """Rows that one stream gives to one step, padding included."""
         return self.global_batch_size // self.num_streams
 
+    def num_steps(self, num_rows: int) -> int:
+        """Steps of an epoch over so many rows, equal on every rank: those that the longest stream needs."""
+        longest = -(-num_rows // self.num_streams)
+        return -(-longest // self.rows_per_stream)
+
     @property
     def fingerprint(self) -> str:
         """Names this plan in cursors and checkpoints."""
@@ -107,9 +112,8 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the epoch, equal on every rank: those that the longest stream needs."""
-        longest = -(-self.num_rows // self.spec.num_streams)
-        return -(-longest // self.spec.rows_per_stream)
+        """Steps of the epoch, equal on every rank."""
+        return self.spec.num_steps(self.num_rows)
 
     def stream_start(self, stream: int) -> int:
         """The first virtual row of a stream; that of stream `num_streams` is the number of rows."""

@@ -40,7 +40,7 @@ class Loader:
         self._options = options or ReaderOptions()
         self._augment = augment
         self._hand_over = hand_over
-        self._num_steps = dataset.plan_epoch(spec, 0).num_steps
+        self._num_steps = spec.num_steps(dataset.manifest.splits[spec.split].num_rows)
         self._epoch, self._step = 0, 0
         self._reader: BatchReader | None = None
         self._is_broken_off = False
@@ -69,7 +69,7 @@ class Loader:
         """
         _refuse_workers()
         self._process.check()
-        self._close_reader()
+        self.close()
         if self._is_broken_off:
             self._epoch, self._step = self._epoch + 1, 0
         plan = self._dataset.plan_epoch(self.spec, self._epoch)
@@ -127,7 +127,7 @@ class Loader:
                 f"expected an epoch from 0 and a step from 0 to {self._num_steps - 1}",
                 "an epoch that is finished is continued at step 0 of the next one",
             )
-        self._close_reader()
+        self.close()
         self._epoch, self._step, self._is_broken_off = epoch, step, False
 
     def set_epoch(self, epoch: int) -> None:
@@ -140,18 +140,15 @@ class Loader:
 
     def close(self) -> None:
         """End an iteration and join its threads."""
-        self._close_reader()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _close_reader(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
 
 
 def _refuse_workers() -> None:

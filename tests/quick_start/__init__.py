@@ -26,7 +26,7 @@ if FOLDER not in sys.path:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where Python is told to keep no bytecode, each process would compile all that it imports of ours again."""
+    """Compile our modules once: without bytecode (PYTHONDONTWRITEBYTECODE) each process would compile them again."""
     if sys.dont_write_bytecode and not hasattr(session.config, "workerinput"):
         for package in _OURS:
             compileall.compile_dir(_ROOT / package, quiet=2)

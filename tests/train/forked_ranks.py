@@ -25,7 +25,7 @@ from train.launching import LAUNCHERS, agent
 from train.launching.rank import DEFAULT_WORKER
 from train.reporting.observer import TrainObserver
 
-# What a rank of each backend imports; PyTorch its compilers, as soon as it is told to be deterministic.
+# What a rank of each backend imports. PyTorch imports its compilers when deterministic algorithms are switched on.
 _MODULES = {
     "keras": ("tensorflow", "train.launching.rank", "train.rank.worker", "train.backends.keras.backend"),
     "torch": (

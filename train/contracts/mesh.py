@@ -113,6 +113,14 @@ class Mesh:
             return streams_by_weight(self.weights, self.num_streams)
         return [streams_of_rank(index, self.data_size, self.num_streams) for index in range(self.data_size)]
 
+    def largest_share(self, global_batch_size: int) -> int:
+        """Samples of a step on the rank with the most streams, padding included."""
+        return self.most_streams * (global_batch_size // self.num_streams)
+
+    def smallest_share(self, global_batch_size: int) -> int:
+        """Samples of a step on the rank with the fewest streams, padding included."""
+        return self.fewest_streams * (global_batch_size // self.num_streams)
+
     @property
     def most_streams(self) -> int:
         """Of one rank."""
@@ -124,7 +132,7 @@ class Mesh:
         return min(map(len, self.streams))
 
     def data_index(self, rank: int) -> DataIndex:
-        """What a rank reads. Raises UsageError for a rank that is none of these."""
+        """What a rank reads. Raises UsageError if there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise UsageError(
                 f"rank {rank} of {self}", f"expected 0 to {self.num_ranks - 1}", "ranks are counted from 0"

@@ -14,6 +14,7 @@ from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
+    from train.config import TrainConfig
     from train.contracts.task import WorkerTask
     from train.contracts.values import TrainResult
     from train.reporting.observer import TrainObserver
@@ -90,3 +91,8 @@ LAUNCHERS: Registry[Launcher] = Registry(
     },
     takes_own=True,
 )
+
+
+def launcher_of(config: TrainConfig) -> Launcher | None:
+    """What `train.launcher` names; None if that is left open."""
+    return None if config.launcher == "auto" else LAUNCHERS[config.launcher]

@@ -6,11 +6,12 @@ duration is known; all others get `progress_timeout_seconds`.
 
 Why so many cases: one hung rank makes all others late, because they wait for it in a collective, and ending the wrong
 rank would lose a healthy one. So a rank that announces that it waits is never a cause while another rank works; and
-because collectives inside compiled code are not announced, a late rank is spared while another one stands still and has
-time left (`has_time`), up to its own untimed limit, so that a fault always ends. Only if all ranks at work are late and
-waiting is no rank named. Limits are relative to the slowest rank so far (`PATIENCE`), because an absolute limit would
-end slow but healthy trainings; durations count only after `TRUSTED` repetitions, because early ones include compilation
-or caches. The clock is the driver's: after it was suspended itself, `restart_clocks` must run, or all ranks are "lost".
+because collectives inside compiled code are not announced, a late rank is not ended while another rank makes no
+progress but is within its limit (`has_time`), up to the late rank's untimed limit, so that a fault always ends. No rank
+is named only if all ranks at work are late and waiting. Limits are relative to the slowest rank so far (`PATIENCE`),
+because an absolute limit would end slow but healthy trainings; durations count only after `TRUSTED` repetitions,
+because early ones include compilation or caches. The clock is the driver's: after it was suspended itself,
+`restart_clocks` must run, or all ranks are "lost".
 """
 
 from __future__ import annotations

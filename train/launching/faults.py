@@ -115,7 +115,7 @@ def is_cause_known(faults: Collection[RankFault], now: float) -> bool:
 def root_cause(faults: Iterable[RankFault], secondary: re.Pattern[str]) -> RankFault:
     """The earliest fault that can be a cause; else what the launcher reports; else the earliest secondary error.
 
-    `secondary`: `Strategy.secondary_error`, by which a survivor's last words are told from a cause.
+    `secondary`: `Strategy.secondary_error`, which matches the errors of ranks that only lost a peer.
     """
     return min(
         (_reclassified(fault, secondary) for fault in faults),

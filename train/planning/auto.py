@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.launching import LAUNCHERS, Launcher
+from train.launching import LAUNCHERS, launcher_of
 from train.launching.devices import gpus_here
 from train.launching.environments import find_place
 from train.launching.spark_slots import num_places_of, why_no_places
@@ -97,7 +97,7 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
     gpus = gpus_here(config, backend)
     # Of several GPUs a process of TensorFlow uses all, unless its strategy is set to one that gives each rank one.
     takes_one = backend == "torch" if config.strategy == AUTO else STRATEGIES[config.strategy].devices_per_rank == "one"
-    launcher = _launcher_of(config)
+    launcher = launcher_of(config)
     return Facts(
         num_workers=config.num_workers,
         num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
@@ -149,15 +149,10 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tupl
     return tuple(found)
 
 
-def _launcher_of(config: TrainConfig) -> Launcher | None:
-    """None if that is left open."""
-    return None if config.launcher == AUTO else LAUNCHERS[config.launcher]
-
-
 def _what_keeps_one(config: TrainConfig) -> str:
     """The setting, or an empty text."""
     strategy = None if config.strategy == AUTO else STRATEGIES[config.strategy]
-    launcher = _launcher_of(config)
+    launcher = launcher_of(config)
     local_steps = config.options(LocalSgdOptions).local_steps
     one = {
         f"train.launcher = {config.launcher!r}": launcher is not None and launcher.in_this_process,

@@ -21,7 +21,7 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.strategies import has_chief
+from train.strategies import has_chief, mesh_of
 from train.strategies.options import silos_of
 from train.tree import TrainTree
 
@@ -95,7 +95,7 @@ def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
-    local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
+    local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)

@@ -126,8 +126,9 @@ def model_size(store: Store, checkpoint: str) -> str:
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
     """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in microbatches."""
-    per_stream = config.global_batch_size // config.num_streams
-    of_update = -(-mesh_of(config).most_streams * per_stream // config.options(LocalSgdOptions).local_steps)
+    of_update = -(
+        -mesh_of(config).largest_share(config.global_batch_size) // config.options(LocalSgdOptions).local_steps
+    )
     return -(-of_update // max(1, num_gpus))
 
 
@@ -135,7 +136,7 @@ def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
     """In how many microbatches a step can be computed on every rank, with an image for each of its devices."""
     if has_chief(config) or config.sync_batch_norm:
         return 1
-    of_rank = mesh_of(config).fewest_streams * (config.global_batch_size // config.num_streams)
+    of_rank = mesh_of(config).smallest_share(config.global_batch_size)
     num_devices = (
         config.options(MirroredOptions).num_devices if STRATEGIES[config.strategy].devices_per_rank == "all" else 1
     )

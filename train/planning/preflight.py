@@ -99,7 +99,7 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
 
 
 def _check_microbatches(config: TrainConfig) -> None:
-    smallest = mesh_of(config).fewest_streams * (config.global_batch_size // config.num_streams)
+    smallest = mesh_of(config).smallest_share(config.global_batch_size)
     if config.num_microbatches > smallest:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps}",

@@ -33,7 +33,7 @@ def check_local_sgd(config: TrainConfig) -> None:
 
 def _check_updates(config: TrainConfig) -> None:
     local_steps = config.options(LocalSgdOptions).local_steps
-    share = Mesh.of(config).fewest_streams * (config.global_batch_size // config.num_streams)
+    share = Mesh.of(config).smallest_share(config.global_batch_size)
     if config.num_microbatches * local_steps > share:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps} times train.local_sgd.local_steps = {local_steps}",
