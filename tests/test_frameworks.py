@@ -1,4 +1,5 @@
-"""Where frameworks may be used, at any depth: a backend computes, a strategy exchanges, a model is made of layers."""
+"""Where frameworks may be used, at any depth: a backend computes, a strategy exchanges, a model is made of layers, a
+loader hands its batches over."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ ROOMS = (
     "train/strategies/",
     "train/models/",
     "train/layers/",
+    "shardmill/loader/torch.py",
+    "shardmill/loader/tensorflow.py",
     # Of Horovod that which starts ranks.
     "train/launching/horovod_spark.py",
 )
