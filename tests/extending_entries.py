@@ -14,6 +14,7 @@ from etl.units.copy_unit import copy_rows
 from etl.units.units import CopyUnit, WorkUnit
 from etl.units.write_unit import UnitTask, write_unit
 from shardmill.dataset.unit_result import UnitResult
+from shardmill.environments import Starter, local_numbers
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import PNG
 from shardmill.formats.parquet import PARQUET
@@ -22,7 +23,6 @@ from shardmill.stores.local import LocalStore
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.config import TrainConfig
-from train.launching.environments import Starter, local_numbers
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer

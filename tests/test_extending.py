@@ -122,7 +122,7 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     assert 'kind = "new"' in run("config", "show", "photos.new")
 
     # What starts processes is a registry that no key chooses from.
-    environments = sources / "train/launching/environments/__init__.py"
+    environments = sources / "shardmill/environments/__init__.py"
     head = '"started by",\n    {\n'
     text = environments.read_text(encoding="utf-8")
     assert text.count(head) == 1

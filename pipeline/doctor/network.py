@@ -84,9 +84,9 @@ def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
 
 def _gate(train: TrainConfig) -> Finding:
     """Where rank 0 is called, which only its own host can try."""
+    from shardmill.environments import find_place
     from train.launching.attach_options import AttachOptions
     from train.launching.attach_place import host_of_rank_0, loopback_warning
-    from train.launching.environments import find_place
 
     subject, started = "train.attach.port", find_place(os.environ)
     attach = train.options(AttachOptions)

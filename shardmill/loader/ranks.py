@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
 
+from shardmill.environments import find_place
 from shardmill.errors import UsageError
-
-_VARIABLES = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-"""Of torchrun and Kubernetes' training operator, Open MPI, MPICH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class Ranks:
 
 
 def find_ranks(rank: int | None, world_size: int | None) -> Ranks:
-    """`rank` of `world_size`, if they are given; else as PyTorch's process group, Horovod or the environment says.
+    """`rank` of `world_size`, if they are given; else as a framework, a launcher's variables or TF_CONFIG say.
 
     A framework counts only if it was imported and initialised: nothing is imported to find out. Raises UsageError if
     one number is given without the other, or they do not belong together.
@@ -43,6 +42,15 @@ def find_ranks(rank: int | None, world_size: int | None) -> Ranks:
 
 
 def _of_this_process() -> Ranks:
+    found = _of_frameworks()
+    if found is not None:
+        return found
+    if (started := find_place(os.environ)) is not None:
+        return Ranks(started[1].rank, started[1].world_size)
+    return _of_tf_config(os.environ["TF_CONFIG"]) if "TF_CONFIG" in os.environ else Ranks(0, 1)
+
+
+def _of_frameworks() -> Ranks | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return Ranks(distributed.get_rank(), distributed.get_world_size())
@@ -50,18 +58,23 @@ def _of_this_process() -> Ranks:
         horovod = sys.modules.get(name)
         if horovod is not None and horovod.is_initialized():
             return Ranks(horovod.rank(), horovod.size())
-    for of_rank, of_size in _VARIABLES:
-        if of_rank in os.environ and of_size in os.environ:
-            return Ranks(_number(of_rank), _number(of_size))
-    return Ranks(0, 1)
+    # Asking JAX for its process index before `jax.distributed.initialize` would start it as one process for good.
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        return Ranks(jax.process_index(), jax.process_count())
+    return None
 
 
-def _number(variable: str) -> int:
-    value = os.environ[variable]
-    if not value.isdecimal():
+def _of_tf_config(text: str) -> Ranks:
+    """TensorFlow's cluster in JSON: the chief is rank 0, the workers follow in their order."""
+    try:
+        config = json.loads(text)
+        cluster, task = config["cluster"], config["task"]
+        ranks = [(kind, index) for kind in ("chief", "master", "worker") for index in range(len(cluster.get(kind, ())))]
+        return Ranks(ranks.index((task["type"], int(task["index"]))), len(ranks))
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(
-            f"the environment variable {variable} = {value!r}",
-            "expected a number",
+            f"the environment variable TF_CONFIG = {text!r}",
+            "expected JSON whose `task` is the chief or a worker of its `cluster`, because others read no batches",
             "correct it, or give rank and world_size",
-        )
-    return int(value)
+        ) from None

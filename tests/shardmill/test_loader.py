@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardmill
+from shardmill.environments import ENVIRONMENTS
 from shardmill.errors import UsageError
 from tests.support import make_dataset
 
@@ -149,14 +152,52 @@ def test_what_cannot_be_read_is_refused_before_the_first_batch(given, said, data
         dataset.batches("train", **{**BATCH, **given})
 
 
-def test_the_rank_is_that_of_the_environment(dataset, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def clear_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for starter in ENVIRONMENTS.values():
+        monkeypatch.delenv(starter.rank, raising=False)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+@pytest.mark.parametrize("starter", ENVIRONMENTS.values(), ids=str)
+def test_the_rank_is_that_of_the_environment(starter, dataset, monkeypatch: pytest.MonkeyPatch):
+    """Each environment that training knows, because there is one list of them."""
+    clear_environment(monkeypatch)
+    assert dataset.batches("train", **BATCH).streams == range(8)
+    monkeypatch.setenv(starter.rank, "1")
+    monkeypatch.setenv(starter.world_size, "2")
     assert dataset.batches("train", **BATCH).streams == range(4, 8)
     assert dataset.batches("train", rank=0, world_size=1, **BATCH).streams == range(8)
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(UsageError, match="RANK = 'first'"):
+    monkeypatch.setenv(starter.rank, "first")
+    with pytest.raises(UsageError, match=f"the variables of {starter} are not numbers.*'first'"):
         dataset.batches("train", **BATCH)
+
+
+def test_the_rank_is_that_of_tensorflows_cluster(dataset, monkeypatch: pytest.MonkeyPatch):
+    clear_environment(monkeypatch)
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1", "d:1"], "ps": ["e:1"]}
+    for rank, (kind, index) in enumerate((("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2))):
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        assert dataset.batches("train", **BATCH).streams == range(2 * rank, 2 * rank + 2)
+    server = {"cluster": cluster, "task": {"type": "ps", "index": 0}}
+    for text in (json.dumps(server), "{}", "[]", "worker 1"):
+        monkeypatch.setenv("TF_CONFIG", text)
+        with pytest.raises(UsageError, match="TF_CONFIG = .*expected JSON whose `task` is the chief or a worker"):
+            dataset.batches("train", **BATCH)
+
+
+def test_the_rank_is_jaxs_once_it_is_initialised(dataset, monkeypatch: pytest.MonkeyPatch):
+    clear_environment(monkeypatch)
+    is_initialized = []
+    jax = SimpleNamespace(
+        distributed=SimpleNamespace(is_initialized=lambda: bool(is_initialized)),
+        process_index=lambda: 3,
+        process_count=lambda: 4,
+    )
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    assert dataset.batches("train", **BATCH).streams == range(8)
+    is_initialized.append(True)
+    assert dataset.batches("train", **BATCH).streams == range(6, 8)
 
 
 def test_a_fork_of_a_process_that_has_iterated_is_refused(dataset):

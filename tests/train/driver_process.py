@@ -13,11 +13,11 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardmill.environments.place import Place
 from shardmill.jobs.process import PREFIX
 from shardmill.values import DatasetPin
 from tests.services.marked import MARK, free_ports, marked
 from train.launching.attach import JOB_TOKEN_VARIABLE
-from train.launching.place import Place
 
 ROOT = Path(__file__).parents[2]
 WORKERS = "tests.train.launch_workers"

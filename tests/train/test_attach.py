@@ -16,6 +16,8 @@ import pytest
 
 from pipeline.preflight import check_one_process
 from pipeline.tree import PipelineTree
+from shardmill.environments import find_place
+from shardmill.environments.place import Place
 from shardmill.errors import UsageError
 from tests.processes import children_of_all_threads
 from tests.services.marked import MARK, free_ports
@@ -26,8 +28,6 @@ from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import host_of_rank_0
 from train.launching.connection import ProtocolError
-from train.launching.environments import find_place
-from train.launching.place import Place
 
 TOKEN = "secret of this job" * 2
 SHARDMILL = str(Path(sys.executable).with_name("shardmill"))

@@ -6,6 +6,9 @@ import socket
 
 import pytest
 
+from shardmill.environments import ENVIRONMENTS
+from shardmill.environments.place import Place
+from shardmill.environments.slurm import first_host, tasks_per_node
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.spark import loopback_warning as spark_loopback_warning
@@ -14,9 +17,6 @@ from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached, check_world_size
 from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import loopback_warning
-from train.launching.environments import ENVIRONMENTS
-from train.launching.environments.slurm import first_host, tasks_per_node
-from train.launching.place import Place
 from train.planning.auto import resolve
 
 TOKEN = "secret of this job" * 2

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
 from shardmill.dataset.open import open_dataset
+from shardmill.environments.place import Place
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
@@ -29,7 +30,6 @@ from train.contracts.values import TrainResult
 from train.contracts.world import RankDevices, World
 from train.launching import LAUNCHERS
 from train.launching.devices import CUDA_VARIABLE, check_devices, share_of_rank, visible_gpus
-from train.launching.place import Place
 from train.launching.spark_slots import num_slots_of
 from train.planning.auto import resolve
 

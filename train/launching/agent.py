@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from shardmill.environments.place import Place
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
 from train.contracts.task import WorkerTask
@@ -22,7 +23,6 @@ from train.launching.devices import device_environment
 from train.launching.faults import failure_of
 from train.launching.messages import Abort, Output, RankExit
 from train.launching.output import RankOutput
-from train.launching.place import Place
 
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from shardmill.environments import find_place
+from shardmill.environments.place import Place
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.ending import error_line, exit_code_of, print_error
@@ -31,9 +33,7 @@ from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import host_of_rank_0, loopback_warning
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, ProtocolError, proof_of
 from train.launching.devices import device_environment
-from train.launching.environments import find_place
 from train.launching.messages import Begin, Ended, Stop
-from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 
+from shardmill.environments import ENVIRONMENTS, Variables
+from shardmill.environments.place import Place
 from shardmill.jobs.addresses import addresses_of, is_loopback
 from train.contracts.world import LOOPBACK
-from train.launching.environments import ENVIRONMENTS, Variables
-from train.launching.place import Place
 
 
 def host_of_rank_0(variables: Variables, place: Place) -> str:

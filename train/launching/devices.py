@@ -13,13 +13,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from shardmill.environments.place import Place
 from shardmill.errors import UsageError
 from train.backends.gpu_builds import why_no_gpu
 from train.config import TrainConfig
 from train.contracts.activities import during, waiting
 from train.contracts.values import Reporter
 from train.contracts.world import RankDevices
-from train.launching.place import Place
 from train.strategies import STRATEGIES, roles_of
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from shardmill.environments.place import HOROVODS, place_from_environment
 from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
@@ -23,7 +24,6 @@ from train.launching import Launcher
 from train.launching.agent import keep_rank
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.launching.faults import FIX
-from train.launching.place import HOROVODS, place_from_environment
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.spark_addresses import driver_addresses
 from train.launching.spark_slots import (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
+from shardmill.environments.place import Place
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
@@ -20,7 +21,6 @@ from train.launching.devices import agree_on_devices, device_environment
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
 from train.launching.inline_output import gathered
 from train.launching.inline_watch import InlineWatch, Stalled, watching
-from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.reporting.observer import StepAssembler, TrainObserver
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from shardmill.environments.place import Place
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.contracts.task import WorkerTask
@@ -12,7 +13,6 @@ from train.contracts.world import LOOPBACK
 from train.launching import Launcher
 from train.launching.agent import rank_processes
 from train.launching.devices import device_environment
-from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver

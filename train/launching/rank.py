@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from shardmill.dataset.open import open_pinned
+from shardmill.environments.place import Place, place_from_environment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.addresses import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
@@ -44,7 +45,6 @@ from train.launching.messages import (
     StopAfter,
     Stopped,
 )
-from train.launching.place import Place, place_from_environment
 from train.launching.stop_point import StopPoint
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardmill.applications import OnExecutor
+from shardmill.environments.place import Place
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
@@ -21,7 +22,6 @@ from train.contracts.values import TrainResult
 from train.launching import Launcher
 from train.launching.agent import keep_rank
 from train.launching.faults import FIX
-from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.spark_addresses import driver_addresses
 from train.launching.spark_slots import (

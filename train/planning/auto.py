@@ -6,11 +6,11 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from shardmill.environments import find_place
 from shardmill.errors import UsageError
 from train.config import TrainConfig
 from train.launching import LAUNCHERS, launcher_of
 from train.launching.devices import gpus_here
-from train.launching.environments import find_place
 from train.launching.spark_slots import num_places_of, why_no_places
 from train.models.user import framework_of, imported_packages
 from train.planning.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule

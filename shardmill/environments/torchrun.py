@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.launching.environments import Starter, local_numbers
+from shardmill.environments import Starter, local_numbers
 
 TORCHRUN = Starter(
     "torchrun",

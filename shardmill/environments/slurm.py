@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from train.launching.environments import Starter, Variables
+from shardmill.environments import Starter, Variables
 
 
 def _local(variables: Variables) -> tuple[int, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from shardmill.environments.place import Place
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
-from train.launching.place import Place
 
 Variables = Mapping[str, str]
 
@@ -48,13 +48,11 @@ def local_numbers(rank: str, size: str) -> Callable[[Variables], tuple[int, int]
 ENVIRONMENTS: Registry[Starter] = Registry(
     "started by",
     {
-        "own": Entry("train.launching.environments.own:OWN", "anything that sets SHARDMILL_RANK and its like"),
-        "torchrun": Entry(
-            "train.launching.environments.torchrun:TORCHRUN", "torchrun, and Kubernetes' training operators"
-        ),
-        "open_mpi": Entry("train.launching.environments.open_mpi:OPEN_MPI", "mpirun of Open MPI"),
-        "mpich": Entry("train.launching.environments.mpich:MPICH", "mpiexec of MPICH and of Intel MPI"),
-        "slurm": Entry("train.launching.environments.slurm:SLURM", "srun of SLURM"),
+        "own": Entry("shardmill.environments.own:OWN", "anything that sets SHARDMILL_RANK and its like"),
+        "torchrun": Entry("shardmill.environments.torchrun:TORCHRUN", "torchrun, and Kubernetes' training operators"),
+        "open_mpi": Entry("shardmill.environments.open_mpi:OPEN_MPI", "mpirun of Open MPI"),
+        "mpich": Entry("shardmill.environments.mpich:MPICH", "mpiexec of MPICH and of Intel MPI"),
+        "slurm": Entry("shardmill.environments.slurm:SLURM", "srun of SLURM"),
     },
 )
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from train.launching.environments import Starter, local_numbers
+from shardmill.environments import Starter, local_numbers
 
 MPICH = Starter("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", local_numbers("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.launching.environments import Starter, local_numbers
-from train.launching.place import OURS
+from shardmill.environments import Starter, local_numbers
+from shardmill.environments.place import OURS
 
 OWN = Starter("shardmill's own variables", OURS[0], OURS[1], local_numbers(OURS[2], OURS[3]))
