@@ -18,8 +18,8 @@ from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored
 from shardmill.jobs.config import DatasetConfig
+from shardmill.loader.reader import ReaderOptions, read_batches
 from shardmill.options import AugmentOptions
-from shardmill.reader import ReaderOptions, read_batches
 
 _NUM_THREADS = 2
 

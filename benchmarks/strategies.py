@@ -25,7 +25,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
-from shardmill.reader import iterate_samples
+from shardmill.loader.samples import iterate_samples
 from train.config import TrainConfig
 from train.reporting.observer import GlobalStep
 from train.training import train_model

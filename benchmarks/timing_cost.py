@@ -24,7 +24,7 @@ from benchmarks.training_start import build_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
-from shardmill.reader import BatchReader
+from shardmill.loader.reader import BatchReader
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.progress import Progress

@@ -4,7 +4,7 @@ The map of the repository, in the order in which an image travels:
 
 - `etl/` lists images and writes shards with Spark; `shardmill.images` decodes and normalizes, `shardmill.formats`
   stores, `shardmill.dataset` commits and verifies (contract 1).
-- `shardmill.epoch_plan` decides which rows make step k (contract 2); `shardmill.reader` turns them into batches.
+- `shardmill.epoch_plan` decides which rows make step k (contract 2); `shardmill.loader` turns them into batches.
 - `train/` launches ranks, trains, evaluates, exports and promotes.
 - `pipeline/` runs all stages and owns the command line; `airflow_dags/` schedules it.
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardmill.errors import ShardmillError
     from shardmill.images.process import process_image
     from shardmill.loader.dataset import open_dataset
-    from shardmill.reader import read_batches
     from shardmill.values import Batch, Cursor
 
 _HOMES = {
@@ -32,7 +31,6 @@ _HOMES = {
     "ShardmillError": "errors",
     "open_dataset": "loader.dataset",
     "process_image": "images.process",
-    "read_batches": "reader",
     "verify_dataset": "dataset.verify",
 }
 
@@ -43,7 +41,6 @@ __all__ = [
     "ShardmillError",
     "open_dataset",
     "process_image",
-    "read_batches",
     "verify_dataset",
 ]
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
-from shardmill.reader import iterate_samples
+from shardmill.loader.samples import iterate_samples
 
 MAX_BITS = 7
 _HASH_BITS = 64

@@ -37,7 +37,7 @@ def test_the_library_imports_without_the_extras():
         "import sys\n"
         # None is what stands in sys.modules for a module that must not be imported.
         f"sys.modules.update(dict.fromkeys({sorted(HEAVY)}))\n"
-        "import shardmill, shardmill.dataset.dataset, shardmill.reader, shardmill.dataset.verify\n"
+        "import shardmill, shardmill.dataset.dataset, shardmill.loader.reader, shardmill.dataset.verify\n"
         "import shardmill.images.process, shardmill.epoch_plan, shardmill.loader.dataset, pipeline.cli, pipeline.run\n"
     )
     done = python("-c", code)

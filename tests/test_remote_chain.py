@@ -16,7 +16,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.support import upload, write_images
 

@@ -17,7 +17,7 @@ from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason

@@ -15,7 +15,7 @@ ALSO = (
     "shardmill.loader.loader.Loader",
     "shardmill.loader.batch.LoaderBatch",
     "shardmill.epoch_plan.streams_of_rank",
-    "shardmill.reader.ReaderOptions",
+    "shardmill.loader.reader.ReaderOptions",
 )
 
 

@@ -12,8 +12,8 @@ from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.loader import Loader
 from shardmill.loader.ranks import find_ranks
+from shardmill.loader.reader import ReaderOptions
 from shardmill.loader.torch import Layout, as_tensors
-from shardmill.reader import ReaderOptions
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch, as_arrays
-from shardmill.reader import BatchReader, OneProcess, ReaderOptions, read_batches
+from shardmill.loader.reader import BatchReader, OneProcess, ReaderOptions, read_batches
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset

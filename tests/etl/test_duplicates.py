@@ -17,7 +17,7 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, Observer
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, Recorder
 from tests.support import write_images

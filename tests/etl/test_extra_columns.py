@@ -25,7 +25,8 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.config import DatasetConfig
-from shardmill.reader import read_samples, read_split
+from shardmill.loader.reader import read_split
+from shardmill.loader.samples import read_samples
 from tests.etl.building import images_of, list_images
 from tests.etl.test_incremental import _ETL
 from tests.etl.test_sources import add_member

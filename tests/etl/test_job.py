@@ -18,7 +18,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, digests, tree_for
 from tests.support import build_here, write_images

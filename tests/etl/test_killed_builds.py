@@ -22,7 +22,7 @@ from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import FAILPOINTS, VARIABLE
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from tests.etl.building import tree_for
 from tests.polling import polled
 from tests.services.marked import MARK, marked

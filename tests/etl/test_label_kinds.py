@@ -20,7 +20,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from tests.etl.building import images_of, list_images
 from tests.etl.test_extra_columns import build, stored, write_files
 from tests.etl.test_sources import add_member

@@ -17,7 +17,8 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.encodings import decode_row
-from shardmill.reader import read_batches, read_samples
+from shardmill.loader.reader import read_batches
+from shardmill.loader.samples import read_samples
 from tests.etl.building import build_source
 from tests.shardmill.images.make import photo, png
 

@@ -14,7 +14,7 @@ from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from tests.etl.building import build_source
 from tests.support import write_images
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from shardmill.values import Batch
 
 dataset = open_dataset(sys.argv[1])

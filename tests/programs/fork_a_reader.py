@@ -5,7 +5,8 @@ import sys
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.reader import ReaderOptions, iterate_samples, read_batches, read_split
+from shardmill.loader.reader import ReaderOptions, read_batches, read_split
+from shardmill.loader.samples import iterate_samples
 
 dataset = open_dataset(sys.argv[1])
 spec = dataset.plan_spec("train", seed=0, global_batch_size=8, num_streams=1)

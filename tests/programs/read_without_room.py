@@ -9,7 +9,8 @@ import resource
 import signal
 import sys
 
-from shardmill import open_dataset, read_batches
+from shardmill import open_dataset
+from shardmill.loader.reader import read_batches
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 dataset = open_dataset(sys.argv[1])

@@ -12,7 +12,7 @@ def refuse(event: str, arguments: tuple) -> None:
 sys.addaudithook(refuse)
 
 from shardmill import open_dataset, verify_dataset  # noqa: E402
-from shardmill.reader import read_batches  # noqa: E402
+from shardmill.loader.reader import read_batches  # noqa: E402
 
 dataset = open_dataset(sys.argv[1])
 verify_dataset(dataset, deep=True).raise_if_failed()

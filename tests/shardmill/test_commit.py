@@ -27,7 +27,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.jobs.config import DatasetConfig
-from shardmill.reader import read_batches
+from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch

@@ -9,7 +9,7 @@ import pytest
 
 from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from tests.support import make_dataset
 
 

@@ -16,8 +16,9 @@ from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.encodings import decode_stored
+from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.samples import read_samples
 from shardmill.options import AugmentOptions
-from shardmill.reader import ReaderOptions, read_batches, read_samples
 from shardmill.values import Batch
 from tests.support import make_dataset
 

@@ -24,7 +24,7 @@ from shardmill.dataset.segment import put_segment, read_segment, rows_file
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, ShardInfo
 from tests.support import build_here, make_dataset, write_images

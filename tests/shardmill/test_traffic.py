@@ -12,7 +12,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.rules import verify_present
 from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.config import DatasetConfig
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.stores import STORES
 from tests.counting_store import CALLS, ENTRY, SCHEME
 from tests.support import build_here, write_images

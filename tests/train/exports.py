@@ -10,7 +10,8 @@ import numpy as np
 
 from shardmill.checksummed import checksum_file
 from shardmill.dataset.open import open_dataset
-from shardmill.reader import read_samples, read_split
+from shardmill.loader.reader import read_split
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.backend import SAVED_MODEL

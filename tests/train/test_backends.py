@@ -17,7 +17,7 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from tests.train import torch_non_finite_models
 from tests.train.test_models import THREE, batch_of
 from tests.train.training import MODELS, Recorder, check_terms, task_of, train_here

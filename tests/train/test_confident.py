@@ -18,7 +18,7 @@ from etl.config import SourceConfig, SplitFractions
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from tests.etl.test_extra_columns import build
 from tests.train.training import MODELS, train_here
 from train.backends import BACKENDS

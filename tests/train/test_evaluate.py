@@ -9,7 +9,8 @@ import pytest
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
-from shardmill.reader import read_batches, read_samples, read_split
+from shardmill.loader.reader import read_batches, read_split
+from shardmill.loader.samples import read_samples
 from tests.support import make_dataset
 from train.contracts.values import Evaluation
 from train.evaluation.evaluate import Outputs, evaluate_batches, scores_by

@@ -15,7 +15,7 @@ from shardmill.checksummed import with_checksum
 from shardmill.dataset.maintenance.rollback import roll_back
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset

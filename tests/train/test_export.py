@@ -18,7 +18,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.section import Section
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice

@@ -11,7 +11,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.train.forked_ranks import launch_forked
 from tests.train.test_multi_rank import WORKERS, Watcher

@@ -15,7 +15,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
-from shardmill.reader import read_batches
+from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.words import counted
 from tests.train.driver_process import start_driver

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardmill.dataset.open import open_dataset
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from tests.processes import in_own_process
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
 from train.checkpoints.state import dump_arrays

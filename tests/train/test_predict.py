@@ -16,8 +16,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
+from shardmill.loader.samples import read_samples
 from shardmill.options import DecodeLimits
-from shardmill.reader import read_samples
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.published.candidate import promote_export

@@ -11,7 +11,7 @@ import pytest
 from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export

@@ -12,7 +12,7 @@ import pytest
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.reader import read_samples
+from shardmill.loader.samples import read_samples
 from tests.support import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here

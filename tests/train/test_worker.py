@@ -12,7 +12,8 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.ids import format_sample_id
-from shardmill.reader import read_batches, read_samples
+from shardmill.loader.reader import read_batches
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.processes import in_own_process
 from tests.support import build_here, make_dataset, write_images

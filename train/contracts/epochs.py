@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from shardmill.reader import ReaderOptions
+from shardmill.loader.reader import ReaderOptions
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import EpochPlan
-    from shardmill.reader import ReaderSeconds
+    from shardmill.loader.reader import ReaderSeconds
     from shardmill.values import Batch
     from train.config import TrainConfig
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import TrainingError
-from shardmill.reader import read_batches
+from shardmill.loader.reader import read_batches
 from shardmill.values import DatasetPin
 from train.backends import BACKENDS
 from train.backends.backend import model_spec

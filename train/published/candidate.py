@@ -9,7 +9,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError
 from shardmill.jobs.run_files import StageRecord
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
 from train.contracts.values import Evaluation
 from train.published.current import History, read_history

@@ -17,7 +17,7 @@ from shardmill.dataset.versions import (
 )
 from shardmill.errors import UsageError
 from shardmill.jobs.run_files import StageRecord
-from shardmill.reader import read_split
+from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.contracts.values import Evaluation

@@ -17,7 +17,8 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.run_files import StageRecord
-from shardmill.reader import read_samples, read_split
+from shardmill.loader.reader import read_split
+from shardmill.loader.samples import read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.backends import BACKENDS

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardmill.reader import read_batches
+from shardmill.loader.reader import read_batches
 from shardmill.values import Batch
 from train.contracts.activities import Activity, during, reading
 from train.contracts.epochs import plan_evaluation, reader_options

@@ -20,7 +20,7 @@ from shardmill.errors import IntegrityError, StorageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
-from shardmill.reader import ReaderSeconds
+from shardmill.loader.reader import ReaderSeconds
 from shardmill.values import Batch
 from train.checkpoints.checkpoint import (
     CheckpointFolder,

@@ -22,7 +22,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored
-from shardmill.reader import OneProcess, ReaderSeconds
+from shardmill.loader.reader import OneProcess, ReaderSeconds
 from shardmill.values import Batch
 from train.contracts.epochs import Epoch
 from train.contracts.mesh import DataIndex, Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardmill.epoch_plan import EpochPlan
-from shardmill.reader import BatchReader, read_batches
+from shardmill.loader.reader import BatchReader, read_batches
 from train.contracts.epochs import reader_options
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.reader import BatchReader, ReaderSeconds, read_batches
+from shardmill.loader.reader import BatchReader, ReaderSeconds, read_batches
 from train.contracts.epochs import reader_options
 from train.contracts.mesh import DataIndex
 from train.labels import LabelSpec

@@ -16,7 +16,7 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
-from shardmill.reader import ReaderSeconds
+from shardmill.loader.reader import ReaderSeconds
 from shardmill.values import Batch, Cursor
 from shardmill.words import counted
 from train.backends.backend import Learner, StepOutcome

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
-from shardmill.reader import BatchReader, ReaderSeconds, read_batches
+from shardmill.loader.reader import BatchReader, ReaderSeconds, read_batches
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch
 from train.backends import BACKENDS

@@ -8,13 +8,12 @@ C channels.
 from __future__ import annotations
 
 import collections
-import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,10 +22,10 @@ from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
-from shardmill.formats.encodings import decode_row, decode_stored
+from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
-from shardmill.typed_columns import LABEL, label_shape
+from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 
 
@@ -235,39 +234,3 @@ def read_split(dataset: Dataset, split: str, *, batch_size: int = 64, format: st
     """Read a split once, in stored order, in batches of exactly `batch_size`; padding of the last one has weight 0."""
     spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=1, shuffle=False)
     return read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format))
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSample:
-    """One decoded row, for reports and parity checks."""
-
-    image_HWC: np.ndarray
-    label: int | None
-    """The class number; labels of other kinds are in `extra`."""
-    sample_id: int
-    source: str
-    extra: Mapping[str, Value] = field(default_factory=dict)
-
-
-def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]:
-    """The first `limit` rows of a split in layout order, verified and decoded. Raises as iterating a reader does."""
-    return list(itertools.islice(iterate_samples(dataset, split), limit))
-
-
-def iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
-    """Every row of a split in layout order, verified and decoded, one chunk in memory."""
-    index, options = dataset.index(split), dataset.manifest.normalize
-    fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
-    for chunk in range(len(index.chunks)):
-        rows = fetcher.read_chunk(chunk)
-        for place, image in enumerate(rows.images):
-            label = rows.labels_N[place]
-            is_class = dataset.manifest.row_schema.has_class
-            extra = {name: values[place] for name, values in rows.extra.items()}
-            yield StoredSample(
-                decode_row(image, options),
-                int(label) if is_class and label >= 0 else None,
-                int(rows.sample_ids_N[place]),
-                rows.sources[place],
-                extra if is_class else {**extra, LABEL: label if isinstance(label, list) else label.tolist()},
-            )
