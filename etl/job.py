@@ -241,8 +241,7 @@ def _group_on_engine(tree: EtlTree) -> Group:
 
 
 def _copy_on_engine(tree: EtlTree) -> Copy:
-    copy = ENGINES[tree.etl.engine].copy_rows or ENGINES["local"].copy_rows
-    assert copy is not None, "the engine local copies"
+    copy = ENGINES[tree.etl.engine].copy_rows
     # None of these units reads the listing.
     return lambda units, task: copy(units, replace(task, listing=ListingPlace("", ())), _settings(tree))
 

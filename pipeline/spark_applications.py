@@ -12,7 +12,7 @@ def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
     from etl.engines import ENGINES, EngineSettings
     from etl.engines.auto import choose_engine
-    from train.launching import LAUNCHERS
+    from train.launching import is_on_spark
     from train.planning.auto import resolve
 
     found: dict[str, dict[str, str]] = {}
@@ -20,6 +20,6 @@ def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     if "pyspark" in ENGINES.entry(engine).packages:
         found["etl"] = tree.spark.etl.conf
     with suppress(ShardmillError):
-        if "pyspark" in LAUNCHERS.entry(resolve(tree.train, tree.spark).config.launcher).packages:
+        if is_on_spark(resolve(tree.train, tree.spark).config.launcher):
             found["train"] = tree.spark.train.conf
     return found

@@ -125,6 +125,10 @@ class Registry(Mapping[str, Value], Generic[Value]):
         self._loaded[name] = entry, load_object(entry.target)
         return self._loaded[name][1]
 
+    def installed(self) -> dict[str, Value]:
+        """The built-in entries whose packages are here, by name, loaded: what a message may advise to choose."""
+        return {name: self[name] for name, entry in self.entries.items() if not entry.missing_packages()}
+
     def entry(self, name: str) -> Entry:
         """The entry of a built-in name, a library, or a user's own object. Raises UsageError for an unknown name."""
         if name in self.entries:

@@ -23,7 +23,7 @@ from train.backends.freezing import never_unfrozen
 from train.contracts.values import TrainResult
 from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
-from train.launching import LAUNCHERS
+from train.launching import LAUNCHERS, is_on_spark
 from train.launching.restarts import Restart, launch_until_done
 from train.planning.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.planning.exchange import FirstSteps
@@ -160,7 +160,7 @@ def _try_build(
 
     What has steps already was built by whoever made them. Raises as `try_build` does.
     """
-    if "pyspark" in LAUNCHERS.entry(plan.config.launcher).packages and not choice.has_begun(models):
+    if is_on_spark(plan.config.launcher) and not choice.has_begun(models):
         try_build(plan.config, dataset.manifest.row_schema, observer)
 
 

@@ -29,6 +29,10 @@ class EngineSettings:
     """Told how many attempts at units ended too early and were followed by another one."""
 
 
+def _copy_here(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    return ENGINES["local"].copy_rows(units, task, settings)
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What a build's work runs on. The results of both do not depend on which engine gave them."""
@@ -37,8 +41,8 @@ class Engine:
     """Each unit's result once, as the units finish, in any order."""
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
     """The answer of each part of a group-by, in the order of the parts; `etl.listing.grouping.group_here` will do."""
-    copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] | None = None
-    """As `run_units`, with `etl.units.copy_unit.copy_rows` for each unit; None: as the engine `local` does it."""
+    copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] = _copy_here
+    """As `run_units`, with `etl.units.copy_unit.copy_rows` for each unit; by default in processes of this machine."""
     opened: Callable[[EngineSettings], AbstractContextManager[None]] = lambda settings: nullcontext()
     """Entered before a build lists its source: what the parts of its work can share stays open inside."""
 

@@ -44,9 +44,7 @@ def open_likely(settings: EngineSettings) -> AbstractContextManager[None]:
 
 def copy_automatically(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Copy rows on the cluster, if there is one; else in processes of this machine."""
-    copy = ENGINES["spark" if _has_cluster(settings) else "local"].copy_rows
-    assert copy is not None, "both engines copy"
-    return copy(units, task, settings)
+    return ENGINES["spark" if _has_cluster(settings) else "local"].copy_rows(units, task, settings)
 
 
 AUTO = Engine(run_automatically, group_automatically, copy_automatically, open_likely)

@@ -139,8 +139,8 @@ def test_a_round_without_samples_leaves_the_weights_as_rank_0_has_them():
     [
         ({"num_workers": 2}, r"sgd.silos names 3 datasets, and train.num_workers = 2; .*; set train.num_workers = 3"),
         ({"local_sgd": {"silos": ("a@1", "b", "c@2")}}, r"train.local_sgd.silos names b without a version"),
-        ({"launcher": "spark_barrier"}, r"a lost process ends the job; set .* = 'local'"),
-        ({"launcher": "attach"}, r"a lost process ends the job; set .* = 'local'"),
+        ({"launcher": "spark_barrier"}, r"without 2 ranks, .* a lost process ends the job; set .* to 'local'"),
+        ({"launcher": "attach"}, r"a lost process ends the job; set .* to 'local'"),
         ({"strategy": "horovod", "model": "small_cnn"}, r"train.local_sgd.silos = .* with train.strategy = 'horovod'"),
     ],
 )

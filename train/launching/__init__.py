@@ -61,6 +61,10 @@ class Launcher:
     """The processes exist already: each of them runs this command (torchrun, SLURM, MPI, Kubernetes)."""
     chooses_nics: bool = False
     """It gives its ranks all of `train.nics` on every host, also if none runs here."""
+    starts_helpers: bool = True
+    """It can start more processes than the loop runs in: the workers and servers of a strategy with a chief."""
+    outlives_ranks: bool = False
+    """Its job goes on without a lost rank, if the strategy does (`Strategy.may_lose`)."""
 
 
 LAUNCHERS: Registry[Launcher] = Registry(
@@ -91,6 +95,11 @@ LAUNCHERS: Registry[Launcher] = Registry(
     },
     takes_own=True,
 )
+
+
+def is_on_spark(launcher: str) -> bool:
+    """Whether its ranks are Spark tasks; found without loading it."""
+    return "pyspark" in LAUNCHERS.entry(launcher).packages
 
 
 def launcher_of(config: TrainConfig) -> Launcher | None:

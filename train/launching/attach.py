@@ -235,4 +235,5 @@ ATTACH = Launcher(
     ranks_here=_ranks_here,
     starts_again=False,
     started_by_others=True,
+    starts_helpers=False,
 )

@@ -241,4 +241,5 @@ HOROVOD_SPARK = Launcher(
     ranks_here=ranks_on_this_machine,
     assigns_devices=assigns_gpus,
     chooses_nics=True,
+    starts_helpers=False,
 )

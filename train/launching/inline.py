@@ -100,4 +100,5 @@ INLINE = Launcher(
     ranks_here=lambda world_size, spark: 1,
     starts_again=False,
     in_this_process=True,
+    starts_helpers=False,
 )

@@ -33,4 +33,4 @@ def launch_local(
             return watchdog.watch()
 
 
-LOCAL = Launcher(launch_local, ranks_here=lambda world_size, spark: world_size)
+LOCAL = Launcher(launch_local, ranks_here=lambda world_size, spark: world_size, outlives_ranks=True)

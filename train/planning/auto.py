@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardmill.environments import find_place
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.launching import LAUNCHERS, launcher_of
+from train.launching import LAUNCHERS, is_on_spark, launcher_of
 from train.launching.devices import gpus_here
 from train.launching.spark_slots import num_places_of, why_no_places
 from train.models.user import framework_of, imported_packages
@@ -111,7 +111,7 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         num_named=num_named_ranks(config),
         only_one=_what_keeps_one(config),
         num_gpus=len(gpus) if takes_one else 0,
-        may_use_cluster=config.launcher == AUTO or "pyspark" in LAUNCHERS.entry(config.launcher).packages,
+        may_use_cluster=config.launcher == AUTO or is_on_spark(config.launcher),
         num_places=num_places_of(spark.master, spark.train.conf),
         why_no_places=why_no_places(spark.master, spark.train.conf),
         num_steps=None if dataset is None else _num_steps(config, dataset),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from shardmill.words import counted
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
 from train.config import TrainConfig
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.formats.rows import RowSchema
     from shardmill.jobs.config import SparkConfig
+    from train.launching import Launcher
+    from train.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +61,29 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
 
     Raises UsageError for what cannot work. Nothing is imported that trains.
     """
-    find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
+    strategy = find_strategy(config.strategy, config.num_workers, framework_of(config))
+    launcher = LAUNCHERS[config.launcher]
+    _check_launcher(config, launcher, strategy)
+    strategy.check(config)
     _check_microbatches(config)
     check_unused(config)
     check_optimizer(config)
     _check_compression(config)
     _check_batch_norm(config)
     check_recompute(config)
-    launcher = LAUNCHERS[config.launcher]
-    if launcher.strategies is not None and config.strategy not in launcher.strategies:
-        others = [
-            name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and not LAUNCHERS[name].in_this_process
-        ]
-        raise UsageError(
-            f"train.launcher = {config.launcher!r} with train.strategy = {config.strategy!r}",
-            f"it starts ranks of {' and '.join(launcher.strategies)}",
-            f"set train.launcher to {' or '.join(map(repr, others))}",
-        )
     _check_rank_weights(config)
-    if config.non_finite.action == "skip" and not STRATEGIES[config.strategy].leaves_out_batches:
-        able = [repr(name) for name in STRATEGIES if STRATEGIES[name].leaves_out_batches]
+    if config.non_finite.action == "skip" and not strategy.leaves_out_batches:
         raise UsageError(
             f"train.non_finite.action = 'skip' with train.strategy = {config.strategy!r}",
             "expected a strategy that can leave a batch out",
-            f"set train.strategy to {' or '.join(able)}, or train.non_finite.action = 'stop'",
+            f"set train.strategy to {_strategies(lambda each: each.leaves_out_batches)}, "
+            "or train.non_finite.action = 'stop'",
         )
     if config.max_restarts and not launcher.starts_again:
         raise UsageError(
             f"train.max_restarts = {config.max_restarts} with train.launcher = {config.launcher!r}",
             "it starts no ranks that it could start again",
-            "set train.launcher to 'local' or 'spark_barrier', or train.max_restarts = 0",
+            f"set train.launcher to {_launchers(lambda each: each.starts_again)}, or train.max_restarts = 0",
         )
     launcher.check(len(roles_of(config)), spark)
     num_ranks_here = launcher.ranks_here(len(roles_of(config)), spark)
@@ -96,6 +94,42 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
         for nic in config.nics:
             ipv4_of(nic)
     _check_torch(config)
+
+
+def _check_launcher(config: TrainConfig, launcher: Launcher, strategy: Strategy) -> None:
+    """It starts all processes that the strategy needs, and its job outlives those that the strategy may lose."""
+    together = f"train.strategy = {config.strategy!r} with train.launcher = {config.launcher!r}"
+    roles = strategy.roles(config)
+    if not launcher.starts_helpers and not all(role.runs_loop for role in roles):
+        *first, last = [counted(number, role) for role, number in Counter(roles).items()]
+        raise UsageError(
+            together,
+            f"it needs {len(roles)} processes: {', '.join(first)} and {last}",
+            f"set train.launcher to {_launchers(lambda each: each.starts_helpers)}",
+        )
+    if launcher.strategies is not None and config.strategy not in launcher.strategies:
+        raise UsageError(
+            together,
+            f"this launcher starts ranks of {' and '.join(launcher.strategies)}",
+            f"set train.launcher to {_launchers(lambda each: True)}",
+        )
+    if (may_lose := strategy.may_lose(config)) and not launcher.outlives_ranks:
+        raise UsageError(
+            f"{together}: the training continues without {counted(len(may_lose), 'rank')}, if they are lost",
+            "under this launcher a lost process ends the job",
+            f"set train.launcher to {_launchers(lambda each: each.outlives_ranks)}",
+        )
+
+
+def _launchers(suits: Callable[[Launcher], bool]) -> str:
+    """`'local' or 'spark_barrier'`: those here that suit, and start any strategy's processes."""
+    many = {name: each for name, each in LAUNCHERS.installed().items() if not each.in_this_process}
+    return " or ".join(repr(name) for name, each in many.items() if each.strategies is None and suits(each))
+
+
+def _strategies(suits: Callable[[Strategy], bool]) -> str:
+    """`'horovod' or 'torch_ddp'`: those here that suit."""
+    return " or ".join(repr(name) for name, each in STRATEGIES.installed().items() if suits(each))
 
 
 def _check_microbatches(config: TrainConfig) -> None:
@@ -141,11 +175,11 @@ def _check_rank_weights(config: TrainConfig) -> None:
 def _check_compression(config: TrainConfig) -> None:
     has = STRATEGIES[config.strategy].compressions
     if config.compression not in has:
-        others = [each for each in STRATEGIES if config.compression in STRATEGIES[each].compressions]
         raise UsageError(
             f"train.compression = {config.compression!r} with train.strategy = {config.strategy!r}",
             f"it has {' and '.join(map(repr, has))}",
-            f"set train.compression = 'none', or train.strategy to {' or '.join(map(repr, others))}",
+            f"set train.compression = 'none', "
+            f"or train.strategy to {_strategies(lambda each: config.compression in each.compressions)}",
         )
 
 
@@ -165,11 +199,11 @@ def _check_batch_norm(config: TrainConfig) -> None:
     if not config.sync_batch_norm:
         return
     if not STRATEGIES[config.strategy].syncs_batch_norm:
-        able = [repr(name) for name in STRATEGIES if STRATEGIES[name].syncs_batch_norm]
         raise UsageError(
             f"train.sync_batch_norm = true with train.strategy = {config.strategy!r}",
             "its ranks do not compute one batch together",
-            f"set train.strategy to {' or '.join(able)}, or train.sync_batch_norm = false",
+            f"set train.strategy to {_strategies(lambda each: each.syncs_batch_norm)}, "
+            "or train.sync_batch_norm = false",
         )
     if config.accumulation_steps > 1:
         raise UsageError(

@@ -77,9 +77,8 @@ def has_chief(config: TrainConfig) -> bool:
 
 def fitting_strategies(framework: str, world_size: int) -> list[str]:
     """Those installed that run so many workers, with that backend; empty for any."""
-    installed = [name for name, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
-    wide = [name for name in installed if STRATEGIES[name].allows_world_size(world_size)]
-    return [name for name in wide if not framework or framework in STRATEGIES[name].backends]
+    wide = {name: each for name, each in STRATEGIES.installed().items() if each.allows_world_size(world_size)}
+    return [name for name, each in wide.items() if not framework or framework in each.backends]
 
 
 def find_strategy(name: str, world_size: int, framework: str = "") -> Strategy:

@@ -69,9 +69,3 @@ def _check_silos(config: TrainConfig) -> None:
             "of a silo nothing travels but its weights, once a round",
             "leave train.ema_decay out",
         )
-    if config.launcher not in ("auto", "inline", "local"):
-        raise UsageError(
-            f"train.local_sgd.silos with train.launcher = {config.launcher!r}",
-            "under which a lost process ends the job",
-            "set train.launcher = 'local'",
-        )

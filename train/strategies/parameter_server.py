@@ -172,13 +172,6 @@ def roles(config: TrainConfig) -> tuple[Role, ...]:
 
 def check(config: TrainConfig) -> None:
     """Raises UsageError for what it cannot do."""
-    if config.launcher in ("inline", "attach", "horovod_spark"):
-        raise UsageError(
-            f"train.strategy = 'parameter_server' with train.launcher = {config.launcher!r}",
-            f"it needs {len(roles(config))} processes: a chief, {counted(config.num_workers, 'worker')} and "
-            f"{counted(config.options(ParameterServerOptions).num_servers, 'server')}",
-            "set train.launcher to 'local' or 'spark_barrier'",
-        )
     if config.reader != "shardmill":
         raise UsageError(
             f"train.reader = {config.reader!r} with train.strategy = 'parameter_server'",
