@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.quick_start import sitecustomize
+from tests.quick_start.java import use_archived_classes
 
 __all__ = ["FOLDER", "pytest_sessionstart", "sitecustomize"]
 
@@ -25,8 +26,14 @@ if FOLDER not in sys.path:
     sys.path.append(FOLDER)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile our modules once: without bytecode (PYTHONDONTWRITEBYTECODE) each process would compile them again."""
-    if sys.dont_write_bytecode and not hasattr(session.config, "workerinput"):
+    """Before other processes of tests start: an archive of Java classes, and our modules as bytecode.
+
+    Without bytecode (PYTHONDONTWRITEBYTECODE) each process would compile them again.
+    """
+    is_worker = hasattr(session.config, "workerinput")
+    use_archived_classes(may_create=not is_worker and not session.config.getoption("--in-process"))
+    if sys.dont_write_bytecode and not is_worker:
         for package in _OURS:
             compileall.compile_dir(_ROOT / package, quiet=2)

@@ -1,24 +1,19 @@
-"""The launcher `local` with ranks that are forked from a process that has imported their framework (rank_server.py).
+"""The launcher `local` with ranks that are forked from a process that has imported their framework.
 
 For tests of what ranks compute: the imports take 3 seconds of each. How ranks start and end is tested with processes as
-they are. (`multiprocessing` has such a server too, whose children are no programs with an output.)
+they are.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import os
-import socket
 import subprocess
-import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.process import python_path
+from tests.quick_start.forked import ForkedProcess, Program, parent_of_forks
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
 from train.launching import LAUNCHERS, agent
@@ -38,52 +33,15 @@ _MODULES = {
 }
 
 
-class ForkedRank:
-    """What `train.launching.agent` uses of a `subprocess.Popen`."""
-
-    def __init__(self, server: socket.socket, environment: dict[str, str]) -> None:
-        output, written = os.pipe()
-        end, told = os.pipe()
-        socket.send_fds(server, [json.dumps(environment).encode()], [written, told])
-        os.close(written)
-        os.close(told)
-        self.stdout = open(output, "rb")  # noqa: SIM115  as long as its reader
-        self._end = open(end)  # noqa: SIM115
-        self.pid = int(self._end.readline())
-        self.returncode: int | None = None
-        self._waiting = threading.Thread(target=self._wait, daemon=True)
-        self._waiting.start()
-
-    def _wait(self) -> None:
-        with self._end:
-            self.returncode = int(self._end.readline())
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self) -> int:
-        self._waiting.join()
-        assert self.returncode is not None
-        return self.returncode
-
-
-@functools.cache
-def _server(backend: str) -> socket.socket:
-    """It ends with this process, whose end of the connection is the only one."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "tests.train.rank_server", str(its.fileno()), *_MODULES[backend]]
-    environment = {**os.environ, "PYTHONPATH": python_path(), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], start_new_session=True)
-    its.close()
-    return ours
-
-
 def launch_forked(task: WorkerTask, observer: TrainObserver, worker: str = DEFAULT_WORKER) -> TrainResult:
     """As `LAUNCHERS["local"].launch` does."""
+    modules = _MODULES[task.config.backend]
 
-    def start(command: list[str], *, env: dict[str, str], **how: Any) -> ForkedRank:
+    def start(command: list[str], *, env: dict[str, str], **how: Any) -> ForkedProcess:
         assert command[1:3] == ["-m", "train.launching.rank"] and how.pop("start_new_session")
-        return ForkedRank(_server(task.config.backend), env)
+        arguments = ("rank", str(parent_of_forks(modules)))
+        program = Program("train.launching.rank:main", arguments, os.getcwd(), env)
+        return ForkedProcess(modules, program, is_one_output=True)
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     with patch.object(agent, "subprocess", stand_in):

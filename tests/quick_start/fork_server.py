@@ -1,7 +1,7 @@
-"""`python -m tests.train.rank_server DESCRIPTOR MODULE...` imports the modules once, and forks a rank for each request.
+"""`python -m tests.quick_start.fork_server DESCRIPTOR MODULE...` imports the modules once, and forks for each request.
 
 Nothing of a framework runs here, so that a fork is as new as a process that has just imported the same. A request comes
-over the socket DESCRIPTOR with two pipes: for the rank's output, and for its process id and how it ends.
+over the socket DESCRIPTOR with three pipes: for the outputs of the fork, and for its process id and how it ends.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import signal
 import socket
 import sys
 import tempfile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MAX_REQUEST = 200_000
+NUM_PIPES = 3
 
 
 def main() -> None:
@@ -34,16 +35,17 @@ def main() -> None:
             os.read(ended, 1000)
             tell_ends(ends)
         if requests in ready:
-            request, pipes, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
+            request, pipes, _, _ = socket.recv_fds(requests, MAX_REQUEST, NUM_PIPES)
             if not request:
                 return
-            output, end = pipes
+            *outputs, end = pipes
             pid = os.fork()
             if pid == 0:
-                become_rank(json.loads(request), output)
+                run_request(json.loads(request), outputs)
             ends[pid] = end
             os.write(end, f"{pid}\n".encode())
-            os.close(output)
+            for output in outputs:
+                os.close(output)
 
 
 def tell_ends(ends: dict[int, int]) -> None:
@@ -56,26 +58,31 @@ def tell_ends(ends: dict[int, int]) -> None:
         os.close(end)
 
 
-def become_rank(environment: dict[str, str], output: int) -> NoReturn:
-    server = os.getppid()
+def run_request(request: dict[str, Any], outputs: list[int]) -> NoReturn:
+    """Call `module:function` as the program `arguments` in `directory`, with `environment`."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
+    for descriptor, name, buffering, errors in ((1, "stdout", -1, "strict"), (2, "stderr", 1, "backslashreplace")):
+        os.dup2(outputs[descriptor - 1], descriptor)
+        # The server's own streams may be files, which they remember.
+        stream = open(descriptor, "w", buffering, errors=errors)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.closerange(3, 256)
+    os.chdir(request["directory"])
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(request["environment"])
     tempfile.tempdir = None
-    sys.argv[1:] = [str(server)]
-    import numpy as np
-
-    from train.launching.rank import main as run_rank
-
-    np.random.seed()
-    run_rank()
+    sys.argv[:] = request["arguments"]
+    sys.orig_argv[:] = [sys.executable, *sys.argv]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    module, _, function = request["function"].partition(":")
+    getattr(importlib.import_module(module), function)()
+    sys.exit()
 
 
 if __name__ == "__main__":
