@@ -10,14 +10,21 @@ from shardmill.dataset.open import open_dataset as open_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
+from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.loader import Loader
+from shardmill.loader.metadata import read_metadata
 from shardmill.loader.ranks import find_ranks
 from shardmill.loader.reader import ReaderOptions
+from shardmill.loader.samples import Samples
 from shardmill.loader.torch import Layout, as_tensors
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
+
+    import pandas as pd
+    import pyarrow as pa
+    from PIL.Image import Image
 
     from shardmill.loader.batch import LoaderBatch
     from shardmill.options import AugmentOptions
@@ -82,6 +89,48 @@ class LoadableDataset(Dataset):
             label_shape(schema.label_type, len(schema.class_names)),
             is_class=schema.has_class,
         )
+
+    def samples(self, split: str, *, format: str = "auto") -> Samples:
+        """The verified, decoded rows by their number in stored order: `samples[3]`, `samples[[3, 7]]`, `len(samples)`.
+
+        A map-style dataset for PyTorch, too. The order is that of `metadata` and `to_pandas`.
+        """
+        return Samples(self, split, format)
+
+    def metadata(self, split: str, columns: Collection[str] | None = None) -> pa.Table:
+        """What is known of each row beside its pixels, in stored order, as an Arrow table; no shard is read.
+
+        Raises UsageError for a column that the dataset does not have.
+        """
+        return read_metadata(self, split, columns)
+
+    def to_pandas(self, split: str, columns: Collection[str] | None = None, *, images: bool = False) -> pd.DataFrame:
+        """`metadata` as a DataFrame; with `images` also the column `image`: arrays (H, W, C), all in memory."""
+        try:
+            import pandas  # noqa: F401
+        except ImportError:
+            raise UsageError(
+                "to_pandas needs pandas", "not installed here", "`pip install pandas`, or use dataset.metadata"
+            ) from None
+        frame = self.metadata(split, columns).to_pandas()
+        if images:
+            frame["image"] = [sample.image_HWC for sample in self.samples(split)]
+        return frame
+
+    def show(self, num_samples: int = 12, split: str | None = None) -> Image:
+        """A contact sheet: samples from all over a split (`train`, if it is left out), as a PIL image."""
+        if num_samples < 1:
+            raise UsageError(f"num_samples = {num_samples}", "expected at least one", "leave it out for 12")
+        splits = list(self.manifest.splits)
+        samples = self.samples(split or ("train" if "train" in splits else splits[0]))
+        # Equal distances; all of a split that is smaller.
+        count = min(num_samples, len(samples))
+        return contact_sheet(samples[[place * len(samples) // count for place in range(count)]], self.class_names)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes: a label is a position in them. Empty in a dataset without classes."""
+        return tuple(self.manifest.class_names)
 
     def _loader(self, split: str, hand_over: Callable[[Batch], LoaderBatch], reading: Reading) -> Loader:
         if unknown := sorted(set(reading) - Reading.__annotations__.keys()):

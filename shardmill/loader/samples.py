@@ -1,26 +1,36 @@
-"""Single rows of a split in stored order, for reports, parity checks and looking at a dataset."""
+"""Single rows of a split in stored order: for looking at a dataset, for reports, and for map-style datasets."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import operator
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.open import open_pinned
 from shardmill.formats.encodings import decode_row
 from shardmill.typed_columns import LABEL
 from shardmill.values import Value
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
+    from shardmill.formats.rows import ChunkRows
+    from shardmill.values import DatasetPin
+
+_OWN = ("image", LABEL, "sample_id", "source")
+_KEPT_CHUNKS = 4
+"""Chunks that a `Samples` keeps, as neighbours are often asked for one after the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSample:
-    """One decoded row, for reports and parity checks."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSample(Mapping[str, Any]):
+    """One decoded row; also a mapping of `image`, `label`, `sample_id`, `source` and the extra columns."""
 
     image_HWC: np.ndarray
     label: int | None
@@ -29,26 +39,117 @@ class StoredSample:
     source: str
     extra: Mapping[str, Value] = field(default_factory=dict)
 
+    def __getitem__(self, name: str) -> Any:
+        if name == "image":
+            return self.image_HWC
+        return self.extra[name] if name in self.extra or name not in _OWN else getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _OWN
+        yield from (name for name in self.extra if name not in _OWN)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Samples:
+    """The rows of a split by their number in stored order: `len(samples)`, `samples[3]`, `samples[[3, 7]]`.
+
+    A map-style dataset for `torch.utils.data.DataLoader`, in workers as well: each opens the dataset for itself. A row
+    costs its whole chunk (about 4 MB are read, verified, and kept for neighbours): a training is faster with a loader.
+    """
+
+    def __init__(self, dataset: Dataset, split: str, format: str = "auto") -> None:
+        self._open(dataset, split, format)
+
+    def _open(self, dataset: Dataset, split: str, format: str) -> None:
+        self._dataset, self._split, self._format, self._pid = dataset, split, format, os.getpid()
+        index = dataset.index(split, format)
+        self._fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
+        self._starts = np.cumsum([0, *index.chunk_rows])
+        self._chunks: OrderedDict[int, ChunkRows] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, which: int) -> StoredSample: ...
+
+    @overload
+    def __getitem__(self, which: slice | Iterable[int]) -> list[StoredSample]: ...
+
+    def __getitem__(self, which: int | slice | Iterable[int]) -> StoredSample | list[StoredSample]:
+        """One row, or several in the order of their numbers in `which`.
+
+        Raises IndexError for a number that no row has, IntegrityError for a chunk that is missing or altered.
+        """
+        if isinstance(which, slice):
+            return self.__getitems__(range(*which.indices(len(self))))
+        if isinstance(which, Iterable):
+            return self.__getitems__(which)
+        return self.__getitems__([which])[0]
+
+    def __getitems__(self, numbers: Iterable[int]) -> list[StoredSample]:
+        """What `DataLoader` calls for a whole batch."""
+        if self._pid != os.getpid():
+            # A fork shares connections and locks with the process that it left.
+            self._open(open_pinned(self._dataset.pin), self._split, self._format)
+        places = [self._place(number) for number in numbers]
+        found: dict[int, StoredSample] = {}
+        # Each chunk once, whatever the order.
+        for number in sorted(set(places)):
+            chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
+            row = number - int(self._starts[chunk])
+            found[number] = stored_sample(self._dataset, self._read(chunk), row)
+        return [found[number] for number in places]
+
+    def __iter__(self) -> Iterator[StoredSample]:
+        return iterate_samples(self._dataset, self._split, self._format)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self._dataset.pin, self._split, self._format)
+
+    def _place(self, number: int) -> int:
+        place = operator.index(number)
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"sample {place} of the {len(self)} of split {self._split!r}")
+        return place % len(self)
+
+    def _read(self, chunk: int) -> ChunkRows:
+        rows = self._chunks.pop(chunk, None) or self._fetcher.read_chunk(chunk)
+        self._chunks[chunk] = rows
+        while len(self._chunks) > _KEPT_CHUNKS:
+            self._chunks.popitem(last=False)
+        return rows
+
+
+def _reopened(pin: DatasetPin, split: str, format: str) -> Samples:
+    return Samples(open_pinned(pin), split, format)
+
 
 def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]:
     """The first `limit` rows of a split in layout order, verified and decoded. Raises as iterating a reader does."""
     return list(itertools.islice(iterate_samples(dataset, split), limit))
 
 
-def iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
+def iterate_samples(dataset: Dataset, split: str, format: str = "auto") -> Iterator[StoredSample]:
     """Every row of a split in layout order, verified and decoded, one chunk in memory."""
-    index, options = dataset.index(split), dataset.manifest.normalize
+    index = dataset.index(split, format)
     fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
     for chunk in range(len(index.chunks)):
         rows = fetcher.read_chunk(chunk)
-        for place, image in enumerate(rows.images):
-            label = rows.labels_N[place]
-            is_class = dataset.manifest.row_schema.has_class
-            extra = {name: values[place] for name, values in rows.extra.items()}
-            yield StoredSample(
-                decode_row(image, options),
-                int(label) if is_class and label >= 0 else None,
-                int(rows.sample_ids_N[place]),
-                rows.sources[place],
-                extra if is_class else {**extra, LABEL: label if isinstance(label, list) else label.tolist()},
-            )
+        for row in range(len(rows.images)):
+            yield stored_sample(dataset, rows, row)
+
+
+def stored_sample(dataset: Dataset, rows: ChunkRows, row: int) -> StoredSample:
+    """A row of a chunk, decoded."""
+    label, is_class = rows.labels_N[row], dataset.manifest.row_schema.has_class
+    extra = {name: values[row] for name, values in rows.extra.items()}
+    return StoredSample(
+        decode_row(rows.images[row], dataset.manifest.normalize),
+        int(label) if is_class and label >= 0 else None,
+        int(rows.sample_ids_N[row]),
+        rows.sources[row],
+        extra if is_class else {**extra, LABEL: label if isinstance(label, list) else label.tolist()},
+    )

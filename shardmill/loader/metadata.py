@@ -1,0 +1,78 @@
+"""What is known of each row of a split beside its pixels, as one table: read from the row segments, not from shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from shardmill.dataset.row_segments import read_rows, rows_schema
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.typed_columns import LABEL, arrow_type, decode_values, stored_labels
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.formats.rows import RowSchema
+    from shardmill.values import ShardInfo
+
+CLASS = "class_name"
+# What a segment keeps for verification and statistics.
+_INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", "extra", LABEL}
+
+
+def metadata_columns(schema: RowSchema) -> tuple[str, ...]:
+    """The names of the columns of `read_metadata`. An extra column hides one of ours of the same name."""
+    own = [name for name in rows_schema(schema).names if name not in _INTERNAL]
+    labels = [LABEL, CLASS] if schema.has_class else [LABEL]
+    extra = [column.name for column in schema.extra]
+    return (*(name for name in (*own, *labels) if name not in extra), *extra)
+
+
+def read_metadata(dataset: Dataset, split: str, columns: Collection[str] | None = None) -> pa.Table:
+    """One row for each of the split, in stored order: `columns`, or all of `metadata_columns`.
+
+    Raises UsageError for a column that the dataset does not have, IntegrityError for a segment that was altered.
+    """
+    schema = dataset.manifest.row_schema
+    known = metadata_columns(schema)
+    wanted = known if columns is None else tuple(name for name in known if name in columns)
+    if unknown := sorted(set(columns or ()).difference(known)):
+        raise UsageError(
+            f"no metadata column {', '.join(unknown)} in {dataset.pin.uri}@{dataset.pin.version}",
+            f"expected some of {', '.join(known)}",
+            "correct the name; `source.extra_columns` adds columns when a dataset is built",
+        )
+    shards = dataset.index(split).shards
+    return pa.concat_tables([_of_shard(dataset, shard, wanted) for shard in shards])
+
+
+def _of_shard(dataset: Dataset, shard: ShardInfo, wanted: tuple[str, ...]) -> pa.Table:
+    schema = dataset.manifest.row_schema
+    extra = {column.name: arrow_type(column.type) for column in schema.extra}
+    # The segment is asked for what it stores: the texts of values for extra columns, the class for its name.
+    stored = {LABEL if name == CLASS else name for name in wanted if name not in extra}
+    if not schema.has_class or any(name in extra for name in wanted):
+        stored.add("extra")
+    rows = read_rows(dataset.store, shard, schema, stored or {"sample_id"})
+    if rows.num_rows != shard.num_rows:
+        raise IntegrityError(f"{shard.rows_path} has {rows.num_rows} rows", f"expected {shard.num_rows}")
+    texts = rows.column("extra").to_pylist() if "extra" in rows.column_names else []
+    values = [decode_values(text) for text in texts]
+    columns: dict[str, pa.Array | pa.ChunkedArray] = {}
+    for name in wanted:
+        if name in extra:
+            columns[name] = pa.array([each.get(name) for each in values], extra[name])
+        elif name == CLASS:
+            columns[name] = _class_names(rows.column(LABEL), schema)
+        elif name == LABEL and not schema.has_class:
+            labels = stored_labels(texts, schema.label_type, schema.class_names)
+            columns[name] = pa.array(labels, arrow_type(schema.label_type))
+        else:
+            columns[name] = rows.column(name)
+    return pa.table(columns)
+
+
+def _class_names(labels: pa.ChunkedArray, schema: RowSchema) -> pa.Array:
+    names = schema.class_names
+    return pa.array([None if label is None else names[label] for label in labels.to_pylist()], pa.string())
