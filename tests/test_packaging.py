@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,8 @@ def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
     return done.stdout
 
 
-def pythons() -> list[str]:
-    """An interpreter of the running version, and of each newer one that this machine has."""
+def pythons() -> list[Any]:
+    """An interpreter of the running version, and of each newer one that this machine has. Those between are drills."""
     found = [sys.executable]
     for version in ("3.12", "3.13"):
         candidates = [*Path.home().glob(f".pyenv/versions/{version}*/bin/python"), shutil.which(f"python{version}")]
@@ -42,7 +43,8 @@ def pythons() -> list[str]:
             if answer.stdout.strip() == str(tuple(map(int, version.split(".")))):
                 found.append(str(candidate))
                 break
-    return found
+    between = (pytest.param(each, marks=pytest.mark.drill) for each in found[1:-1])
+    return [found[0], *between, *found[1:][-1:]]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import compileall
 import os
 import sys
 from pathlib import Path
@@ -15,8 +14,6 @@ from tests.quick_start.java import use_archived_classes
 __all__ = ["FOLDER", "pytest_sessionstart", "sitecustomize"]
 
 FOLDER = str(Path(__file__).parent)
-_ROOT = Path(__file__).parents[2]
-_OURS = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "tests")
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", FOLDER)), FOLDER]
@@ -24,16 +21,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 if FOLDER not in sys.path:
     # What starts here gets this process's own path.
     sys.path.append(FOLDER)
+# Without bytecode each process would compile what it imports from a copy of our tree, or from a new environment.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before other processes of tests start: an archive of Java classes, and our modules as bytecode.
-
-    Without bytecode (PYTHONDONTWRITEBYTECODE) each process would compile them again.
-    """
+    """Before other processes of tests start."""
     is_worker = hasattr(session.config, "workerinput")
     use_archived_classes(may_create=not is_worker and not session.config.getoption("--in-process"))
-    if sys.dont_write_bytecode and not is_worker:
-        for package in _OURS:
-            compileall.compile_dir(_ROOT / package, quiet=2)
