@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -33,9 +35,10 @@ _MODULES = {
 }
 
 
-def launch_forked(task: WorkerTask, observer: TrainObserver, worker: str = DEFAULT_WORKER) -> TrainResult:
-    """As `LAUNCHERS["local"].launch` does."""
-    modules = _MODULES[task.config.backend]
+@contextmanager
+def forked_ranks(backend: str) -> Iterator[None]:
+    """All ranks that the launcher `local` starts in this block are forked."""
+    modules = _MODULES[backend]
 
     def start(command: list[str], *, env: dict[str, str], **how: Any) -> ForkedProcess:
         assert command[1:3] == ["-m", "train.launching.rank"] and how.pop("start_new_session")
@@ -45,4 +48,10 @@ def launch_forked(task: WorkerTask, observer: TrainObserver, worker: str = DEFAU
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     with patch.object(agent, "subprocess", stand_in):
+        yield
+
+
+def launch_forked(task: WorkerTask, observer: TrainObserver, worker: str = DEFAULT_WORKER) -> TrainResult:
+    """As `LAUNCHERS["local"].launch` does."""
+    with forked_ranks(task.config.backend):
         return LAUNCHERS["local"].launch(task, SparkConfig(), observer, worker=worker)

@@ -19,6 +19,7 @@ from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.words import counted
 from tests.train.driver_process import start_driver
+from tests.train.forked_ranks import forked_ranks
 from tests.train.test_multi_rank import MODELS, WORKERS, Watcher
 from tests.train.training import check_terms, task_of
 from train.checkpoints.checkpoint import complete_checkpoints
@@ -71,7 +72,8 @@ class Killer(Watcher):
 def launch(uri, models, watcher, worker=DEFAULT_WORKER, **config):
     given = {**SERVED, **config}
     task, spark = task_of(uri, models, **given), SparkConfig(master="local[5]")
-    return LAUNCHERS[given["launcher"]].launch(task, spark, watcher, worker=worker)
+    with forked_ranks(task.config.backend):
+        return LAUNCHERS[given["launcher"]].launch(task, spark, watcher, worker=worker)
 
 
 def planned(uri: str, config: TrainConfig) -> dict[tuple[int, int], tuple[str, ...]]:

@@ -12,6 +12,7 @@ import pytest
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.values import Cursor
+from tests.train.forked_ranks import forked_ranks
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
 from train.config import TrainConfig
@@ -30,17 +31,19 @@ CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 16, "label_smoot
 def launch_on(uri, models, launcher, watcher, worker, **config):
     """Ranks of which the last is lost: at step 20 of three, at step 40 of two."""
     settings = {**CONFIG, "launcher": launcher, **config}
-    done = launch_until_done(
-        lambda now: LAUNCHERS[launcher].launch(
-            task_of(uri, models, **{**settings, "num_workers": now.config.num_workers}),
-            SparkConfig(master="local[3]"),
+    asked = resolve(TrainConfig(**settings), SparkConfig())
+    with forked_ranks(asked.config.backend):
+        done = launch_until_done(
+            lambda now: LAUNCHERS[launcher].launch(
+                task_of(uri, models, **{**settings, "num_workers": now.config.num_workers}),
+                SparkConfig(master="local[3]"),
+                watcher,
+                worker=f"tests.train.multi_rank_workers:{worker}",
+            ),
+            asked,
             watcher,
-            worker=f"tests.train.multi_rank_workers:{worker}",
-        ),
-        resolve(TrainConfig(**settings), SparkConfig()),
-        watcher,
-        check=lambda now: None,
-    )
+            check=lambda now: None,
+        )
     return done.result, done.restarts
 
 
