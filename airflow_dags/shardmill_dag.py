@@ -38,8 +38,8 @@ ASSET_VERSION = (
 # The id of the DAG that says why there are no others.
 NO_CONFIGS = "shardmill_config_error"
 # What a person may ask of a run, and the option of the task that does it.
-REPLACE_SOURCE = Param(False, type="boolean", description="etl: the images may come from another source now")
-FRESH = Param(False, type="boolean", description="train: from the first step, although a result exists")
+REPLACE_SOURCE = Param(False, type="boolean", description="etl: allow the images to come from another source")
+FRESH = Param(False, type="boolean", description="train: start from the first step even if a result exists")
 REQUIRE = Param(False, type="boolean", description="promote: fail the run if the gate is not passed")
 
 
@@ -180,7 +180,7 @@ def build_dags(config_file: Path, dag_id: str, settings: DagSettings) -> list[DA
 
     # Or one that publishes versions of the dataset, and one that each of them starts.
     if not config.get("dataset", {}).get("uri"):
-        raise ValueError("dataset.uri is not set; expected a place, whose versions start the training")
+        raise ValueError("dataset.uri is not set; expected the dataset whose new versions start the training")
     params = {"replace_source": REPLACE_SOURCE}
     with empty_dag(config_file.name, dag_id, schedule=schedule, params=params, **common) as dag:
         in_order(etl_stages(stages))

@@ -124,7 +124,7 @@ class SourceConfig(Section):
         ours = [name for name in names if name in (*OWN_COLUMNS, *OWN_FEATURES)]
         if ours or len(set(names)) < len(names):
             clash = f"; every dataset has its own {ours[0]!r}" if ours else ""
-            raise ValueError(f"each name once{clash}")
+            raise ValueError(f"names without duplicates{clash}")
         return entries
 
 
@@ -199,7 +199,9 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     @model_validator(mode="after")
     def _strata_are_of_one_source(self) -> EtlConfig:
         if self.stratified_splits and self.write_mode == "append":
-            raise ValueError("stratified_splits or write_mode = 'append', not both: shares are those of one listing")
+            raise ValueError(
+                "stratified_splits or write_mode = 'append', not both: stratified shares are computed for one listing"
+            )
         return self
 
     @field_validator("split_fractions")
@@ -207,7 +209,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     def _fractions_add_up(cls, fractions: SplitFractions) -> SplitFractions:
         total = fractions.train + fractions.validation + fractions.test
         if abs(total - 1) > 1e-6:
-            raise ValueError(f"fractions that add up to 1, and these add up to {total:g}")
+            raise ValueError(f"fractions that add up to 1; these add up to {total:g}")
         return fractions
 
     @property

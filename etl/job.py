@@ -278,7 +278,7 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
 def main() -> int:
     """The command line of `spark-submit etl/job.py`; returns the exit code."""
     parser = job_parser("Build a dataset version.")
-    parser.add_argument("--replace-source", action="store_true", help="the images may come from another source now")
+    parser.add_argument("--replace-source", action="store_true", help="allow the images to come from another source")
     arguments = parser.parse_args()
 
     def job(run: RunRecord, observer: Observer) -> None:

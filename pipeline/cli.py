@@ -18,7 +18,10 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         "etl": Entry("pipeline.commands.etl:etl", "Build a committed dataset version from images."),
         "check-source": Entry(
             "pipeline.commands.check_source:check_source",
-            "Show what `etl` would reject, and why: read and decode every image on this machine, write nothing.",
+            (
+                "Show which images `etl` would reject, and why: reads and decodes every image on this machine, writes "
+                "nothing."
+            ),
         ),
         "verify": Entry("pipeline.commands.verify:verify", "Check every rule of a dataset version, and print a table."),
         "train": Entry(

@@ -50,7 +50,7 @@ def commented_toml(tree: BaseModel, keys: frozenset[str] | None = None) -> str:
     import tomlkit
 
     document = tomlkit.document()
-    which = "every key" if keys is None else f"each of the {len(keys)} keys that people change first"
+    which = "every key" if keys is None else f"each of the {len(keys)} most common keys"
     for line in (
         f"shardmill: {which} with its meaning and its default. Uncomment what you change.",
         *([] if keys is None else [ALL_KEYS]),

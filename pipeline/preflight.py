@@ -114,7 +114,7 @@ def check_place(uri: str) -> str:
         kept = store.read(path)
     if (first, second, kept) != (True, False, b"first"):
         raise StorageError(
-            f"{uri} let a second writer win",
+            f"{uri} let a second writer replace a file",
             "nothing can be committed to it",
             "use a store with conditional writes (If-None-Match)",
         )
@@ -177,7 +177,7 @@ def _look_at_trackers(tree: PipelineTree) -> str:
 
 def _look_at_master(tree: PipelineTree) -> str:
     check_master(tree.spark.master)
-    return f"{tree.spark.master}, whose settings can be found"
+    return f"{tree.spark.master}, whose settings were found"
 
 
 def _look_at_launch(tree: PipelineTree) -> str:

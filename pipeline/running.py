@@ -25,7 +25,7 @@ SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotio
 WHOLE_PIPELINE = frozenset({"etl", "verify", "train", "export", "evaluate", "promote"})
 """A run is `ok` once all of these have ended well, in one process or in several; before that it is `partial`."""
 
-OUTCOMES = {"done": "done", "skipped": "skipped, its result is there already", "failed": "failed"}
+OUTCOMES = {"done": "done", "skipped": "skipped, its result already exists", "failed": "failed"}
 
 Value = TypeVar("Value")
 

@@ -47,7 +47,7 @@ def check_relative_path(path: str) -> str:
     )
     if hostile:
         raise SecurityRefusal(
-            f"the path {path!r} does not stay under its root",
+            f"the path {path!r} leaves its root folder",
             "expected a relative, normalised path",
             "do not use this dataset; find out who wrote it",
         )

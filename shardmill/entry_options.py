@@ -88,6 +88,6 @@ def with_options_of(registries: Mapping[str, str]) -> type[SectionWithOptions]:
         for name, entry in load_object(registry).entries.items():
             if entry.options:
                 options = OptionsOf(registry, name)
-                assert f"{prefix}{name}" not in fields, f"two entries have options of the name {prefix}{name}"
+                assert f"{prefix}{name}" not in fields, f"two entries have options named {prefix}{name}"
                 fields[f"{prefix}{name}"] = (Annotated[Section, options], Field(default_factory=options.defaults))
     return create_model("Built", __base__=SectionWithOptions, **fields)

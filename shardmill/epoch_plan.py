@@ -49,7 +49,10 @@ class PlanSpec:
         if self.num_streams < 1 or self.global_batch_size < 1 or self.global_batch_size % self.num_streams:
             raise UsageError(
                 f"global_batch_size = {self.global_batch_size} with num_streams = {self.num_streams}",
-                "expected a batch that the streams divide evenly, because each gives the same number of rows to a step",
+                (
+                    "expected a batch that the streams divide evenly, because each contributes the same number of "
+                    "rows to a step"
+                ),
                 f"use {max(1, round(self.global_batch_size / max(1, self.num_streams))) * self.num_streams}",
             )
         assert self.window_chunks >= 1

@@ -24,10 +24,12 @@ DEFAULT_IMAGE_SIZE = IMAGE_SIZES[0]
 ENCODINGS: Registry[StoredEncoding] = Registry(
     "etl.encoding",
     {
-        "jpeg": Entry("shardmill.formats.encodings:JPEG", "smallest; 4:4:4, with losses"),
+        "jpeg": Entry("shardmill.formats.encodings:JPEG", "smallest; lossy, 4:4:4"),
         "png": Entry("shardmill.formats.encodings:PNG", "lossless"),
-        "webp": Entry("shardmill.formats.webp:WEBP", "smaller than jpeg at equal quality, slower to write and read"),
-        "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels: largest, fastest to read"),
+        "webp": Entry(
+            "shardmill.formats.webp:WEBP", ("smaller than jpeg at equal quality, but slower to write and read")
+        ),
+        "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels; largest, fastest to read"),
     },
 )
 
@@ -87,7 +89,7 @@ class NormalizeOptions(Section):
         if self.one_shape_HWC is None:
             raise UsageError(
                 f"etl.resize_mode = {self.resize_mode!r} stores images of different sizes",
-                "batches need one shape",
+                "batches need images of one shape",
                 "build with etl.resize_mode crop, pad or stretch, or read the shards as files",
             )
         return self.one_shape_HWC

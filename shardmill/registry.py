@@ -166,7 +166,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
             raise UsageError(
                 f"{self.key} = {name!r}: there is no module {module_name!r}",
                 f"looked in {error}",
-                "start shardmill in the folder that contains the module, or set PYTHONPATH (on Spark also --py-files)",
+                "start shardmill in the folder that contains the module, or set PYTHONPATH (on Spark, also --py-files)",
             ) from None
 
     def _load_own(self, name: str) -> Value:

@@ -33,7 +33,7 @@ def as_storage_error(
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageError(
-                f"no room to write {path}{size}: {reason}{_free(path)}",
+                f"no space to write {path}{size}: {reason}{_free(path)}",
                 "nothing was published",
                 "free space, then run it again",
             ) from error

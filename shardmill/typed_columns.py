@@ -96,7 +96,7 @@ def label_array(labels: Sequence[Value], label_type: str) -> np.ndarray:
     try:
         return np.array(labels, np.float32).reshape(len(labels), *label_shape(label_type, 0))
     except (ValueError, TypeError):
-        raise IntegrityError(f"a label is no {label_type}") from None
+        raise IntegrityError(f"a label is not a {label_type}") from None
 
 
 def label_shape(label_type: str, num_classes: int) -> tuple[int, ...]:

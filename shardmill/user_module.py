@@ -144,8 +144,10 @@ def hidden_by_another(error: BaseException) -> str:
             continue
         [*folders] = own.submodule_search_locations or ()
         if folders:
-            return f"`{top}` is here {taken}, not {folders[0]}: rename that folder, or import relatively inside it"
-        return f"`{top}` is here {taken}, not {own.origin}: rename that file"
+            return (
+                f"`{top}` resolves to {taken}, not {folders[0]}: rename that folder, or use relative imports inside it"
+            )
+        return f"`{top}` resolves to {taken}, not {own.origin}: rename that file"
     return ""
 
 

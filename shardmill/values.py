@@ -70,7 +70,7 @@ class RejectReason(StrEnum):
 # Transient: these describe a moment, not the input; another run may get another answer.
 TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
 
-NO_SUCH_FILE = "there is no such file"
+NO_SUCH_FILE = "no such file"
 """Detail of an input that is `missing` though it has not vanished: a table names it, and nothing else was known of it.
 It counts as rejected, not as a sign that the source changes at this moment."""
 

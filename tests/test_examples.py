@@ -42,7 +42,7 @@ def test_the_example_fine_tunes_from_a_file_and_then_from_its_own_export(tmp_pat
 
     # What is not there is missed before the first image is read.
     missing = shell(first)
-    assert missing.returncode == 2 and "mobilenet.weights.h5': there is no such file" in missing.stderr
+    assert missing.returncode == 2 and "mobilenet.weights.h5': no such file" in missing.stderr
     assert not list((tmp_path / "finetune-work").rglob("*"))
 
     subprocess.run([sys.executable, "-c", BACKBONE], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=100)

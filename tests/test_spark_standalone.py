@@ -226,7 +226,7 @@ def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
     there, here = (summary_of(folder / work, run)["train"]
                    for work, run in (("work", "horovod"), ("shardmill-work", "here")))  # fmt: skip
     assert (there["launcher"], there["world_size"]) == ("horovod_spark", 2)
-    assert "has places for 2" in there["strategy_reason"]
+    assert "has slots for 2 ranks" in there["strategy_reason"]
     assert there["weights_sha256"] == here["weights_sha256"]
     assert steps_of(folder / "work", "horovod") == steps_of(folder / "shardmill-work", "here")
 

@@ -110,7 +110,7 @@ def collect_models(store: Store, retention: Retention) -> ModelsReport:
             if each.kind == EXPORTS and read_history(store) != history:
                 raise CommitConflict(
                     f"another run has changed the current export of {store.uri}",
-                    "expected it unchanged while exports are deleted; no further one was",
+                    "expected it to stay unchanged while exports are deleted; no further export was deleted",
                     "run this again",
                 )
             failpoint("gc_delete")
@@ -127,7 +127,7 @@ def _kept_exports(
     if None in history.pointers:
         raise IntegrityError(
             f"a record in {store.uri}/{CURRENT} cannot be read",
-            "the records say which exports rollbacks need",
+            "the records name the exports that rollbacks need",
             "restore it from a backup; without --keep no export is deleted",
         )
     needed = {*history.stack, *(each.number for each in exports[-max(1, retention.keep) :])}

@@ -97,5 +97,5 @@ def check_optimizer(config: TrainConfig) -> None:
             raise UsageError(
                 f"train.{name} = {getattr(config, name)} with train.optimizer = {config.optimizer!r}",
                 "which does not use it",
-                f"leave train.{name} out, or set train.optimizer to {' or '.join(able)}",
+                f"remove train.{name}, or set train.optimizer to {' or '.join(able)}",
             )

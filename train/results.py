@@ -21,7 +21,7 @@ def read_result(store: Store, folder: str) -> TrainResult | None:
         return None
     except ValidationError as error:
         raise IntegrityError(
-            f"{where} is not a training's result: {error.errors()[0]['msg']}",
+            f"{where} is not a valid training result: {error.errors()[0]['msg']}",
             "another version of this program wrote it",
             "use that version, or delete the file: the training resumes from its last checkpoint",
         ) from None

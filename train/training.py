@@ -169,7 +169,7 @@ def _check_published(models: Store, choice: TrainingChoice) -> None:
     and the next call and the export find the training there."""
     if read_result(models, choice.training_dir) is None:
         raise IntegrityError(
-            f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",
+            f"the ranks finished, but {join_uri(models.uri, choice.training_dir)} holds no result",
             "driver and executors must see the same storage",
             "set models.uri to a place that all machines reach",
         )
@@ -187,8 +187,8 @@ def _report_plan(
         observer.event("freeze", {"rank": 0, WARNING: never})
     if config.augmentation.random_flip and LabelSpec.of(dataset.manifest).are_numbers:
         mirrored = (
-            "train.augment mirrors half of the images left to right, and labels that are numbers stay as they are: "
-            "wrong for positions, angles and directions; train.augment.random_flip = false switches it off"
+            "train.augment mirrors half of the images left to right, but numeric labels stay unchanged, which is "
+            "wrong for positions, angles and directions; set train.augment.random_flip = false to disable it"
         )
         observer.event("augment", {"rank": 0, WARNING: mirrored})
     if choice.resumes:

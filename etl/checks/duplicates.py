@@ -147,7 +147,7 @@ def _require_none(copies: Iterable[pa.Table]) -> None:
         named = ", ".join(f"{printable(each['source'])} = {printable(each['original'])}" for each in examples)
         raise RejectLimitExceeded(
             f"{num_copies} inputs have the same bytes as another, such as {named}",
-            'etl.duplicates = "error" allows none; nothing was published',
+            'etl.duplicates = "error" allows no duplicates; nothing was published',
             'remove them, or set etl.duplicates = "drop" to keep the one with the smallest key',
         )
 

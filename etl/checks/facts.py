@@ -57,8 +57,8 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     has_moved = before.listing_fingerprint == now.listing_fingerprint and plan.listing.has_all_sizes
     if not now.continues(before) and not has_moved:
         raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.described}, "
-            f"not from {now.described}",
+            f"dataset {plan.store.uri}@{plan.parent.version} was built from {before.described}, not from "
+            f"{now.described}",
             "expected the same source: the new version would replace the old images, and its models would be compared",
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )
@@ -87,7 +87,7 @@ def _how_split(plan: BuildPlan) -> str:
         return "by content hash, about"
     if plan.task.config.stratified_splits:
         return "stratified"
-    in_part = ", by content hash where it does not, about" if plan.listing.has_unnamed_splits else ""
+    in_part = ", by content hash otherwise, about" if plan.listing.has_unnamed_splits else ""
     return "by folder" if plan.task.source.kind == "folders" and not in_part else f"as the source names them{in_part}"
 
 
@@ -118,8 +118,8 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
         refused = plan.listing.rejections
         damaged = tuple(each.key for each in refused if each.reason is RejectReason.DAMAGED_CONTAINER)
         yield (
-            f"damaged, and read in part or not at all: {name_some(tuple(map(printable, damaged)))}; nothing tells how "
-            "many images are lost, so no limit counts them"
+            f"damaged, and read partly or not at all: {name_some(tuple(map(printable, damaged)))}; the number of lost "
+            "images is unknown, so no limit counts them"
         )
 
 
@@ -133,8 +133,8 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
             yield f"the split {split} will be empty"
         elif 0 < by_split[split] < FEW_IN_SPLIT:
             yield (
-                f"the split {split} will have {about}{by_split[split]} images, fewer than {FEW_IN_SPLIT}: figures on "
-                "it mean little"
+                f"the split {split} will have {about}{by_split[split]} images, fewer than {FEW_IN_SPLIT}: metrics on "
+                "it are not reliable"
             )
         elif split != "train" and by_split[split]:
             planned = _images_by_class(plan, split)

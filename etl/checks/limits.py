@@ -62,7 +62,9 @@ LIMITS = (
     ),
     Limit(
         "max_changed_fraction", frozenset({RejectReason.MISSING, RejectReason.SOURCE_CHANGED}), StorageError,
-        "vanished or changed after they were listed", "run it again when the source is at rest, or raise the limit",
+        "vanished or changed after they were listed", (
+            "run it again when nothing changes the source, or raise the limit"
+        ),
     ),
     Limit(
         "max_reject_fraction", frozenset(RejectReason) - TRANSIENT_REASONS - REASONS_OUTSIDE_REJECT_FRACTION,

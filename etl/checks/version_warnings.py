@@ -33,8 +33,8 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
         named = (f"{printable(source)} ({split})" for source, split in examples.leaked)
         yield (
             f"{counts.leaked_content} accepted images have the same bytes as one in another split{_such_as(named)}; a "
-            "model is tested on what it was trained on: remove them from one of the splits, or set etl.duplicates = "
-            '"drop"'
+            "model would be tested on images that it was trained on: remove them from one of the splits, or set "
+            'etl.duplicates = "drop"'
         )
 
 
@@ -47,7 +47,7 @@ def _untested_classes(manifest: Manifest) -> Iterator[str]:
         if absent and name != "train" and split.num_rows < FEW_IN_SPLIT:
             yield (
                 f"the split {name} has no image of {len(absent)} of {len(manifest.class_names)} classes "
-                f"({name_some(absent)}): more images, or etl.stratified_splits = true, would give them some"
+                f"({name_some(absent)}): add images, or set etl.stratified_splits = true"
             )
 
 
@@ -65,7 +65,7 @@ def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
         yield f"{num_previews} accepted TIFF images are marked as previews of photos that are not in the file"
     if num_small := by_note.get("larger_page_behind", 0):
         yield (
-            f"{num_small} accepted TIFF images have a larger page of the same shape behind the one that was taken: if "
+            f"{num_small} accepted TIFF images have a larger page of the same shape after the page that was used: if "
             "the first page is only a preview, save the larger one as a file of its own"
         )
 
@@ -80,7 +80,7 @@ def _enlarged(manifest: Manifest) -> Iterator[str]:
     if 2 * num_smaller > num_known:
         yield (
             f"{num_smaller} of {num_known} images have a longer side of less than {1 << num_sides} pixels, and were "
-            f"enlarged to etl.image_size = {options.image_size}: training takes longer for it, and they show no more"
+            f"enlarged to etl.image_size = {options.image_size}: training takes longer without more detail"
         )
 
 

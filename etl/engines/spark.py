@@ -68,9 +68,10 @@ def run_on_spark(
         settings.count_retries(retried.value + num_failed_tasks(context) - num_failed)
     if left:
         raise errors.StorageError(
-            f"Spark's job ended, and {len(left)} work units left no record in {task.dataset_uri}/{PENDING}",
-            "expected one for each", "make sure that nothing else removes files there, then run the same command again",
-        )  # fmt: skip
+            f"Spark's job ended, and {len(left)} work units wrote no record to {task.dataset_uri}/{PENDING}",
+            "expected one record for each unit",
+            "make sure that nothing else removes files there, then run the same command again",
+        )
 
 
 def _check_executors(context: SparkContext, task: UnitTask) -> None:

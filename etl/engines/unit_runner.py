@@ -62,7 +62,7 @@ class UnitRunner:
                 kind = getattr(errors, header["error"], errors.ShardmillError)
                 raise kind(*header["parts"], detail=header["detail"])
             if "begun" in header:
-                self._last_begun = f"; the last image that it began was {printable(header['begun'])}"
+                self._last_begun = f"; the last image that it started was {printable(header['begun'])}"
                 return None
             self.is_decoding = False
             return None if header.get("is_decoded") else result

@@ -146,7 +146,7 @@ class _Known:
         """Raise UsageError if one of these inputs is there as a row."""
         for each in rejections:
             if self.candidates.get(sample_id_of(each.key), ("", b""))[0] == each.key:
-                raise _taken(each.key, f"is in the dataset, and is refused now ({each.reason})")
+                raise _taken(each.key, f"is in the dataset, and is now rejected ({each.reason})")
 
 
 def _taken(key: str, what: str) -> UsageError:

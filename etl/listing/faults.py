@@ -29,7 +29,7 @@ def check_has_images(listing: Listing, uri: str) -> None:
             "check source.uri",
         )
     raise UsageError(
-        f"no images below {uri}: all {len(refused)} inputs were refused ({_reasons(refused)})",
+        f"no images below {uri}: all {len(refused)} inputs were rejected ({_reasons(refused)})",
         "expected at least one input that can be used",
         "fix the causes (docs/rejects.md explains the reasons), or correct the keys of the section source",
     )

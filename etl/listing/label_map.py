@@ -43,7 +43,7 @@ def read_label_map(given: str | Sequence[str]) -> tuple[str, ...]:
     odd = next((name for name in names if not is_class_name(name)), None)
     if odd is not None:
         raise UsageError(
-            f"etl.label_map has {printable(odd[:60])!r}, which is no class name",
+            f"etl.label_map has {printable(odd[:60])!r}, which is not a class name",
             "expected short names without control characters", "correct etl.label_map",
         )  # fmt: skip
     return names
@@ -59,7 +59,7 @@ def _read_file(uri: str) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"etl.label_map = {uri!r}: {error}", f"expected {_EXPECTED}", "correct the file") from None
     if not names:
-        raise UsageError(f"etl.label_map = {uri!r} names no class", f"expected {_EXPECTED}", "correct the file")
+        raise UsageError(f"etl.label_map = {uri!r} contains no class", f"expected {_EXPECTED}", "correct the file")
     return names
 
 
@@ -74,7 +74,7 @@ def _names_of_json(value: Any) -> tuple[str, ...]:
             raise ValueError(f"its numbers are not those from 0 to {len(value) - 1}, each once")
         value = sorted(value, key=value.__getitem__)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError("it holds no class names")
+        raise ValueError("it contains no class names")
     return tuple(value)
 
 
@@ -121,7 +121,7 @@ class WithKnownClasses:
             examples = ", ".join(f"{printable(each.key)}: {each.detail}" for each in refused[:_NUM_EXAMPLES])
             raise RejectLimitExceeded(
                 f"etl.label_map does not have every class, such as {examples}",
-                'etl.unknown_class = "error" allows no other; nothing was published',
+                'etl.unknown_class = "error" allows no other classes; nothing was published',
                 'add the class at the end of etl.label_map, or set etl.unknown_class = "reject"',
             )
         is_known = pc.invert(is_unknown)

@@ -81,11 +81,13 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
         ),
         "parquet": Entry(
             "etl.sources.parquet:ParquetSource",
-            "Parquet with the images in a column, as Hugging Face's",
+            "Parquet with the images in a column, such as Hugging Face datasets",
             suffixes=PARQUET_SUFFIXES,
         ),
         "idx": Entry(
-            "etl.sources.idx:IdxSource", "IDX files, the format of MNIST and its family; .gz too", suffixes=IDX_SUFFIXES
+            "etl.sources.idx:IdxSource",
+            ("IDX files, the format of MNIST and similar datasets; .gz too"),
+            suffixes=IDX_SUFFIXES,
         ),
         "tfrecord": Entry(
             "etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too", suffixes=TFRECORD_SUFFIXES

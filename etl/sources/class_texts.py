@@ -75,13 +75,13 @@ class ClassTexts:
         renamed = [name for number, name in self._names.items() if name not in (number, *self._texts[number])]
         if renamed:
             yield (
-                f"several classes have one {text_feature}, and their {number_feature} tells them apart: "
+                f"several classes have one {text_feature}, and their {number_feature} distinguishes them: "
                 f"{_some(sorted(renamed))}"
             )
         varied = [f"{number} ({', '.join(sorted(texts))})" for number, texts in self._texts.items() if len(texts) > 1]
         if varied:
             yield (
-                f"{len(varied)} of the classes have images with different {text_feature}, and are called by their "
+                f"{len(varied)} of the classes have images with different {text_feature}, and are named by their "
                 f"{number_feature}: {_some(varied)}"
             )
 

@@ -31,7 +31,7 @@ def class_of(values: Sequence[Any], name: str) -> tuple[str | None, str]:
 def single_text(values: Sequence[Any], name: str) -> tuple[str | None, str]:
     """The only value as a text, whole numbers without a fraction; or None and why there is none."""
     if len(values) > 1:
-        several = f"{name} has {len(values)} values, and a class is one of them"
+        several = f"{name} has {len(values)} values, but a class is one value"
         return None, f'{several}; source.label_kind = "multi_label" or "float_vector" takes all'
     value = values[0] if values else None
     if isinstance(value, list):

@@ -37,7 +37,7 @@ def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], k
         return found
     near = difflib.get_close_matches(configured, names, n=1)
     raise UsageError(
-        f"source.{key} = {configured!r} is no column",
+        f"source.{key} = {configured!r} is not a column",
         f"expected one of {', '.join(map(repr, names[:20]))}" + (f"; did you mean {near[0]!r}?" if near else ""),
         f"correct source.{key}",
     )
@@ -102,12 +102,12 @@ def as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
         raise UsageError(
             f"a column of URIs, keys or groups is {plain_texts(column).type}",
             "expected one text in each row",
-            "check source.uri_field, key_field and group_field; of a list of images, write a row for each",
+            "check source.uri_field, key_field and group_field; for a list of images, write one row for each",
         )
     if pc.any(are_inexact(column), min_count=0).as_py():
         raise UsageError(
-            f"a column of URIs, keys or groups is {column.type}, and a number in it has too many digits for it",
-            "expected whole numbers or texts, because two numbers may have been rounded to one",
+            f"a column of URIs, keys or groups is {column.type}, and a number in it has too many digits for that type",
+            "expected whole numbers or texts, because two numbers may have been rounded to the same value",
             "write the column as int64 or as text",
         )
     return nulls_for_empty(texts)

@@ -61,8 +61,8 @@ class Containers:
         containers = tuple(file for file in found if self._is_container(file))
         if not containers:
             raise UsageError(
-                f"source {self.uri} holds no {' or '.join(self._suffixes[:_NUM_NAMED])} file",
-                "expected a folder of them, one such file, or a pattern",
+                f"source {self.uri} contains no {' or '.join(self._suffixes[:_NUM_NAMED])} file",
+                "expected a folder of such files, one such file, or a pattern",
                 "check source.uri and source.kind",
             )
         self._check_all_named({file.path for file in containers})
@@ -88,7 +88,7 @@ class Containers:
             raise UsageError(
                 f"source {self.uri}: {len(missing)} of the files that it names do not exist, such as {missing[0]}",
                 "expected all of them",
-                "restore them, or name only existing files; `*` matches these",
+                "restore them, or name only existing files, for example with a pattern (`*`)",
             )
 
     def _check_are_texts(self, paths: Iterable[str]) -> None:

@@ -73,7 +73,7 @@ class ExtraColumns:
         if self.target is not None and label is None:
             raise UsageError(
                 f"{printable(where)} has the columns {', '.join(map(printable, rows.column_names[:20]))}",
-                "expected one of labels, as source.label_kind says", "name it with source.label_field",
+                "expected a column of labels, because source.label_kind is set", "name it with source.label_field",
             )  # fmt: skip
         problems: list[str | None] = [None] * rows.num_rows
         columns = {}

@@ -88,7 +88,7 @@ class FeatureNames:
             raise UsageError(
                 f"{printable(image.key)} has the feature {label}, but the first record has no label",
                 "expected a label in each record, or in none",
-                f"set source.label_field={label}: records without it are then refused",
+                f"set source.label_field={label}: records without it are then rejected",
             )
 
 

@@ -46,7 +46,7 @@ def splits_of(paths: Iterable[str]) -> FileSplits:
     if without is not None:
         named = next(path for path, split in splits.items() if split is not None)
         raise UsageError(
-            f"{printable(named)} names a split and {printable(without)} does not",
+            f"{printable(named)} names a split, but {printable(without)} does not",
             "expected a split in the name of each file or folder, or of none",
             "select the files with a pattern in source.uri, or rename them",
         )
@@ -70,8 +70,8 @@ def with_warnings(batches: Iterable[ListingBatch], alike: Sequence[str]) -> Iter
     if alike and not has_splits:
         named = ", ".join(map(printable, alike))
         warning = (
-            f"words in the files' names look like splits and are not taken as such ({named}): the images are mixed; "
-            "name the files with train, val and test as words of their own, or give the splits in a table"
+            f"words in the file names look like splits but are not recognized ({named}), so the splits are mixed; use "
+            "train, val and test as separate words in the file names, or give the splits in a table"
         )
         yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=(warning,), extra_types=extra_types)
 

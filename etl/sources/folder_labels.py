@@ -218,7 +218,7 @@ class _Folders:
             label = self.place.judge(_folder_of(self.deeper).split("/")).label
             yield (
                 f"{self.num_deeper} of {self.num_images} images are deeper than their class folder, such as "
-                f"{printable(self.deeper)}, taken as class {label}; source.label_level says otherwise"
+                f"{printable(self.deeper)}, assigned to class {label}; set source.label_level to change this"
             )
         levels = _levels(path.split("/") for path in self.paths if path)
         label = len(levels) - 1 if self.place.label == -1 else self.place.label
@@ -229,7 +229,7 @@ class _Folders:
         )
         for names in dict.fromkeys(filter(None, alike)):
             yield (
-                f"the folders {', '.join(map(printable, names))} look like splits and are not taken as such: their "
+                f"the folders {', '.join(map(printable, names))} look like splits but are not recognized, so their "
                 "images are mixed; name them train, val and test, or give the splits in a table"
             )
 

@@ -45,6 +45,6 @@ class FolderSigns:
         named = first_of([*map(printable, sorted(levels))], _NUM_NAMED)
         level = levels.popitem()[1] if len(set(levels.values())) == 1 else "N"
         yield (
-            f"the images lie in the folders {named}, with texts beside them (if these folders are the classes, set "
-            f"source.label_level = {level})"
+            f"the images are in the folders {named}, with text files beside them (if these folders are the classes, "
+            f"set source.label_level = {level})"
         )

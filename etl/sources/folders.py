@@ -57,7 +57,7 @@ def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rej
         if archive and root.exists():
             raise UsageError(
                 f"source {root} is a {archive} file, which is not supported",
-            "expected a folder, or a ZIP or tar archive", "unpack it, and give the folder",
+            "expected a folder, or a ZIP or tar archive", "unpack it, and pass the folder",
             )  # fmt: skip
         raise UsageError(
             f"source {root} is not a folder" if root.exists() else f"source {root} does not exist",

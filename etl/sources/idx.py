@@ -96,7 +96,9 @@ def _label_names(images: str) -> Iterator[str]:
 
 def _check_pairs(uri: str, labels: dict[str, StoredFile | None]) -> None:
     if not labels:
-        raise UsageError(f"source {uri} holds no IDX file of images", "expected names such as train-images-idx3-ubyte")
+        raise UsageError(
+            f"source {uri} contains no IDX file of images", "expected names such as train-images-idx3-ubyte"
+        )
     without = next((path for path, file in labels.items() if file is None), None)
     if without is not None and any(labels.values()):
         raise UsageError(

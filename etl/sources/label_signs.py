@@ -110,7 +110,7 @@ def _value_signs(rows: pa.Table, where: str) -> Iterator[str]:
     ]
     if repeating:
         named = first_of(repeating, _NUM_NAMED)
-        yield f"{printable(where)} has {named}, whose values repeat as classes do"
+        yield f"{printable(where)} has {named}, whose values repeat like class names"
 
 
 def _is_flag(column: pa.ChunkedArray) -> bool:

@@ -99,7 +99,9 @@ def _listed_signs(rejections: Iterable[Rejection]) -> Iterator[str]:
         folder, _, name = each.key.rpartition("\0")[2].rpartition("/")
         is_list = name.lower().endswith(_LIST_SUFFIXES)
         if is_list and (names_labels(name.partition(".")[0]) or _LABEL_FOLDERS.intersection(folder.lower().split("/"))):
-            yield f"{printable(each.key)!r} lies beside the images (a table that names them is a source of its own)"
+            yield (
+                f"{printable(each.key)!r} is stored beside the images (a table that names them can be used as a source)"
+            )
 
 
 def _field_names(text: bytes) -> list[str]:

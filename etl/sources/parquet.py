@@ -245,7 +245,7 @@ def image_column(schema: pa.Schema, configured: str, where: str) -> str:
     lists = [field.name for field in schema if holds_lists_of_bytes(field)]
     if found is None and lists:
         raise UsageError(
-            f"the column {printable(lists[0])!r} of {printable(where)} holds lists of images",
+            f"the column {printable(lists[0])!r} of {printable(where)} contains lists of images",
             "expected one image in each row",
             "write a row for each image, with the label of its list; or name another column with source.image_field",
         )

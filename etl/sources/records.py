@@ -63,7 +63,10 @@ def read_record(file: BinaryIO, start: int) -> Record | None:
     # A length is trusted only after this: it says how much is read.
     if masked_crc(header[:8]) != crc or length > _MAX_RECORD_BYTES:
         is_zlib = start == 0 and header[0] & 0x0F == 8 and int.from_bytes(header[:2], "big") % 31 == 0
-        hint = ": it begins like zlib data (TensorFlow's compression_type ZLIB), and plain or gzip files are read"
+        hint = (
+            ": it begins like zlib data (TensorFlow's compression_type ZLIB), but only plain or gzip files are "
+            "supported"
+        )
         raise IntegrityError(f"no record at byte {start}{hint if is_zlib else ''}")
     data = file.read(length)
     end = file.read(_CRC.size)

@@ -24,7 +24,7 @@ class SeveralSources:
     def __init__(self, config: SourceConfig) -> None:
         if not config.parts:
             raise UsageError(
-                "source.kind = 'several', but source.parts is empty", "expected a table for each of the sources",
+                "source.kind = 'several', but source.parts is empty", "expected one table for each source",
                 "write [source.parts.NAME] with a uri and a kind, once for each",
             )  # fmt: skip
         self._parts: dict[str, Source] = {name: SOURCES[part.kind](part) for name, part in config.parts.items()}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
 LABEL_COLUMNS = ("label", "labels", "class")
-_ID_HINT = "; ids of images are no URIs: write paths with their suffixes, such as images/ID.jpg"
-_HEADER_HINT = "; without a line of names at its head, a CSV file needs one, such as uri,label"
+_ID_HINT = "; image ids are not URIs: write paths with their suffixes, such as images/ID.jpg"
+_HEADER_HINT = "; a CSV file needs a header line, such as uri,label"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ColumnChoice:
             raise UsageError(
                 f"row {row} of the table {printable(self._table)} is the first with the key {printable(name)!r}, and "
                 "earlier rows were listed without it",
-                "expected all used keys in the first rows, or in the config",
+                "expected all used keys in the first rows, or set in the config",
                 fix,
             )
 

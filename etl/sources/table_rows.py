@@ -182,7 +182,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
-        raise ValueError(f"the name {twice!r} is there twice")
+        raise ValueError(f"the name {twice!r} occurs twice")
     return found
 
 

@@ -56,7 +56,7 @@ class TableSigns:
             if columns:
                 named = ", ".join(repr(printable(name)) for name in columns[:_NUM_NAMED])
                 yield (
-                    f"{printable(key)!r} names the images, with {named} beside each (to use it, make it the source: "
+                    f"{printable(key)!r} names the images, with {named} for each (to use it, set it as the source: "
                     'source.kind = "table", source.uri = its path)'
                 )
 

@@ -111,7 +111,7 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
         "no URI",
         f"a URI of more than {_MAX_URI_BYTES} bytes",
         "a path with a drive or a share of Windows; expected one relative to the table's folder",
-        f"no storage for this kind of URI; expected one of {', '.join(named)}",
+        f"this URI scheme is not supported; expected one of {', '.join(named)}",
         f"a table in {store.uri} cannot name a local file",
     )
 

@@ -34,7 +34,7 @@ def check_decoders(expected: str, decoder_by_host: Mapping[str, str]) -> None:
     else:
         fix = (
             "install the same simplejpeg, opencv-python-headless, pillow and shardmill-native everywhere (without the "
-            "last: etl.kernel = wheels); other versions make other pixels"
+            "last: etl.kernel = wheels); other versions produce different pixels"
         )
     found = "; ".join(f"{host} decodes with {decoder}" for host, decoder in others.items())
-    raise UsageError(found, f"the driver with {expected}", fix)
+    raise UsageError(found, f"the driver decodes with {expected}", fix)

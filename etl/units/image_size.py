@@ -57,7 +57,7 @@ def choose_image_size(
     if side is None:
         return ImageSize(DEFAULT_IMAGE_SIZE, "the default")
     pixels = next((each for each in IMAGE_SIZES if each <= side), IMAGE_SIZES[-1])
-    return ImageSize(pixels, f"chosen for sources whose short side is {side} in the median")
+    return ImageSize(pixels, f"chosen because the median short side of the sources is {side}")
 
 
 def _median_short_side(listing: Listing, source: SourceConfig, config: EtlConfig) -> int | None:

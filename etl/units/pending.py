@@ -155,7 +155,7 @@ def _placed(result: UnitResult, unit: Unit) -> UnitResult:
     Raises IntegrityError for the record of another unit.
     """
     if result.fingerprint != unit.fingerprint:
-        raise IntegrityError(f"the record of work unit {unit.index} is that of another one")
+        raise IntegrityError(f"the record of work unit {unit.index} belongs to another unit")
     return replace(result, unit_index=unit.index)
 
 

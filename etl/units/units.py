@@ -134,7 +134,7 @@ def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceI
     if len(images) != unit.num_images or format_digest(add_digests(facts_sum)) != unit.facts_sum:
         raise IntegrityError(
             f"the listing of work unit {unit.index} in {listing.uri} has {len(images)} images",
-            f"expected the {unit.num_images} that were planned",
+            f"expected {unit.num_images}, as planned",
             "run it again; if this repeats, the storage alters files",
         )
     ids_N = np.array([image.sample_id for image in images], np.int64)

@@ -170,4 +170,4 @@ def _check_multiset(unit: WorkUnit, sources: Sequence[SourceImage], ended: _Ende
     found = Counter(ended.accepted)
     found.update(each.key for each in (*ended.rejections, *ended.unchanged))
     if found != Counter(source.key for source in sources):
-        raise IntegrityError(f"work unit {unit.index} lost or doubled an input", "this is a fault in shardmill")
+        raise IntegrityError(f"work unit {unit.index} lost or duplicated an input", "this is a bug in shardmill")

@@ -45,7 +45,7 @@ def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceChe
     num_counted = sum(map(limit.counts, found.rejections))
     return found, limit.kind(
         f"{num_counted} of {found.num_listed} inputs {limit.verb}",
-        f"etl.{limit.key} allows {getattr(tree.etl, limit.key):g}: `shardmill etl` would publish nothing",
+        f"etl.{limit.key} allows {getattr(tree.etl, limit.key):g}: `shardmill etl` would not publish a version",
         limit.fix,
     )
 

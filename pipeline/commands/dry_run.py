@@ -64,16 +64,19 @@ class DryRun:
             ("images", f"stored as {self.stored_as}"),
             ("to process", f"{self.num_to_process:,} images in {counted(self.num_units, 'work unit')}"),
             ("plan digest", self.plan_digest),
-            ("driver", f"{self.driver_peak_rss_bytes / 1e6:,.0f} MB at its peak, {self.seconds:.1f} s"),
+            ("driver", f"{self.driver_peak_rss_bytes / 1e6:,.0f} MB peak memory, {self.seconds:.1f} s"),
         ]
 
     def _beside_latest(self) -> str:
         if self.latest_version is None:
             return "no version yet"
         if not self.num_unchanged + self.num_to_compare and self.num_to_process:
-            return f"version {self.latest_version}; no row of it can stay as it is"
-        compared = f", {self.num_to_compare:,} are compared by their bytes" if self.num_to_compare else ""
-        return f"version {self.latest_version}: {self.num_unchanged:,} rows stay{compared}, {self.num_removed:,} go"
+            return f"version {self.latest_version}; no row of it can be reused"
+        compared = f", {self.num_to_compare:,} are compared by content" if self.num_to_compare else ""
+        return (
+            f"version {self.latest_version}: {self.num_unchanged:,} rows are reused{compared}, {self.num_removed:,} "
+            "are removed"
+        )
 
 
 def dry_run(source_or_config: str, common: Common, *, replace_source: bool = False) -> DryRun:

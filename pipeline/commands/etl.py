@@ -20,7 +20,7 @@ def etl(
     source_or_config: SourceArgument,
     replace_source: ReplaceSource = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List and plan only: read no image, write nothing.")
+        bool, typer.Option("--dry-run", help="List and plan only: reads no image, writes nothing.")
     ] = False,
 ) -> None:
     from etl.config import EtlTree

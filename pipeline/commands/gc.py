@@ -28,7 +28,7 @@ def gc(
         str, typer.Option(metavar="AGE", help="Keep everything younger than this: 90s, 30m, 12h, 7d.")
     ] = "7d",
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete; without this option files are only listed.")
+        bool, typer.Option("--delete", help="Delete the files; without this option they are only listed.")
     ] = False,
 ) -> None:
     from pipeline.output.garbage import gc_document, gc_rows, models_document, models_rows

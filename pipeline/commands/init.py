@@ -17,7 +17,7 @@ def init(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The file to write; it must not exist.")
     ] = "shardmill.toml",
-    every_key: Annotated[bool, typer.Option("--all", help="Write every key, not only the most used.")] = False,
+    every_key: Annotated[bool, typer.Option("--all", help="Write all keys, not only the most common ones.")] = False,
 ) -> None:
     from pipeline.config_file import FIRST_KEYS, commented_toml
     from pipeline.tree import PipelineTree
@@ -33,6 +33,6 @@ def init(
     except FileExistsError:
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
+        raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable location") from None
     words = [f"wrote {file}; {todo}then: shardmill run {file}", "all keys: shardmill config show, or init --all"]
     print_result(common, {"file": file}, [(each,) for each in (words[:1] if every_key else words)])

@@ -32,7 +32,7 @@ def plan(
     common: Common = context.obj
     ranks = (f"train.num_workers={world_size}",) if world_size else ()
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
-    sys.stderr.write("plan: the model is built, which loads its framework, and some steps of it are measured\n")
+    sys.stderr.write("plan: loading the framework, building the model and measuring some steps\n")
     with after_etl(dataset):
         estimate = estimate_training(tree.part(TrainTree), bandwidth)
     print_result(common, estimate.document(), estimate.rows(), title="plan")

@@ -37,7 +37,7 @@ def predict(
     from train.published.predict import exact_name, predict_images
 
     export = exact_name(model)
-    sys.stderr.write(f"predict: export {printable(export)}; its framework loads now\n")
+    sys.stderr.write(f"predict: export {printable(export)}; loading its framework\n")
     predictions = predict_images(export, images, top)
     if as_csv:
         sys.stdout.write(prediction_csv(predictions))
@@ -84,8 +84,8 @@ def check_any_predicted(predictions: Sequence[Prediction]) -> None:
         first = predictions[0]
         example = f"{printable(first.path)}: {first.rejection}"
         raise UsageError(
-            f"none of {len(predictions)} file(s) is an image that can be predicted: {example}",
-            "expected at least one",
+            f"none of {len(predictions)} file(s) could be decoded: {example}",
+            "expected at least one valid image",
         )
 
 

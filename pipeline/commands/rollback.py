@@ -26,5 +26,5 @@ def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
     done = roll_back(store, version, common.run_id)
     latest = done.manifest.version
     machine = {"uri": store.uri, "version": latest, "restored_version": version, "is_new": done.is_new}
-    said = f"holds what @{version} holds" if done.is_new else f"held what @{version} holds already; no new version"
+    said = f"has the content of @{version}" if done.is_new else f"already has the content of @{version}; no new version"
     print_result(common, machine, [(f"{store.uri}@{latest}", said)], title="rollback")

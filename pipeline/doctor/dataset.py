@@ -39,7 +39,7 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
         subject = WINDOW
         memory = window_memory(train, dataset)
     except ShardmillError as error:
-        found = f"the committed dataset as it is: {found_by(error)}"
+        found = f"the committed dataset: {found_by(error)}"
         yield Finding(status, subject, found, error.fix, is_transient=isinstance(error, StorageError))
         return
     found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {of_version}"

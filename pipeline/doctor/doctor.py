@@ -125,7 +125,7 @@ def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
         elif package not in needed:
             # The entry with the fewest extras: `horovod` alone, not `spark,horovod`.
             extra = min((entry.extra for _, entry in uses), key=len)
-            found = f"not installed; needed only by {', '.join(use for use, _ in uses)}"
+            found = f"not installed; only needed by {', '.join(use for use, _ in uses)}"
             yield Finding("ok", package, found, install_hint(extra))
 
 
@@ -196,7 +196,7 @@ def _clock(subject: str, uri: str) -> Finding:
     except ShardmillError as error:
         return failed(subject, error)
     if seconds > CLOCK_TOLERANCE_SECONDS:
-        fix = "synchronize both by NTP; until then do not run `gc` with an age of hours"
+        fix = "synchronize both by NTP; until then, do not run `gc` with an age in hours"
         return Finding(
             "warn", subject, f"differs from this machine's by {seconds:,.0f} s: files seem older or younger", fix
         )
@@ -213,7 +213,9 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
     except ShardmillError:
         is_built = False
     if is_built:
-        return Finding("warn", subject, f"not set; training on {tree.dataset.uri} needs none, a whole run does", fix)
+        return Finding(
+            "warn", subject, (f"not set; training on {tree.dataset.uri} does not need it, but a whole run does"), fix
+        )
     return Finding("fail", subject, "not set", fix)
 
 
@@ -272,7 +274,7 @@ def _run_check(check: Check) -> Finding:
 def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ...], workdir: str) -> Finding:
     """Not tried if an earlier row says already that the ranks could not run, or no dataset is there."""
     if failing := [each.subject for each in findings if each.status == "fail"]:
-        return Finding("warn", REHEARSAL, f"not run: {', '.join(failing)} would stop it", "fix that first")
+        return Finding("warn", REHEARSAL, f"not run: {', '.join(failing)} must pass first", "fix that first")
     from shardmill.dataset.open import has_version
     from train.planning.rehearsal import rehearse
 

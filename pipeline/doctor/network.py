@@ -94,7 +94,7 @@ def _gate(train: TrainConfig) -> Finding:
     where, fix = f"{host}:{attach.port}", "set train.attach.host and train.attach.port"
     if not host:
         return Finding(
-            "fail", subject, "there are several hosts, and rank 0's host is not known", "set train.attach.host"
+            "fail", subject, "there are several hosts, and rank 0's host is unknown", "set train.attach.host"
         )
     is_rank_0 = started is not None and started[1].rank == 0
     try:
@@ -114,7 +114,7 @@ def _gate(train: TrainConfig) -> Finding:
     if started and (warning := loopback_warning(host, started[1])):
         found, _, fix = warning.partition("; ")
         return Finding("warn", subject, found, fix)
-    return Finding("ok", subject, f"{where} is free" if started is None or is_rank_0 else f"{where} is rank 0's")
+    return Finding("ok", subject, f"{where} is free" if started is None or is_rank_0 else f"{where} belongs to rank 0")
 
 
 def _master(master: str) -> Finding:
@@ -200,7 +200,7 @@ def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
         found = f"{port} of {bind} is taken" + (f", and so are the next {taken - 1}" if taken > 1 else "")
         return Finding("fail", subject, found, "set another port, 0 for any, or a higher spark.port.maxRetries", True)
     if taken:
-        found = f"{port} of {bind} is taken: Spark would listen on {port + taken}, which a firewall may keep closed"
+        found = f"{port} of {bind} is taken: Spark would listen on {port + taken}, which a firewall may block"
         return Finding("warn", subject, found, "set another port, or end the process that uses it")
     return Finding("ok", subject, f"{port} of {bind} is free")
 

@@ -62,7 +62,8 @@ def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
     cores = os.cpu_count() or 1
     if num_ranks_here > cores:
         found = (
-            f"{num_ranks_here} ranks (train.num_workers = {train.num_workers}) on {cores} cores: they will share them"
+            f"{num_ranks_here} ranks (train.num_workers = {train.num_workers}) on {cores} cores, which the ranks will "
+            "share"
         )
         return Finding("warn", "slots", found, "fewer workers, or a cluster")
     where = f", {cores} cores here" if num_ranks_here else ""

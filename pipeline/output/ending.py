@@ -68,7 +68,7 @@ def _as_storage_error(error: BaseException) -> BaseException:
     """A full disk that no store has reported is most often behind stdout."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "this command's output"
-        return StorageError(f"no room to write {where}: {error.strerror}", fix="free space, then run it again")
+        return StorageError(f"no space to write {where}: {error.strerror}", fix="free space, then run it again")
     return error
 
 

@@ -60,9 +60,9 @@ def gc_rows(report: GcReport, *, deleted: bool) -> Rows:
 def models_rows(report: ModelsReport, *, deleted: bool) -> Rows:
     """Exports and trainings, then files by kind."""
     return [
-        ("exports that went" if deleted else "exports that would go", _numbers(report.expired_exports)),
+        ("exports that went" if deleted else "exports to delete", _numbers(report.expired_exports)),
         ("exports retained", _numbers(report.retained_exports)),
-        ("trainings that went" if deleted else "trainings that would go", f"{len(report.expired_trainings)}"),
+        ("deleted trainings" if deleted else "trainings to delete", f"{len(report.expired_trainings)}"),
         ("trainings retained", f"{len(report.retained_trainings)}"),
         *_file_rows(report.garbage, deleted=deleted),
     ]
@@ -77,7 +77,7 @@ def _file_rows(garbage: Sequence[Garbage], *, deleted: bool) -> Rows:
     total = f"{counted(len(garbage), 'file')}, {sum(each.file.size_bytes for each in garbage) / 1e6:.1f} MB"
     rows.append(("deleted" if deleted else "would be deleted", total))
     if not deleted:
-        rows.append(("", "nothing was changed; --delete does it"))
+        rows.append(("", "nothing was changed; run again with --delete"))
     return rows
 
 

@@ -237,7 +237,7 @@ def _read_rejections(uri: str) -> list[Rejection]:
         raise UsageError(
             f"{store.uri} has no version: its builds failed",
             "expected a committed dataset, or a ledger",
-            f"what the last one rejected: `shardmill inspect --rejects {shlex.quote(newest)}`",
+            f"to see what the last build rejected: `shardmill inspect --rejects {shlex.quote(newest)}`",
         )
     dataset = open_dataset(uri)
     return list(read_rejections(dataset.store, dataset.manifest))

@@ -33,8 +33,8 @@ def stage_title(record: StageRecord) -> str:
         # That it is done, and in how many seconds, is on stderr already.
         return record.stage
     if record.stage == "evaluate":
-        return "evaluate: nothing was computed again; the figures that the training recorded"
-    return f"{record.stage}: skipped; the result that is already there"
+        return "evaluate: not recomputed; these are the metrics recorded by the training"
+    return f"{record.stage}: skipped; its result already exists"
 
 
 def stage_rows(record: StageRecord) -> Rows:
@@ -45,7 +45,7 @@ def stage_rows(record: StageRecord) -> Rows:
         export = sections["export"]
         rows += [
             ("export", export["path"]),
-            ("differs by", f"{export['parity_max_abs_diff']:.2g} at most from the training model"),
+            ("differs by", f"{export['parity_max_abs_diff']:.2g} maximum difference from the training model"),
         ]
     rows += _decision_rows(sections)
     if sections.get("report"):

@@ -18,26 +18,32 @@ PLAIN_LINE_SECONDS = 5.0
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
-    "etl.changes": "etl: rows of the latest version that stay: {unchanged:,}; that go: {removed:,}; inputs to process: "
-    "{to_process:,}",
-    "etl.comparing": "etl: of these, inputs with another size or time, to be compared by their bytes: {inputs:,}",
-    "etl.rebased": "etl: another writer committed version {version} meanwhile; appends to that one",
-    "etl.units_kept": "etl: work units kept of an interrupted run: {kept:,}; left to do: {missing:,}",
+    "etl.changes": (
+        "etl: rows reused from the latest version: {unchanged:,}; removed: {removed:,}; inputs to process: "
+        "{to_process:,}"
+    ),
+    "etl.comparing": "etl: of these, inputs with another size or time, compared by content: {inputs:,}",
+    "etl.rebased": "etl: another writer has committed version {version}; appending to it",
+    "etl.units_kept": "etl: work units reused from an interrupted run: {kept:,}; remaining: {missing:,}",
     "train.verdict": "train: {sentence}",
-    "train.resumed": "train: continues at epoch {epoch}, step {step}",
-    "train.checkpoint_discarded": "train: skips the checkpoint {path}: {reason}",
-    "train.training_discarded": "train: skips the training {path}: {reason}",
+    "train.resumed": "train: resuming at epoch {epoch}, step {step}",
+    "train.checkpoint_discarded": "train: skipping the checkpoint {path}: {reason}",
+    "train.training_discarded": "train: skipping the training {path}: {reason}",
     "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
     "To finish it: `shardmill train CONFIG --set dataset.uri={dataset}`",
-    "train.continues": "train: continues from {epochs_done} finished epochs to {epochs}: {note}",
-    "train.first_recipe": "train: resumes {training_dir}, begun by the rules of train.recipe_version = 1; "
-    "--fresh trains by today's",
-    "train.other_world_size": "train: it was done on another number of ranks, {world_size}, and the result holds for "
-    "{num_workers} as well; --fresh does it again",
-    "train.building": "train: tries whether {model} builds for images of {images} and {labels}",
+    "train.continues": "train: continuing from {epochs_done} finished epochs to {epochs}: {note}",
+    "train.first_recipe": (
+        "train: resuming {training_dir}, which began with train.recipe_version = 1; use --fresh to train with the "
+        "current version"
+    ),
+    "train.other_world_size": (
+        "train: the existing result was computed on {world_size} ranks and is valid for {num_workers} too; use "
+        "--fresh to train again"
+    ),
+    "train.building": "train: checking that {model} builds for images of {images} and {labels}",
     "train.plan": "train: {short}",
-    "train.profile": "train: what was computed is recorded in {path}; steps: {steps}",
-    "train.early_stop": "train: stops early after epoch {epoch}",
+    "train.profile": "train: recording a profile in {path}; steps: {steps}",
+    "train.early_stop": "train: stopping early after epoch {epoch}",
 }
 
 

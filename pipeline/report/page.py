@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 MAX_CONFUSION_CLASSES = 50
 NUM_CONFUSED_PAIRS = 25
 NUM_WEAKEST_CLASSES = 12
-ANOTHER_CLASS = "a class that the dataset does not have"
+ANOTHER_CLASS = "a class that is not in the dataset"
 SHARE_NAMES = {
     "compute": "compute",
     "input_wait": "waiting for input",
-    "allreduce": "exchange, with waiting",
+    "allreduce": "exchange, including waiting",
     "checkpoint": "checkpoint",
     "other": "other",
 }

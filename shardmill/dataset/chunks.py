@@ -71,7 +71,7 @@ class ChunkFetcher:
         uri = join_uri(self._store.uri, shard.path)
         if len(data) != place.num_bytes:
             raise IntegrityError(
-                f"shard {uri} has another size than {shard.size_bytes} bytes: its {what} has {len(data)}",
+                f"shard {uri} does not have {shard.size_bytes} bytes: its {what} has {len(data)}",
                 f"expected {place.num_bytes}",
                 RESTORE,
             )

@@ -56,14 +56,14 @@ def check_accounting(
         raise IntegrityError(
             f"{build.num_listed} inputs were listed, but {accepted} accepted and {rejected} rejected",
             "expected every input in exactly one of the two; nothing was committed",
-            "this is a fault in shardmill or in the cluster; run it again and report it",
+            "this is a bug in shardmill or a fault of the cluster; run it again and report it",
         )
     key_sum = add_digests(rejections.key_sum, *(int(result.accepted_key_sum, 16) for result in results))
     if format_digest(key_sum) != build.source.key_sum:
         raise IntegrityError(
             "the accepted and rejected inputs are not the listed ones",
-            "their number is correct, but some input was counted twice and another one was lost; nothing was committed",
-            "this is a fault in shardmill or in the cluster; run it again and report it",
+            "their number is correct, but an input was counted twice and another was lost; nothing was committed",
+            "this is a bug in shardmill or a fault of the cluster; run it again and report it",
         )
 
 

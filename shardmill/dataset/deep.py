@@ -37,7 +37,7 @@ def read_everything(
             recorded = known[place : place + info.num_rows]
             digests = _row_digests(dataset, rows, recorded, where)
             same = chunk_digest(digests) == info.content_sha256
-            require(same, f"chunk {chunk} of shard {where} holds other rows than were committed")
+            require(same, f"chunk {chunk} of shard {where} does not hold the committed rows")
             image_bytes = sum(len(image) for image in rows.images)
             require(image_bytes == info.image_bytes, f"chunk {chunk} of shard {where} holds {image_bytes} image bytes")
             _check_rows(dataset, rows, recorded, f"chunk {chunk} of shard {where}")
@@ -57,7 +57,7 @@ def _row_digests(dataset: Dataset, rows: ChunkRows, known: list[dict], where: st
     is_class = dataset.manifest.row_schema.has_class
     # Labels that are no classes are among the rows' values, and in the digest with them.
     labels = rows.labels_N.tolist() if is_class else [-1] * len(known)
-    require(all(-1 <= label < len(names) for label in labels), f"shard {where} has a label that names no class")
+    require(all(-1 <= label < len(names) for label in labels), f"shard {where} has a label without a class")
     return [
         row_digest(sample_id, names[label] if label >= 0 else None, bytes(image), row.get("extra", ""))
         for sample_id, label, image, row in zip(rows.sample_ids_N.tolist(), labels, rows.images, known, strict=True)
@@ -80,17 +80,21 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
             require(same, f"{where}: {row['source']!r} has the label {found}, its row segment {expected}")
         for name, column in rows.extra.items():
             same = _is_same(column[place], values.get(name))
-            require(same, f"{where}: {row['source']!r} has {name} = {column[place]!r}, its row segment another value")
+            require(
+                same, (f"{where}: {row['source']!r} has {name} = {column[place]!r}, its row segment a different value")
+            )
         image_HWC = decode_row(rows.images[place], options)
         if options.one_shape_HWC is None:
             size = {"height": image_HWC.shape[0], "width": image_HWC.shape[1]}
-            require(size == {name: row[name] for name in size}, f"{where}: {row['source']!r} has another size: {size}")
+            require(
+                size == {name: row[name] for name in size}, (f"{where}: {row['source']!r} has a different size: {size}")
+            )
         # The sums are of the pixels before encoding; what a JPEG decodes to is close to them, and never the same.
         if ENCODINGS[options.encoding].is_lossless:
             pixels = image_HWC.astype(np.int64)
             sums = (pixels.sum(axis=(0, 1)).tolist(), (pixels**2).sum(axis=(0, 1)).tolist())
             same = sums == (row["channel_sums"], row["channel_square_sums"])
-            require(same, f"{where}: the pixels of {row['source']!r} are not the ones that were summed")
+            require(same, f"{where}: the pixels of {row['source']!r} do not match the channel sums")
 
 
 def _is_same(stored: Value, expected: Value) -> bool:

@@ -184,7 +184,7 @@ def _refuse_beside(store: Store, own: HeldLease, kinds: set[LeaseKind]) -> None:
         if other.is_live and other.kind in kinds and other.path != own.path:
             raise CommitConflict(
                 f"{other.holder} is at work in {store.uri} ({other.kind})",
-                "expected none; nothing was changed",
+                "expected no other process; nothing was changed",
                 f"run this again when it has ended; if it was killed, its lease {other.path} lapses "
                 f"{other.ttl_seconds:g} s after its last renewal, {other.age_seconds:.0f} s ago",
             )

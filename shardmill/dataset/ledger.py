@@ -82,7 +82,7 @@ def read_ledger(uri: str) -> list[Rejection]:
     file = checksum_file(name, data)
     if name != f"{file.sha256[:32]}.parquet":
         expected = f"expected a file named {file.sha256[:32]}.parquet"
-        raise IntegrityError(f"{uri} was altered, or is no ledger", expected)
+        raise IntegrityError(f"{uri} was altered, or is not a ledger", expected)
     # No manifest counted its rows; a row takes at least a byte.
     return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data), later=_LATER))
 
@@ -136,7 +136,7 @@ def rejections_of_table(table: pa.Table) -> list[Rejection]:
             for record in table.to_pylist()
         ]
     except (ValueError, TypeError) as error:
-        raise IntegrityError(f"the rejects ledger has a row that is no rejection: {error}") from None
+        raise IntegrityError(f"the rejects ledger has a row that is not a rejection: {error}") from None
 
 
 def _ledger_key(key: str) -> tuple[str | None, str | None]:

@@ -147,7 +147,7 @@ class Manifest(Section):
     @classmethod
     def _column_types_are_known(cls, columns: dict[str, str]) -> dict[str, str]:
         if not are_types_known(columns, OWN_COLUMNS):
-            raise ValueError(f"columns of types that this shardmill knows, and not {columns}")
+            raise ValueError(f"columns of types that this version of shardmill supports, not {columns}")
         return columns
 
     @property
@@ -230,7 +230,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
     """Check and decode a manifest's bytes."""
     where = join_uri(uri, manifest_path(version))
-    restore = "restore the file from a copy; nothing else may stand in for it"
+    restore = "restore the file from a copy; no other file can replace it"
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -240,8 +240,8 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
     if body.get("schema_version") != SCHEMA_VERSION:
         raise IntegrityError(
             f"{where} has schema version {body.get('schema_version')!r}",
-            f"this shardmill reads version {SCHEMA_VERSION}",
-            "read it with the shardmill that wrote it, or a newer one",
+            f"this version of shardmill reads version {SCHEMA_VERSION}",
+            "read it with the version of shardmill that wrote it, or a newer one",
         )
     # The digest is over the canonical form; comparing the bytes as well refuses a file that was only reformatted.
     stated = body.pop("manifest_digest", None)
@@ -254,7 +254,7 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
         first = error.errors(include_url=False)[0]
         raise IntegrityError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}", "", restore) from None
     if manifest.version != version:
-        raise IntegrityError(f"{where} says that it is version {manifest.version}", f"expected {version}", restore)
+        raise IntegrityError(f"{where} claims to be version {manifest.version}", f"expected {version}", restore)
     for segment in (*manifest.index_segments, *manifest.ledger_segments):
         check_relative_path(segment.path)
     return manifest

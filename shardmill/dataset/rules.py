@@ -43,7 +43,7 @@ class RecordRules:
         origin = manifest.origin_version
         if origin is not None:
             held = read_manifest(self.dataset.store, origin).content_digest
-            require(held == manifest.content_digest, f"a {manifest.operation} of version {origin} holds other rows")
+            require(held == manifest.content_digest, f"a {manifest.operation} of version {origin} has different rows")
         return f"version {manifest.version}, {manifest.operation}, by run {manifest.run_id}"
 
     def recorded(self) -> str:
@@ -81,7 +81,9 @@ class RecordRules:
             place = 0
             for number, chunk in enumerate(shard.chunks):
                 actual = chunk_digest(digests[place : place + chunk.num_rows])
-                require(actual == chunk.content_sha256, f"chunk {number} of {shard.path} holds other rows than counted")
+                require(
+                    actual == chunk.content_sha256, (f"chunk {number} of {shard.path} does not hold the counted rows")
+                )
                 place += chunk.num_rows
             num_rows += len(table)
         return f"{num_rows} rows in all formats"
@@ -90,7 +92,7 @@ class RecordRules:
         ids, keys = self.column("sample_id"), self.column("source")
         require(len(set(ids)) == len(ids), "a sample id occurs twice")
         wrong = [key for key, sample_id in zip(keys, ids, strict=True) if not _may_have_id(key, sample_id)]
-        require(not wrong, f"{len(wrong)} sample ids do not follow from their keys, {wrong[:1]} first")
+        require(not wrong, f"{len(wrong)} sample ids do not match their keys, first {wrong[:1]}")
         return f"{len(ids)} ids"
 
     def accounting(self) -> str:
@@ -99,7 +101,7 @@ class RecordRules:
         rejected = Counter(rejection.key for rejection in self.rejections)
         both = accepted + rejected
         twice = [key for key, times in both.items() if times > 1]
-        require(not twice, f"{len(twice)} inputs are counted more than once, {twice[:1]} first")
+        require(not twice, f"{len(twice)} inputs are counted more than once, first {twice[:1]}")
         require(
             counts.listed == accepted.total() + rejected.total(),
             f"{counts.listed} listed, but {accepted.total()} accepted and {rejected.total()} rejected",
@@ -114,7 +116,7 @@ class RecordRules:
         manifest = self.dataset.manifest
         counts, schema = manifest.counts, manifest.row_schema
         by_reason = Counter(str(rejection.reason) for rejection in self.rejections)
-        require(dict(by_reason) == counts.by_reason, "rejections by reason are not as counted")
+        require(dict(by_reason) == counts.by_reason, "rejections by reason do not match the counts")
         by_split = {split: info.num_rows for split, info in manifest.splits.items()}
         require(counts.by_split == by_split, f"splits are counted as {counts.by_split} and {by_split}")
         totals = (sum(by_split.values()), len(self.rejections))
@@ -124,9 +126,9 @@ class RecordRules:
             require(len(labels) == info.num_rows, f"split {split} has {len(labels)} rows, counted {info.num_rows}")
             texts = self.column("extra", split) if schema.has_values else ()
             found = schema.class_counts(labels, texts)
-            require(found == info.class_counts, f"classes of split {split} are not as counted")
+            require(found == info.class_counts, f"classes of split {split} do not match the counts")
             odd = schema.has_class and manifest.class_names and sum(found) != len(labels)
-            require(not odd, f"split {split} has rows of no class")
+            require(not odd, f"split {split} has rows without a class")
         return ", ".join(f"{split} {num_rows}" for split, num_rows in by_split.items())
 
     def notes(self) -> str:

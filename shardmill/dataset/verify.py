@@ -53,7 +53,7 @@ class VerifyReport:
             raise IntegrityError(
                 f"{self.uri}@{self.version}: {first.problem}",
                 f"the rule: {first.rule}" + (f" ({others} more rules are broken)" if others else ""),
-                f"for the named file: {RESTORE}",
+                f"repair the named file: {RESTORE}",
             )
 
 
@@ -67,7 +67,7 @@ def verify_dataset(
     rules = RecordRules(dataset)
     checks: list[tuple[str, Callable[[], str]]] = [
         ("the manifest is whole, canonical and of a known schema", rules.manifest),
-        ("no committed version was lost, and this manifest is the one that was committed", rules.recorded),
+        ("no committed version is missing, and this manifest is the committed one", rules.recorded),
         ("index and ledger segments have their stated SHA-256", rules.segments),
         ("every shard and row segment exists with its stated size", rules.files_exist),
         ("chunks follow each other without gaps, and their rows add up", rules.chunks),

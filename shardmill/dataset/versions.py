@@ -79,7 +79,7 @@ def check_recorded(store: Store, version: int) -> str:
     try:
         data = store.read(path)
     except FileNotFoundError:
-        return "not recorded: the commit was interrupted, or made by an older shardmill"
+        return "not recorded: the commit was interrupted, or written by an older version of shardmill"
     where = join_uri(store.uri, path)
     verified_body(data, where, fix="restore it from a copy")
     if data != _record_of(version, read_manifest_bytes(store, version)):
@@ -144,7 +144,7 @@ def _absent(store: Store, version: int) -> ShardmillError:
     near = _nearest(store.uri)
     return NoDataset(
         f"there is no dataset at {store.uri}",
-        "expected a folder that `shardmill etl` made",
+        "expected a folder created by `shardmill etl`",
         f"did you mean {near}?" if near else "check the path",
     )
 

@@ -48,7 +48,7 @@ def local_numbers(rank: str, size: str) -> Callable[[Variables], tuple[int, int]
 ENVIRONMENTS: Registry[Starter] = Registry(
     "started by",
     {
-        "own": Entry("shardmill.environments.own:OWN", "anything that sets SHARDMILL_RANK and its like"),
+        "own": Entry("shardmill.environments.own:OWN", "any launcher that sets SHARDMILL_RANK and so on"),
         "torchrun": Entry("shardmill.environments.torchrun:TORCHRUN", "torchrun, and Kubernetes' training operators"),
         "open_mpi": Entry("shardmill.environments.open_mpi:OPEN_MPI", "mpirun of Open MPI"),
         "mpich": Entry("shardmill.environments.mpich:MPICH", "mpiexec of MPICH and of Intel MPI"),

@@ -138,7 +138,7 @@ def _value_of(feature: FeatureList | None, type_name: str) -> Value:
         return None
     is_list, scalar = type_name.startswith("list<"), scalar_of(type_name)
     if feature.kind != _KINDS[scalar] or not (is_list or len(feature.values) == 1):
-        raise IntegrityError(f"a feature is no {type_name}")
+        raise IntegrityError(f"a feature is not a {type_name}")
     values: list = [_FROM_FEATURE[scalar](each) for each in feature.values]
     return values if is_list else values[0]
 

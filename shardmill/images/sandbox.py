@@ -137,7 +137,7 @@ class DecodeSandbox:
 
     def _receive(self, pending: PendingImage) -> ImageSample | Rejection:
         if self._child is None or pending is not self._pending:
-            raise ValueError("this image is not the one that was started last")
+            raise ValueError("this image is not the last one that was started")
         header, body = self._child.receive()
         self._pending = None
         if "memory_error" in header:

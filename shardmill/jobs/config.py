@@ -133,7 +133,7 @@ def _apply_override(values: dict[str, Any], override: str, tree: type[BaseModel]
     for key in keys[:-1]:
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
-            raise UsageError(f"--set {override!r}", f"but {key!r} is a value, not a section", _KEYS_FIX)
+            raise UsageError(f"--set {override!r}", f"but {key!r} is a key, not a section", _KEYS_FIX)
     value = _toml_value(text)
     owner = _model_at(tree, keys[:-1])
     field = owner.model_fields.get(keys[-1]) if owner is not None else None
@@ -215,7 +215,7 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
         return "", f"config section {name}: expected {error['msg'].removeprefix('Value error, ')}"
     given = json.dumps(error["input"], default=str)
     if error["type"] == "model_type":
-        return f"config key {name} = {given}", f"expected a section, [{name}], with keys of its own"
+        return f"config key {name} = {given}", f"expected a section, [{name}], with its own keys"
     if error["type"] == "dict_type":
         return f"config key {name} = {given}", "expected a table, NAME = VALUE"
     pydantics = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")

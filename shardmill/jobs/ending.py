@@ -72,13 +72,13 @@ def error_line(error: BaseException) -> str:
     """Why a command ends, in one line for people."""
     error = why_ended(error)
     if isinstance(error, KeyboardInterrupt):
-        line = f"interrupted; nothing half-done is visible; {_how_to_go_on()}"
+        line = f"interrupted; no partial result is visible; {_how_to_go_on()}"
     elif isinstance(error, Terminated):
         line = f"{error}; {_how_to_go_on()}"
     elif isinstance(error, ShardmillError):
         line = str(error)
     elif isinstance(error, ModuleNotFoundError) and (hiding := _hiding_file(error)):
-        line = f"{error}; {hiding} has the name of a package; rename it, or take its folder from PYTHONPATH"
+        line = f"{error}; {hiding} has the name of a package; rename it, or remove its folder from PYTHONPATH"
     elif isinstance(error, ImportError):
         line = f"{error}; a package of an extra may be missing; {install_hint('all')}"
     else:

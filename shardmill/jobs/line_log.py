@@ -108,13 +108,13 @@ class GrowingFile:
         if self._file is None:
             self._unsaved.append(data)
         if self._file is not None or self._clock() >= self._next_rewrite:
-            self._write(f"{self._path} is behind, and is tried again")
+            self._write(f"{self._path} cannot be written; it will be retried")
 
     def flush(self) -> None:
         """What was appended outlives this process from here on, unless the store refuses it."""
         if self._file is None and self._unsaved and self._outage.may_call():
             data = b"".join(self._unsaved)
-            with self._outage.reported(f"{self._path} is behind, and is tried again"):
+            with self._outage.reported(f"{self._path} cannot be written; it will be retried"):
                 self._store.put(f"{self._path}{_PARTS}/{self._saved_bytes:015d}", data)
                 self._saved_bytes += len(data)
                 self._unsaved = []
@@ -123,7 +123,7 @@ class GrowingFile:
         """Nothing is left to write after this."""
         if any(self._parts):
             self._outage.forget()
-            self._write(f"{self._path} lacks its last part")
+            self._write(f"{self._path} misses its last lines")
         if self._file is not None:
             self._file.close()
 

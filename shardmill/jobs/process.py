@@ -42,7 +42,7 @@ class Terminated(BaseException):
 
     exit_code = 143
 
-    def __init__(self, what: str = "terminated by SIGTERM; nothing half-done is visible") -> None:
+    def __init__(self, what: str = "terminated by SIGTERM; no partial result is visible") -> None:
         super().__init__(what)
 
 
@@ -55,7 +55,7 @@ def start_in_utf8() -> None:
     if sys.getfilesystemencoding() != "utf-8":
         if os.environ.get("PYTHONUTF8") == "1":
             raise UsageError(
-                f"Python takes file names as {sys.getfilesystemencoding()}, although PYTHONUTF8 = 1",
+                f"Python decodes file names as {sys.getfilesystemencoding()}, although PYTHONUTF8 = 1",
                 "expected UTF-8",
                 "set a locale such as LC_ALL=C.UTF-8, and call Python without -E, -I and -X utf8=0",
             )
@@ -127,7 +127,7 @@ def stopping_in_order(patience_seconds: float) -> Iterator[StopRequest]:
         if request.is_made:
             signal.setitimer(signal.ITIMER_REAL, 0)
     if request.is_made:
-        raise Terminated("terminated by SIGTERM; what was under way has been finished")
+        raise Terminated("terminated by SIGTERM; the current operation was finished")
 
 
 @contextmanager

@@ -35,13 +35,13 @@ def check_nonce(nonce: Nonce) -> None:
     try:
         found = open_store(nonce.uri).read(nonce.path)
     except FileNotFoundError:
-        problem = "the driver's file is not there"
+        problem = "the driver's file does not exist"
     except AccessDenied as error:
         problem = error.what
     else:
         if found == nonce.value.encode():
             return
-        problem = "it holds another file of that name"
+        problem = "it has another file of that name"
     raise UsageError(
         f"host {socket.gethostname()} does not share {nonce.uri} with the driver: {problem}",
         "expected storage that the driver and every host of the job can read and write",

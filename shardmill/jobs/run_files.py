@@ -108,7 +108,7 @@ def read_stage_record(workdir: str | Path, run_id: str, stage: str) -> StageReco
         data = open_store(workdir).read(path)
     except FileNotFoundError:
         return None
-    where, again = join_uri(workdir, path), "delete it: its stage then runs again, or finds its result"
+    where, again = join_uri(workdir, path), "delete it: its stage then runs again or reuses its result"
     try:
         return StageRecord.model_validate_json(verified_body(data, where, fix=again))
     except ValidationError as error:
@@ -173,7 +173,7 @@ def latest_run(workdir: str | Path) -> str:
     # Or a part of it, of a run that goes on or was killed.
     found = [file for file in files if "/events.jsonl" in file.path and folder_of[file.path] in with_stages]
     if not found:
-        raise UsageError(f"no run below {workdir}", "expected one that left its record there", "check --workdir")
+        raise UsageError(f"no run below {workdir}", "expected a run with a record there", "check --workdir")
     return max(found, key=lambda file: (file.mtime_ns, file.path)).path.split("/")[1]
 
 

@@ -24,8 +24,8 @@ def job_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.NAME=VALUE", help="override the file")
-    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
-    parser.add_argument("--run-id", default="", help="names the run record")
+    parser.add_argument("--workdir", default="./shardmill-work", help="folder of the run record")
+    parser.add_argument("--run-id", default="", help="name of the run record")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 

@@ -252,8 +252,8 @@ def loopback_warning(master: str, setting: Callable[[str, str], str | None]) -> 
     for name in ("spark.driver.host", "spark.driver.bindAddress"):
         if (host := setting(name, "")) and is_loopback(host):
             return (
-                f"{name} = {host} is a loopback address: executors of {master} on other hosts cannot call this driver; "
-                f"set {name} to this host's address on their network (SPARK_LOCAL_IP decides it where it is not set)"
+                f"{name} = {host} is a loopback address: executors of {master} on other hosts cannot call this "
+                f"driver; set {name} to this host's address on their network (its default comes from SPARK_LOCAL_IP)"
             )
     return ""
 

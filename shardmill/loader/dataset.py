@@ -72,7 +72,7 @@ class LoadableDataset(Dataset):
         `layout`: "NCHW", as a view in channels-last memory format, or "NHWC".
         """
         if layout not in ("NCHW", "NHWC"):
-            raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "leave it out for 'NCHW'")
+            raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "omit it for 'NCHW'")
         return self._loader(split, partial(as_tensors, layout=layout), reading)
 
     def tf_dataset(self, split: str, **reading: Unpack[Reading]) -> Any:
@@ -142,7 +142,7 @@ class LoadableDataset(Dataset):
         global_batch_size, shuffle = reading.get("global_batch_size", 0), reading.get("shuffle", True)
         if global_batch_size < 1:
             raise UsageError(
-                f"global_batch_size = {global_batch_size}", "expected at least one sample", "give for instance 64"
+                f"global_batch_size = {global_batch_size}", "expected at least one sample", "pass, for example, 64"
             )
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         self.index(split, options.format)

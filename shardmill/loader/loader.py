@@ -85,9 +85,9 @@ class Loader:
             for step in range(self._step, self._num_steps):
                 if reader is not self._reader:
                     raise UsageError(
-                        "an iteration of a loader continues after it was closed, or after another one has begun",
+                        "an iteration of a loader continued after the loader was closed or another iteration began",
                         "expected one iteration at a time, because they share one position",
-                        "make a loader for each",
+                        "create a loader for each",
                     )
                 batch = next(batches)
                 # What was handed out counts, not what was read ahead. The last batch ends the epoch before it is
@@ -125,7 +125,7 @@ class Loader:
             raise UsageError(
                 f"epoch = {epoch}, step = {step}",
                 f"expected an epoch from 0 and a step from 0 to {self._num_steps - 1}",
-                "an epoch that is finished is continued at step 0 of the next one",
+                "after a finished epoch, continue at step 0 of the next one",
             )
         self.close()
         self._epoch, self._step, self._is_broken_off = epoch, step, False

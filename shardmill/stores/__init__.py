@@ -22,13 +22,13 @@ STORES: Registry[Callable[[str], Store]] = Registry(
         ),
         "http": Entry(
             "shardmill.stores.http:HttpStore",
-            "a folder of a web server, also https://, to be read",
+            "a folder of a web server (also https://), read-only",
             extra="http",
             packages=("urllib3", "tenacity"),
         ),
         "fsspec": Entry(
             "shardmill.stores.any_fsspec:FsspecStore",
-            "any other scheme that fsspec knows, to be read",
+            "any other scheme that fsspec supports, read-only",
             extra="fsspec",
             packages=("fsspec",),
         ),

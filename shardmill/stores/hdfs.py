@@ -132,7 +132,10 @@ class HdfsStore:
             except FileNotFoundError:
                 # The client asks again if an answer is lost, and then its own rename has taken the temporary file.
                 if not self._is_there(name, written):
-                    raise StorageError(f"cannot write {self.uri}/{path}", "its temporary file was removed") from None
+                    raise StorageError(
+                        f"cannot write {self.uri}/{path}",
+                        ("its temporary file was removed by another process by another process"),
+                    ) from None
         except BaseException:
             with suppress(Exception):
                 client.delete(temporary, False)

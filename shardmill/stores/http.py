@@ -79,14 +79,14 @@ class HttpStore(ReadOnlyStore):
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         raise CannotList(
-            f"{self.uri}/{prefix}".rstrip("/") + " cannot be listed: a web server gives files by their names alone",
+            f"{self.uri}/{prefix}".rstrip("/") + " cannot be listed: a web server can only be asked for files by name",
             "expected a committed dataset, one container file or a pattern without *, or a table that names each image",
             "copy the folder to a local path, s3:// or hdfs://; or name its images with source.kind = 'table'",
         )
 
     def _url(self, path: str) -> str:
         if {".", ".."} & set(path.split("/")):
-            raise FileNotFoundError(errno.ENOENT, "no name: it leads elsewhere")
+            raise FileNotFoundError(errno.ENOENT, "not a file name: it leads to another folder")
         return f"{self._root}/{urllib.parse.quote(path, '/')}"
 
     def _get(self, path: str, start: int, num_bytes: int | None) -> bytes:
@@ -114,12 +114,12 @@ class HttpStore(ReadOnlyStore):
             if not unit.startswith(f"bytes {start}-") or not total.isdigit():
                 raise OSError(errno.EIO, f"its server answers bytes {start}-{stop - 1} with {unit or 'no range'}")
             if len(body) != min(stop, int(total)) - start:
-                raise _Transient(errno.EIO, f"{len(body)} bytes came of bytes {start}-{stop - 1} of {total}")
+                raise _Transient(errno.EIO, f"received {len(body)} bytes of bytes {start}-{stop - 1} of {total}")
             return _Piece(body, version, is_last=start + len(body) == int(total))
         if self._knows_ranges:
-            raise _Transient(errno.EIO, "a whole file came where a part was asked for")
+            raise _Transient(errno.EIO, "the server sent a whole file for a range request")
         if start:
-            raise OSError(errno.EIO, "its server knows no ranges: it sends the whole file for each part of it")
+            raise OSError(errno.EIO, "its server does not support range requests: it sends the whole file each time")
         return _Piece(body, version, is_last=True)
 
 
@@ -151,7 +151,7 @@ def _head(url: str, path: str, deadline: float) -> StoredFile:
     response, _ = _ask("HEAD", url, {}, deadline)
     size = response.headers.get("Content-Length", "")
     if not size.isdigit():
-        raise OSError(errno.EIO, "its server does not tell how long it is")
+        raise OSError(errno.EIO, "its server does not report its size")
     changed = email.utils.parsedate_tz(response.headers.get("Last-Modified", ""))
     mtime_ns = email.utils.mktime_tz(changed) * 1_000_000_000 if changed else 0
     return StoredFile(path, int(size), mtime_ns, response.headers.get("ETag", "").strip('"'))

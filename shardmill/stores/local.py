@@ -155,7 +155,7 @@ def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
         except FileNotFoundError:
             # A concurrent `delete` removed the empty folder, or none can be made there, as in /proc.
             continue
-    raise StorageError(f"cannot write {target}", "its folder cannot be made, or is removed again and again")
+    raise StorageError(f"cannot write {target}", "its folder cannot be created, or is removed repeatedly")
 
 
 def _read_all(descriptor: int) -> bytes:

@@ -41,6 +41,6 @@ class ReadOnlyStore:
         scheme = self.uri.partition("://")[0]
         raise StorageError(
             f"cannot write {self.uri}/{path}: {scheme}:// is read only",
-            "expected a store that publishes a file only if its name is free; nothing can be committed without that",
+            "expected a store with conditional writes; without them nothing can be committed",
             "read from here, and put dataset, models and work directory on a local path, s3:// or hdfs://",
         )

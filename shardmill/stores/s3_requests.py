@@ -248,11 +248,11 @@ def _get_piece(
         while block := body.read(_BLOCK_BYTES):
             blocks.append(block)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{sum(map(len, blocks))} bytes came for {asked}, slowly")
+                raise TimeoutError(f"{sum(map(len, blocks))} bytes received for {asked}, slowly")
     data = b"".join(blocks)
     object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
     if len(data) != min(num_bytes, object_bytes - start):
-        raise ConnectionError(f"{len(data)} bytes came for {asked} of {object_bytes}")
+        raise ConnectionError(f"received {len(data)} bytes for {asked} of {object_bytes}")
     return _Piece(data, object_bytes, answer.get("ETag", ""))
 
 

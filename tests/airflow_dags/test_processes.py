@@ -58,7 +58,7 @@ def test_a_driver_ends_in_order_although_its_task_and_spark_submit_are_killed():
     assert task.stdout is not None
     os.kill(task.pid, signal.SIGKILL)
     # The end of the pipe, which all three held: none of them is left.
-    assert task.stdout.read() == "terminated by SIGTERM; what was under way has been finished\n"
+    assert task.stdout.read() == "terminated by SIGTERM; the current operation was finished\n"
     assert task.wait(_WAIT_SECONDS) == -signal.SIGKILL
 
 
@@ -68,7 +68,7 @@ def test_a_driver_ends_in_order_although_the_worker_of_its_task_is_killed():
     os.kill(worker.pid, signal.SIGKILL)
     # As above: neither the task nor its driver is left.
     told, _ = worker.communicate(timeout=_WAIT_SECONDS)
-    assert told == "terminated by SIGTERM; what was under way has been finished\n"
+    assert told == "terminated by SIGTERM; the current operation was finished\n"
     assert worker.wait(_WAIT_SECONDS) == -signal.SIGKILL
 
 

@@ -158,7 +158,7 @@ def test_an_append_replaces_nothing(tmp_path: Path):
     with pytest.raises(UsageError, match=r"class_0/a-00000.png is in the dataset with other bytes"):
         build(tmp_path, "b")
     same_key.write_bytes(b"no image")
-    with pytest.raises(UsageError, match=r"class_0/a-00000.png is in the dataset, and is refused now"):
+    with pytest.raises(UsageError, match="class_0/a-00000.png is in the dataset, and is now rejected"):
         build(tmp_path, "b")
     with pytest.raises(UsageError, match="other pixels than those of version 1"):
         build(tmp_path, "b", image_size=8)
@@ -170,7 +170,7 @@ def test_to_overwrite_would_drop_the_other_sources_and_must_be_asked_for(tmp_pat
         write_source(tmp_path, source)
         build(tmp_path, source)
     for source, other in (("a", "b"), ("b", "a")):
-        with pytest.raises(UsageError, match=rf"also holds images of .*/{other};|was made from .*/{other}, not"):
+        with pytest.raises(UsageError, match=f"also holds images of .*/{other};|was built from .*/{other}, not"):
             build(tmp_path, source, write_mode="overwrite")
     only = build(tmp_path, "a", write_mode="overwrite", replace_source=True).manifest
     alone = build(tmp_path, "a", "alone", write_mode="overwrite").manifest

@@ -106,7 +106,7 @@ def test_a_full_disk_publishes_nothing_and_the_build_is_finished_when_there_is_r
     done = subprocess.run([*mounted, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
     refused, after, then = done.stdout.splitlines()
     pattern = (
-        rf"no room to write {tmp_path}/disk/dataset/\S+ \(\d+ bytes\): No space left on device, \d+ bytes are free"
+        rf"no space to write {tmp_path}/disk/dataset/\S+ \(\d+ bytes\): No space left on device, \d+ bytes are free"
     )
     assert re.match(pattern, refused), done.stderr
     assert after == "version 1 unpublished 0"

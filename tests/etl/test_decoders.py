@@ -29,7 +29,7 @@ def test_hosts_without_the_kernel_are_named_with_both_ways_to_go_on():
 
 
 def test_other_versions_are_named_with_the_packages():
-    with pytest.raises(UsageError, match="^node2 decodes with x; the driver with ") as caught:
+    with pytest.raises(UsageError, match="^node2 decodes with x; the driver decodes with ") as caught:
         check_decoders(NATIVE, {"node1": NATIVE, "node2": "x"})
     assert "simplejpeg" in str(caught.value) and "missing" not in str(caught.value)
 

@@ -255,7 +255,7 @@ def test_an_entry_of_the_config_is_a_name_or_a_name_and_a_type(entry: str):
 
 @pytest.mark.parametrize("entries", [("label",), ("a", "a:int64")])
 def test_a_name_is_used_once(entries: tuple[str, ...]):
-    with pytest.raises(ValueError, match="each name once"):
+    with pytest.raises(ValueError, match="names without duplicates"):
         SourceConfig(extra_columns=entries)
 
 

@@ -46,7 +46,7 @@ def test_the_word_that_differs_is_the_split(names: list[str], splits: list[str])
     "names", [["test_tube-train-0.tar", "test_tube-0.tar"], ["train-0.tar", "more-0.tar"]], ids=str
 )
 def test_files_without_a_split_beside_others_are_refused(names: list[str]):
-    with pytest.raises(UsageError, match="names a split and .* does not"):
+    with pytest.raises(UsageError, match="names a split, but .* does not"):
         splits_of(names)
 
 
@@ -70,7 +70,7 @@ def test_names_that_only_look_like_splits_are_told(names: list[str], alike: tupl
     for number, name in enumerate(names):
         write_tar(tmp_path / name, {f"{number}.png": picture(number), f"{number}.cls": b"1"})
     warnings = list_images(SourceConfig(uri=str(tmp_path), kind="webdataset")).warnings
-    assert [f"not taken as such ({', '.join(alike)})" in each for each in warnings] == ([True] if alike else [])
+    assert [f"not recognized ({', '.join(alike)})" in each for each in warnings] == ([True] if alike else [])
 
 
 def test_folders_or_a_column_that_say_the_splits_end_the_doubt(tmp_path: Path):

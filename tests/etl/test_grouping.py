@@ -175,5 +175,5 @@ def test_a_disk_that_is_full_of_rows_is_one_line_of_storage(tmp_path: Path):
     spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
     (tmp_path / "part-000000").symlink_to("/dev/full")
     spilled.add(pa.table([pa.array(range(10))], names=["number"]), np.zeros(10, np.int64))
-    with pytest.raises(StorageError, match=r"no room to write .*/part-000000 \(\d+ bytes\)"):
+    with pytest.raises(StorageError, match=r"no space to write .*/part-000000 \(\d+ bytes\)"):
         spilled.read(0)

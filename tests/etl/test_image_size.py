@@ -73,7 +73,9 @@ def test_the_size_is_no_larger_than_most_sources(tmp_path: Path, sides: list[int
     plan = plan_of(tmp_path, sides)
     assert plan.build.normalize.image_size == plan.task.config.image_size == size
     assert plan.row_schema.one_shape_HWC == (size, size, 3)
-    assert f"{size} x {size} x 3 (chosen for sources whose short side is" in str(inferred_facts(plan)["image"])
+    assert (f"{size} x {size} x 3 (chosen because the median short side of the sources is") in str(
+        inferred_facts(plan)["image"]
+    )
 
 
 def test_a_size_that_is_given_stays_and_a_warning_says_that_it_enlarges(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_a_build_ends_with_what_decoding_has_lost(tmp_path: Path) -> None:
     assert "etl.significant_bits" in said
     assert "4 accepted TIFF images have bands in addition to their colours" in said
     assert "4 accepted TIFF images are marked as previews" in said
-    assert "4 accepted TIFF images have a larger page of the same shape behind the one that was taken" in said
+    assert "4 accepted TIFF images have a larger page of the same shape after the page that was used" in said
 
 
 def test_images_that_keep_their_own_size_are_not_looked_at(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_an_executor_with_another_decoder_is_refused(tmp_path: Path):
     write_images(tmp_path / "images", num_images=4)
     plan = plan_build(tree_for(tmp_path, "dataset"), run_id="a")
     other = dataclasses.replace(plan.task, decoder_id="simplejpeg-0")
-    with pytest.raises(UsageError, match="the driver with simplejpeg-0"):
+    with pytest.raises(UsageError, match="the driver decodes with simplejpeg-0"):
         write_unit(plan.units[0], other)
 
 

@@ -110,7 +110,8 @@ def test_a_build_that_is_killed_is_finished_by_the_same_command(before: Path, fo
         killed = run_etl(before, folder, point)
         assert killed.returncode == (4 if name in _WORKER_POINTS else -9), killed.stderr
         named = (
-            r"ERROR 4: the process of work unit \d+ ended twice .*the last image that it began was class_\d/\d+\.png"
+            "ERROR 4: the process of work unit \\d+ ended twice .*the last image that it started was "
+            "class_\\d/\\d+\\.png"
         )
         assert name not in _WORKER_POINTS or re.search(named, killed.stderr), killed.stderr
         assert open_dataset(str(folder / "dataset")).pin.version == (2 if name == "post_commit" else 1)

@@ -32,9 +32,9 @@ def test_every_kind_of_file_gives_the_same_map(tmp_path: Path):
     ("name", "text", "says"),
     [
         ("map.txt", None, "no such file"),
-        ("map.txt", "\n", "names no class"),
+        ("map.txt", "\n", "contains no class"),
         ("map.txt", "cat\ndog\ncat\n", "'cat' twice"),
-        ("map.txt", "cat\n..\n", "'..', which is no class name"),
+        ("map.txt", "cat\n..\n", "'..', which is not a class name"),
         ("map.json", "{", "map.json"),
         ("map.json", '{"cat": 1, "dog": 2}', "from 0 to 1"),
         ("map.json", '[["cat"]]', "no class names"),

@@ -51,7 +51,7 @@ def test_a_column_that_the_config_or_the_first_row_names_may_come_late(name: str
 
 def test_a_column_of_the_config_that_no_row_has_is_no_column(tmp_path: Path):
     source = table(tmp_path, {"split": "test"}).model_copy(update={"split_field": "splt"})
-    with pytest.raises(UsageError, match="source.split_field = 'splt' is no column; .*did you mean 'split'"):
+    with pytest.raises(UsageError, match="source.split_field = 'splt' is not a column; .*did you mean 'split'"):
         list_images(source)
 
 

@@ -142,7 +142,7 @@ def test_named_folders_of_samples_with_texts_end_the_build_with_the_level_to_set
     folders: tuple[str, str], level: int | str, tmp_path: Path
 ):
     source = write_tar(tmp_path / "a.tar", sidecars(*folders))
-    refuses(source, f"the folders cat, dog, with texts beside them .*set source.label_level = {level}.;")
+    refuses(source, f"the folders cat, dog, with text files beside them .*set source.label_level = {level}.;")
     if level != "N":
         assert list_images(source.model_copy(update={"label_level": level})).class_names == ("cat", "dog")
 

@@ -33,7 +33,7 @@ def test_a_second_source_does_not_replace_the_first_ones_images(tmp_path: Path):
     write_images(tmp_path / "cats", num_images=40)
     write_images(tmp_path / "cars", num_images=40, seed=1)
     build_here(str(tmp_path / "cats"), str(tmp_path / "dataset"), ETL)
-    with pytest.raises(UsageError, match=f"was made from {tmp_path}/cats, not from {tmp_path}/cars") as caught:
+    with pytest.raises(UsageError, match=f"was built from {tmp_path}/cats, not from {tmp_path}/cars") as caught:
         build_dataset(tree_for(tmp_path / "cars", tmp_path / "dataset"), run_id="b")
     assert "--workdir" in str(caught.value) and "--replace-source" in str(caught.value)
     assert latest_version(open_store(tmp_path / "dataset")) == 1
@@ -90,7 +90,9 @@ def test_a_small_split_without_a_class_is_warned_of_when_it_is_made(tmp_path: Pa
     write_images(tmp_path / "images" / "test", num_images=4, num_classes=1)
     root = build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)
     [warning] = version_warnings(open_store(root), open_dataset(root).manifest)
-    assert warning.startswith("the split test has no image of 2 of 3 classes (class_1, class_2): more images, or etl.")
+    assert warning.startswith(
+        "the split test has no image of 2 of 3 classes (class_1, class_2): add images, or set etl."
+    )
 
 
 def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: Path):
@@ -108,11 +110,11 @@ def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: P
     assert facts["image"] == "16 x 16 x 3, png, resized by crop" and facts["dataset"] == str(tmp_path / "dataset")
     assert list(inferred_warnings(plan)) == [
         "the split validation will be empty",
-        "the split test will have 4 images, fewer than 30: figures on it mean little",
+        "the split test will have 4 images, fewer than 30: metrics on it are not reliable",
         "1 of 4 classes have fewer than 3 images (class_3: 1)",
         "1 of 4 classes have no image in train/ (class_3)",
-        "1 of 34 images are deeper than their class folder, such as train/class_0/deeper/0.png, taken as class "
-        "class_0; source.label_level says otherwise",
+        "1 of 34 images are deeper than their class folder, such as train/class_0/deeper/0.png, assigned to class "
+        "class_0; set source.label_level to change this",
     ]
 
 
@@ -127,7 +129,7 @@ def test_planned_splits_that_are_small_or_lack_a_class_are_warned_of_before_any_
     write_images(tmp_path / "images", num_images=144)
     plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
     assert list(inferred_warnings(plan)) == [
-        f"the split {split} will have about 14 images, fewer than 30: figures on it mean little"
+        f"the split {split} will have about 14 images, fewer than 30: metrics on it are not reliable"
         for split in ("validation", "test")
     ]
     write_images(tmp_path / "images", num_images=300)
@@ -185,7 +187,7 @@ def test_the_driver_decides_the_kernel_for_its_executors(tmp_path: Path, monkeyp
     with pytest.raises(UsageError, match=rf"kernel is missing on {socket.gethostname()}: .*etl.kernel = wheels"):
         write_unit(native.units[0], native.task)
     plan_with("native-8", "wheels")
-    with pytest.raises(UsageError, match=r"decodes with .*native-8; the driver with .*native-7; .*etl.kernel"):
+    with pytest.raises(UsageError, match="decodes with .*native-8; the driver decodes with .*native-7; .*etl.kernel"):
         write_unit(native.units[0], native.task)
     with pytest.raises(UsageError, match="etl.kernel is native"):
         plan_with("", "native")

@@ -210,7 +210,7 @@ def test_a_full_disk_names_the_path_and_the_bytes(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.programs.build_on_a_full_disk", str(tmp_path)], capture_output=True, text=True
     )
-    assert re.search(r"no room to write /.*/dataset/.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr
+    assert re.search(r"no space to write /.*/dataset/.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr
 
 
 def test_a_lost_shard_whose_sources_are_gone_too_is_left_out_by_the_next_run(tmp_path: Path):

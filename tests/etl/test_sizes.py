@@ -68,7 +68,7 @@ def test_samples_are_read_and_batches_are_refused_with_the_fix(dataset: Dataset,
     for sample in read_samples(dataset, "train", 10):
         assert sample.image_HWC.shape[:2] == found[sample.source]
     spec = dataset.plan_spec("train", seed=0, global_batch_size=4, num_streams=1)
-    with pytest.raises(UsageError, match="different sizes.*batches need one shape.*crop, pad or stretch"):
+    with pytest.raises(UsageError, match="different sizes.*batches need images of one shape.*crop, pad or stretch"):
         read_batches(dataset, dataset.plan_epoch(spec, 0))
 
 

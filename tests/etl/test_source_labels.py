@@ -110,7 +110,9 @@ def test_a_folder_makes_a_dataset_without_labels_if_none_are_asked_for(tmp_path:
 
 def test_a_source_without_a_usable_input_says_why(tmp_path: Path):
     source = write(tmp_path / "t.csv", {"label": [""] * 6})
-    with pytest.raises(UsageError, match=r"all 6 inputs were refused \(6 bad_row, such as t.csv.*1: row 1: no label\)"):
+    with pytest.raises(
+        UsageError, match=("all 6 inputs were rejected \\(6 bad_row, such as t.csv.*1: row 1: no label\\)")
+    ):
         list_images(source)
 
 

@@ -94,7 +94,7 @@ def test_another_image_column_is_another_dataset(tmp_path: Path):
     first = build_source(source, tmp_path / "d")
     second = build_source(source.model_copy(update={"image_field": "mask"}), tmp_path / "d")
     assert second.version == 2 and second.content_digest != first.content_digest
-    with pytest.raises(UsageError, match=r"source\.image_field = 'masc' is no column; .* did you mean 'mask'"):
+    with pytest.raises(UsageError, match="source\\.image_field = 'masc' is not a column; .* did you mean 'mask'"):
         list_images(source.model_copy(update={"image_field": "masc"}))
 
 

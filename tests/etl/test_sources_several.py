@@ -60,7 +60,7 @@ def test_a_source_that_is_added_makes_an_incremental_version(folder: Path):
 
 def test_a_name_stands_for_one_place(folder: Path):
     build(folder, a="a", b="b")
-    with pytest.raises(UsageError, match="was made from a .*, b .*, not from a"):
+    with pytest.raises(UsageError, match="was built from a .*, b .*, not from a"):
         build(folder, a="b")
 
 

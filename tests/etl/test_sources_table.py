@@ -96,7 +96,7 @@ def test_rows_that_cannot_be_used_are_rejections_with_their_numbers(tmp_path: Pa
         "no URI",
         "no label",
         "no split's name",
-        "no storage for this kind of URI",
+        "this URI scheme is not supported",
         "a URI of more than 8192 bytes",
     ]
 
@@ -246,7 +246,7 @@ def test_what_is_no_table_ends_with_one_line(tmp_path: Path):
     source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"]})
     with pytest.raises(UsageError, match=r"the table t\.csv has the columns file; expected a column of URIs"):
         list_images(source)
-    with pytest.raises(UsageError, match=r"source\.uri_field = 'fiel' is no column; .* did you mean 'file'\?"):
+    with pytest.raises(UsageError, match="source\\.uri_field = 'fiel' is not a column; .* did you mean 'file'\\?"):
         list_images(source.model_copy(update={"uri_field": "fiel"}))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no table PAR1")
     with pytest.raises(IntegrityError, match=r"the table broken\.parquet does not parse"):

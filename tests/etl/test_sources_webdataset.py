@@ -123,8 +123,10 @@ def test_a_label_is_its_text_whatever_editor_wrote_it(text: bytes, tmp_path: Pat
     ("1.0", "1", ""), ("-2.0", "-2", ""), ("3", "3", ""), ('"cat"', "cat", ""), ("1e3", "1000", ""),
     ("0.5", None, 'json.label is 0.5, which is no class; source.label_kind = "float" takes numbers'),
     ("NaN", None, 'json.label is nan, which is no class; source.label_kind = "float" takes numbers'),
-    ("[1, 2]", None, "json.label has 2 values, and a class is one of them; "
-     'source.label_kind = "multi_label" or "float_vector" takes all'),
+    ("[1, 2]", None, (
+        'json.label has 2 values, but a class is one value; source.label_kind = "multi_label" or "float_vector" takes '
+        "all"
+    )),
     ("[4]", "4", ""), ("[]", None, "json.label is an empty list"),
     ('{"id": 1}', None, "json.label is an object; source.label_field may name a field of it"),
     ("null", None, "no json.label beside it"), ('""', None, "no json.label"),
@@ -183,7 +185,7 @@ def test_names_of_shards_are_splits_and_patterns_choose_them(tmp_path: Path):
     with pytest.raises(UsageError, match=r"2 of the files that it names do not exist, such as set-train-002\.tar"):
         list_images(SourceConfig(uri=f"{tmp_path}/set-train-{{000..003}}.tar", kind="webdataset"))
     write_tar(tmp_path / "extra.tar", {"9.png": picture(9), "9.cls": b"x"})
-    with pytest.raises(UsageError, match=r"set-train-000\.tar names a split and extra\.tar does not"):
+    with pytest.raises(UsageError, match="set-train-000\\.tar names a split, but extra\\.tar does not"):
         list_images(SourceConfig(uri=str(tmp_path), kind="webdataset"))
 
 

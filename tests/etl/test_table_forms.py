@@ -152,7 +152,7 @@ def test_a_name_that_is_twice_in_an_object_of_json_refuses_its_line(tmp_path: Pa
     (tmp_path / "t.jsonl").write_text('{"uri": "a.jpg", "label": 1, "label": 2}\n{"uri": "b.jpg", "label": 1}\n')
     listing = list_images(SourceConfig(uri=str(tmp_path / "t.jsonl"), kind="table"))
     assert [image.key for image in images_of(listing)] == ["b.jpg"]
-    assert ["the name 'label' is there twice" in each.detail for each in listing.rejections] == [True]
+    assert ["the name 'label' occurs twice" in each.detail for each in listing.rejections] == [True]
 
 
 def test_backslashes_lead_to_files_below_the_table_and_drives_are_refused(tmp_path: Path):
@@ -177,7 +177,7 @@ def test_ids_are_told_from_paths_without_a_suffix(tmp_path: Path):
     (tmp_path / "t.csv").write_text("id,breed\n000bec,pug\n001513,dingo\n")
     with pytest.raises(UsageError) as caught:
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
-    assert "ids of images are no URIs" in caught.value.fix
+    assert "image ids are not URIs" in caught.value.fix
     by_id = SourceConfig(uri=str(tmp_path / "t.csv"), kind="table", uri_field="id", label_field="breed")
     with pytest.raises(UsageError, match="names files as '000bec', which has no suffix, and no such files exist"):
         list_images(by_id)
@@ -192,7 +192,7 @@ def test_a_column_of_lists_of_images_is_named_as_what_it_is(kind: str, tmp_path:
     uri_field = "images" if kind == "table" else ""
     with pytest.raises(UsageError, match="lists of images|is list<") as caught:
         list_images(SourceConfig(uri=str(tmp_path / "t.parquet"), kind=kind, uri_field=uri_field))
-    assert "a row for each" in caught.value.fix
+    assert "one row for each" in caught.value.fix
 
 
 def read_first(source: SourceConfig) -> bytes:

@@ -115,7 +115,7 @@ def test_a_csv_file_has_texts_alone_whatever_its_line_of_names(header: str, tmp_
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32()], ids=str)
 def test_numbers_that_a_float_has_rounded_name_nothing(kind: pa.DataType, tmp_path: Path):
     pq.write_table(pa.table({"uri": ["a.jpg"], "key": pa.array([2.0**60], kind)}), tmp_path / "t.parquet")
-    with pytest.raises(UsageError, match="too many digits for it"):
+    with pytest.raises(UsageError, match="too many digits for that type"):
         list_images(SourceConfig(uri=str(tmp_path), kind="table"))
 
 

@@ -52,7 +52,7 @@ def test_equal_names_in_another_place_are_not_taken_for_equal_images(tmp_path: P
     build(tmp_path, monday)
     with pytest.raises(UsageError, match="with other bytes"):
         build(tmp_path, tuesday, write_mode="append")
-    with pytest.raises(UsageError, match="was made from"):
+    with pytest.raises(UsageError, match="was built from"):
         build(tmp_path, tuesday)
     replaced = build_dataset(tree_of(tmp_path, tuesday), run_id="r", replace_source=True)
     assert replaced.manifest.content_digest == build(tmp_path, tuesday, "fresh").manifest.content_digest
@@ -107,7 +107,7 @@ def several(parts: dict[str, SourceConfig], names: str) -> SourceConfig:
 
 def test_a_part_is_dropped_only_when_that_is_declared(tmp_path: Path, parts: dict[str, SourceConfig]):
     build(tmp_path, several(parts, "abc"))
-    with pytest.raises(UsageError, match="was made from a .*, b .*, c .*, not from a"):
+    with pytest.raises(UsageError, match="was built from a .*, b .*, c .*, not from a"):
         build(tmp_path, several(parts, "a"))
     build(tmp_path, several(parts, "ab"), "other")
     added = build(tmp_path, several(parts, "bc"), "other", write_mode="append").manifest

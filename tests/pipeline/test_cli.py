@@ -205,7 +205,7 @@ def test_a_full_disk_is_told_with_path_and_bytes(config: Path):
     done = shardmill(
         "train", config, "--set", f"models.uri={config.parent}/models", cwd=config.parent, preexec=limit_file_size
     )
-    line = refused(done, 4, "no room to write", f"{config.parent}/models", "free space")
+    line = refused(done, 4, "no space to write", f"{config.parent}/models", "free space")
     assert re.search(r"\(\d+ bytes\)", line)
 
 

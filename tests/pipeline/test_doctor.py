@@ -97,11 +97,8 @@ def test_the_models_of_a_promotion_are_named_once():
 def test_a_skipped_stage_says_what_it_shows():
     # That it is done was reported on stderr already, with its seconds.
     assert stage_title(StageRecord(stage="evaluate")) == "evaluate"
-    assert "figures that the training recorded" in stage_title(StageRecord(stage="evaluate", status="skipped"))
-    assert (
-        stage_title(StageRecord(stage="export", status="skipped"))
-        == "export: skipped; the result that is already there"
-    )
+    assert "metrics recorded by the training" in stage_title(StageRecord(stage="evaluate", status="skipped"))
+    assert stage_title(StageRecord(stage="export", status="skipped")) == "export: skipped; its result already exists"
 
 
 def rows_of(tree: PipelineTree, workdir: Path) -> dict[str, Finding]:
@@ -189,7 +186,7 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
 
     one = ("train.num_workers=1", "train.global_batch_size=12", "train.num_streams=12")
     done = row(*one)
-    assert done.status == "ok" and re.search(r"1 rank by inline, .*: the first step \d+\.\d s after", done.found)
+    assert done.status == "ok" and re.search("1 rank by inline, .*: first step \\d+\\.\\d s after", done.found)
     # It builds: what is broken shows in a step.
     rows = [rows_of(load_pipeline("c.toml", ("train.model=broken:build",), "work"), tmp_path) for _ in range(2)]
     built, again = (each["train.model: built"] for each in rows)
@@ -201,12 +198,12 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
 
     def full(store: FaultyStore, path: str, data: bytes) -> None:
         if "checkpoints/" in path:
-            raise StorageError(f"no room to write {path}")
+            raise StorageError(f"no space to write {path}")
         store.sound.put(path, data)
 
     faulty["put"] = full
     without = row(*one, f"models.uri=faulty://{tmp_path / 'models'}")
-    assert without.status == "fail" and "left no checkpoint" in without.found and "no room to write" in without.found
+    assert without.status == "fail" and "left no checkpoint" in without.found and "no space to write" in without.found
 
 
 @pytest.mark.drill

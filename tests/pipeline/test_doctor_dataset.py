@@ -46,7 +46,7 @@ def test_rows_and_steps_of_each_rank_are_told_of_the_dataset_and_of_the_listing(
     uri = make_dataset(tmp_path, num_images=60, num_classes=3, split_fractions={"train": 1, "validation": 0, "test": 0})
     # 8 streams of 7 or 8 rows, of which each step takes 2: of 3 ranks, one owns two streams and two own three.
     sizes = ("train.global_batch_size=16", "train.num_streams=8", "train.num_workers=3", "train.launcher=local")
-    shares = "60 rows, 4 steps an epoch of train.global_batch_size = 16; 15 to 23 rows on each of 3 ranks"
+    shares = "60 rows, 4 steps an epoch of train.global_batch_size = 16; 15 to 23 rows for each of 3 ranks"
     found = row_of(SPLIT, uri, tmp_path / "work", *sizes)
     assert found.status == "ok" and found.found.startswith(f"{uri}@1: {shares}, which own train.num_streams = 8")
     images = str(tmp_path / "images")

@@ -81,4 +81,6 @@ def test_python_that_does_not_take_utf_8_is_one_line(folder: Path):
     command = [sys.executable, "-X", "utf8=0", "-m", "pipeline.cli", "inspect", "nö"]
     done = run(command, folder, LC_ALL="C")
     [line] = done.stderr.decode().splitlines()
-    assert done.returncode == 2 and line.startswith("ERROR 2: Python takes file names as ") and "LC_ALL=C.UTF-8" in line
+    assert (
+        done.returncode == 2 and line.startswith("ERROR 2: Python decodes file names as ") and "LC_ALL=C.UTF-8" in line
+    )

@@ -42,8 +42,8 @@ def evaluation_of(names: tuple[str, ...]) -> Evaluation:
 
 
 def test_a_page_without_anything_still_renders():
-    page = render(ReportData("r", {"status": "failed", "exit_code": 4, "error": f"no room {HOSTILE}"}))
-    assert "ERROR 4" in page and "no room" in page
+    page = render(ReportData("r", {"status": "failed", "exit_code": 4, "error": f"no space {HOSTILE}"}))
+    assert "ERROR 4" in page and "no space" in page
     assert "<script" not in page
 
 
@@ -213,7 +213,7 @@ def test_answers_beside_the_datasets_classes_are_shown(num_classes: int):
     evaluation = evaluation_of(tuple(f"c{number}" for number in range(num_classes)))
     evaluation = replace(evaluation, confused=Confusion((0, 1), (0, num_classes), (3, 4)))
     page = render(ReportData("r", {"status": "ok"}, evaluation=evaluation))
-    assert "a class that the dataset does not have" in page
+    assert "a class that is not in the dataset" in page
 
 
 def test_charts_hold_their_numbers():

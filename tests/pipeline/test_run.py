@@ -143,7 +143,7 @@ def test_the_same_command_finishes_an_interrupted_run(finished: Path):
 
 def test_another_run_skips_every_stage_and_says_so(finished: Path):
     said = (finished / "again.txt").read_text().splitlines()
-    skipped = [line.partition(":")[0] for line in said if "skipped, its result is there" in line]
+    skipped = [line.partition(":")[0] for line in said if "skipped, its result already exists" in line]
     assert skipped == ["etl", "train", "export", "evaluate", "promote"]
     first, second = summary_of(finished), summary_of(finished, "again")
     assert second["dataset"] == first["dataset"]

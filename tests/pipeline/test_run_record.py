@@ -74,7 +74,7 @@ def test_warnings_are_said_and_stay_with_their_stage(tmp_path: Path, capsys: pyt
     assert list(summary["warnings"]) == ["etl"] and len(summary["warnings"]["etl"]) == 1
     said = capsys.readouterr().err
     # People count from 1, and a name cannot command their terminal.
-    assert r"WARNING: few \x1b[2J images" in said and "continues at epoch 3/12, step 5" in said
+    assert r"WARNING: few \x1b[2J images" in said and "resuming at epoch 3/12, step 5" in said
 
 
 def test_the_latest_run_is_one_that_did_something(tmp_path: Path):

@@ -45,7 +45,7 @@ from train.tree import TrainTree
         (TrainTree, "train.num_streams=30", r"global_batch_size = 64.*num_streams = 30; nearest: 60"),
         (EtlTree, 'etl.encoding="avif"', r"config key etl\.encoding = \"avif\"; expected one of jpeg, png, webp, raw"),
         (EtlTree, "etl.formats=[]", r"etl\.formats = \[\]; expected a non-empty list of different formats"),
-        (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1, and these add up to 0\.7"),
+        (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1; these add up to 0\.7"),
         (EtlTree, "etl", r"--set 'etl'; expected SECTION\.NAME=VALUE"),
         (EtlTree, "etl.image_size.x=1", r"config key etl\.image_size"),
     ],

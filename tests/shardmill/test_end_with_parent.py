@@ -13,7 +13,7 @@ import pytest
 from tests.processes import hears_all_signals
 
 COMMAND = "tests.programs.end_with_its_script"
-ENDS = "terminated by SIGTERM; what was under way has been finished\n"
+ENDS = "terminated by SIGTERM; the current operation was finished\n"
 
 
 def started(arguments: list[str], expected: str) -> subprocess.Popen[str]:

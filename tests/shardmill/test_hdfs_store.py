@@ -111,7 +111,7 @@ def test_a_dataset_has_one_winner_for_each_version_and_no_unseen_damage(hdfs_roo
     path = rng.choice(shards)
     whole = store.read(path)
     store.put(path, whole[: len(whole) // 2])
-    with pytest.raises(IntegrityError, match=f"{path.rpartition('/')[2]} (has another size|was altered)"):
+    with pytest.raises(IntegrityError, match=f"{path.rpartition('/')[2]} (does not have|was altered)"):
         [read_all(root, name) for name in config.formats]
     store.put(path, whole)
     assert [read_all(root, name) for name in config.formats] == [60, 60]
@@ -173,7 +173,7 @@ def test_a_full_quota_is_told_and_nothing_is_published(hdfs_root: str, hdfs_serv
     store = open_store(hdfs_root)
     store.put("small", b"1")
     hdfs_server.set_space_quota("/" + hdfs_root.rpartition("/")[2], "1m")
-    with pytest.raises(StorageError, match=rf"no room to write {hdfs_root}/large \(10 bytes\): .*quota"):
+    with pytest.raises(StorageError, match=rf"no space to write {hdfs_root}/large \(10 bytes\): .*quota"):
         store.put("large", b"0123456789")
     assert [file.path for file in store.list("")] == ["small"] and not list(store.list_unpublished(""))
 

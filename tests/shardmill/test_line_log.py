@@ -60,7 +60,7 @@ def test_a_log_on_a_disk_that_is_full_for_a_while_is_whole_afterwards(tmp_path: 
             log.append({"n": number})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(said) == 1 and "events.jsonl is behind, and is tried again: no room to write" in said[0], said
+    assert len(said) == 1 and "events.jsonl cannot be written; it will be retried: no space to write" in said[0], said
     log.append({"n": 6})
     log.close()
     assert [json.loads(line)["n"] for line in (tmp_path / "events.jsonl").read_bytes().splitlines()] == list(range(7))
@@ -72,7 +72,10 @@ def test_a_log_that_a_store_refuses_at_the_end_says_so(s3_server: str):
     log = LineLog(open_store("s3://nobody-made-this/x"), "events.jsonl", warn=said.append)
     log.append({"n": 1})
     log.close()
-    assert ["is behind, and is tried again" in said[0], "events.jsonl lacks its last part" in said[1]] == [True, True]
+    assert ["cannot be written; it will be retried" in said[0], "events.jsonl misses its last lines" in said[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):

@@ -93,4 +93,4 @@ def test_a_version_that_claims_an_origin_must_hold_its_rows(root: str, operation
     forged = child_of(second, operation, "forged", content=first, restored_version=2)
     publish(store, forged)
     report = verify_dataset(open_dataset(root))
-    assert [check.problem for check in report.problems] == [f"a {operation} of version 2 holds other rows"]
+    assert [check.problem for check in report.problems] == [f"a {operation} of version 2 has different rows"]

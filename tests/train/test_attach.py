@@ -213,7 +213,7 @@ def test_a_killed_process_ends_all_others_with_the_cause(start, killed):
         assert ends[1][0] == 5 and "ERROR 5: rank 1 (host" in ends[1][1] and "was killed" in ends[1][1]
     else:
         assert [code for code, _ in ends] == [5, 5]
-        assert all("the process of rank 0 at 127.0.0.1" in line and "is gone" in line for _, line in ends)
+        assert all("the process of rank 0 at 127.0.0.1" in line and "has ended" in line for _, line in ends)
     job.driver.assert_nothing_left()
 
 

@@ -35,23 +35,23 @@ ON_YARN = replace(OPEN, spark_master="yarn", num_places=8)
 
 RANKS_CASES = [
     # Facts, row, ranks, and what must be among the words; 16 streams share 64 images of a step.
-    (OPEN, "one", 1, "one process uses what this machine has"),
+    (OPEN, "one", 1, "one process uses all devices of this machine"),
     (replace(OPEN, num_gpus=1), "one", 1, ""),
-    (replace(OPEN, num_gpus=4), "gpus", 4, "4 GPUs of this machine"),
-    (replace(OPEN, num_gpus=6), "gpus", 4, "6 GPUs of this machine, of which 4 get equal parts of train.num_streams"),
+    (replace(OPEN, num_gpus=4), "gpus", 4, "this machine has 4 GPUs"),
+    (replace(OPEN, num_gpus=6), "gpus", 4, "this machine has 6 GPUs, of which 4 get equal parts of train.num_streams"),
     (replace(OPEN, num_gpus=64), "gpus", 16, "of which 16 get equal parts"),
-    (ON_YARN, "cluster", 8, "the Spark cluster yarn has places for 8"),
+    (ON_YARN, "cluster", 8, "the Spark cluster yarn has slots for 8"),
     (replace(ON_YARN, num_gpus=2), "cluster", 8, ""),
     (replace(ON_YARN, may_use_cluster=False), "one", 1, ""),
     (replace(ON_YARN, num_places=None, why_no_places="it is new"), "unknown_cluster", 1, "it is new"),
     (replace(ON_YARN, num_steps=FEW_STEPS), "cluster", 8, ""),
-    (replace(ON_YARN, num_steps=FEW_STEPS - 1), "few_steps", 1, "99 steps in all are too few"),
+    (replace(ON_YARN, num_steps=FEW_STEPS - 1), "few_steps", 1, "99 steps in total are too few"),
     (replace(OPEN, num_gpus=4, num_steps=5), "few_steps", 1, ""),
     (replace(OPEN, num_gpus=1, num_steps=5), "one", 1, ""),
     (replace(ON_YARN, num_places=None, num_steps=5), "unknown_cluster", 1, ""),
     (replace(ON_YARN, only_one="train.launcher = 'inline'"), "one_unless_set", 1, "with train.launcher = 'inline'"),
-    (replace(ON_YARN, num_named=3, num_steps=5), "named", 3, "names as many"),
-    (replace(ON_YARN, num_started=3, num_steps=5), "started", 3, "others have started as many"),
+    (replace(ON_YARN, num_named=3, num_steps=5), "named", 3, "has this many entries"),
+    (replace(ON_YARN, num_started=3, num_steps=5), "started", 3, "an external launcher started this many"),
 ]  # fmt: skip
 STRATEGY_CASES = [
     (replace(FOUR, local_steps=4), "local_sgd"),
@@ -86,19 +86,24 @@ short, twice = partial(replace, SHORT), partial(replace, RECOMPUTED)
 FIT_CASES = [
     # Facts, choice, microbatches, and what must be among the words.
     (short(device_bytes=68 * GIB), "at_once", 1, "they fit"),
-    (short(num_images=16), "at_once", 1, "16 images at once need 20.0 GiB (4.0 GiB whatever the batch, 1.0"),
+    (short(num_images=16), "at_once", 1, "16 images at once need 20.0 GiB (4.0 GiB for any batch size, 1.0"),
     (SHORT, "microbatches", 4, "train.accumulation_steps = 4, 16 images at a time need 20.0 GiB"),
     (short(may_change_precision=True), "microbatches", 4, "one T4 has 20.0 GiB"),
     # 24 images do not divide by 5: 6 microbatches of 4 where 5 images would fit.
     (short(device_bytes=9 * GIB, num_images=24), "microbatches", 6, "4 images at a time need 8.0 GiB"),
     (short(device_bytes=9 * GIB, num_images=24, max_microbatches=5), "too_large", 4, "6 images at a time still need"),
     (short(image_bytes=20 * GIB, may_change_precision=True), "bfloat16", 64, "1 images at a time with train.mi"),
-    (short(max_microbatches=2, may_change_precision=True), "bfloat16", 2, "halve what an image needs, need 20.0 GiB"),
+    (
+        short(max_microbatches=2, may_change_precision=True),
+        "bfloat16",
+        2,
+        "halve the memory of an image, need 20.0 GiB",
+    ),
     (
         short(max_microbatches=2),
         "too_large",
         2,
-        "set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run",
+        "set train.mixed_precision = 'auto' (chooses bfloat16, which starts a new run",
     ),
     (short(max_microbatches=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (starts a new run)"),
     (short(image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
@@ -108,21 +113,21 @@ FIT_CASES = [
         1,
         "64 images at a time still need 85.0 GiB: smaller images or a smaller model",
     ),
-    (RECOMPUTED, "activation_checkpointing", 8, "by which a step takes longer and an image 2.0 GiB, need 21.0 GiB"),
+    (RECOMPUTED, "activation_checkpointing", 8, "a step takes longer, and an image takes 2.0 GiB, need 21.0 GiB"),
     (twice(may_change_precision=True), "activation_checkpointing", 8, "smaller microbatches and bfloat16 alone"),
-    (twice(max_microbatches=2), "too_large", 2, "(activations that are computed twice still take 2.0 GiB an"),
+    (twice(max_microbatches=2), "too_large", 2, "(with recomputation, activations still take 2.0 GiB per"),
     (
         twice(max_microbatches=4, may_change_precision=True),
         "bfloat16_and_activation_checkpointing",
         4,
-        "an image 2.0 GiB in float32, need 21.0 GiB",
+        "an image takes 2.0 GiB in float32, need 21.0 GiB",
     ),
-    (short(max_microbatches=2, why_not_recomputed="so it is"), "too_large", 2, "are not computed twice: so it is)"),
+    (short(max_microbatches=2, why_not_recomputed="so it is"), "too_large", 2, "are not recomputed: so it is)"),
     (
         short(image_bytes=40 * GIB, may_ask_to_recompute=True),
         "too_large",
         64,
-        "44.0 GiB: set train.memory.activation_checkpointing = 'on' (the same training",
+        "44.0 GiB: set train.memory.activation_checkpointing = 'on' (does not start a new run",
     ),
     (short(fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
     # The precision was changed by an earlier attempt.
@@ -130,22 +135,22 @@ FIT_CASES = [
         twice(max_microbatches=4, is_halved=True),
         "bfloat16_and_activation_checkpointing",
         4,
-        "as decided before the first step, and train.memory.activation_checkpointing = 'on', by which a step takes "
-        "longer and an image 2.0 GiB in float32, need 21.0 GiB",
+        "as chosen before the first step, and train.memory.activation_checkpointing = 'on': a step takes longer, and "
+        "an image takes 2.0 GiB in float32, need 21.0 GiB",
     ),
-    (short(is_halved=True, num_images=32), "bfloat16", 1, "20.0 GiB in bfloat16 (4.0 GiB whatever the batch"),
+    (short(is_halved=True, num_images=32), "bfloat16", 1, "20.0 GiB in bfloat16 (4.0 GiB for any batch size"),
     (
         short(is_halved=True),
         "bfloat16",
         2,
         "has 20.0 GiB: train.accumulation_steps = 2, 32 images at a time with train.mixed_precision = 'bfloat16', as "
-        "decided before the first step, need 20.0 GiB",
+        "chosen before the first step, need 20.0 GiB",
     ),
     (
         short(is_halved=True, max_microbatches=1),
         "too_large",
         1,
-        "with train.mixed_precision = 'bfloat16', as decided before the first step, still need 36.0 GiB",
+        "with train.mixed_precision = 'bfloat16', as chosen before the first step, still need 36.0 GiB",
     ),
 ]
 
@@ -195,15 +200,18 @@ def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, sett
 @pytest.mark.parametrize(
     ("master", "conf", "why"),
     [
-        ("yarn", {}, "do not say how many executors yarn has (spark.executor.instances; or set train.num_workers)"),
+        ("yarn", {}, "do not show how many executors yarn has (spark.executor.instances; or set train.num_workers)"),
         ("yarn", {"spark.executor.instances": "4", "spark.dynamicAllocation.enabled": "true"},
-         "come and go, which ranks cannot use (set spark.dynamicAllocation.enabled = false and spark.executor.ins"),
+         (
+             "adds and removes executors, which ranks cannot use (set spark.dynamicAllocation.enabled = false and "
+             "spark.executor.ins"
+         )),
         ("yarn", {"spark.task.resource.gpu.amount": "1", "spark.executor.instances": "4"},
-         "do not say how many ranks yarn has GPUs for (spark.executor.cores; or"),
+         "do not show how many ranks yarn has GPUs for (spark.executor.cores; or"),
         ("spark://a:7077", {}, "how many executors spark://a:7077 has (spark.cores.max and spark.executor.cores; "),
         ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.instances": "4"}, "has (spark.executor.cores; or"),
         ("spark://a:7077", {"spark.task.resource.gpu.amount": "1"}, "has GPUs for (spark.cores.max; or"),
-        ("spark://a:7077", {"spark.cores.max": "2", "spark.executor.cores": "4"}, "spark://a:7077 has no place for a"),
+        ("spark://a:7077", {"spark.cores.max": "2", "spark.executor.cores": "4"}, "spark://a:7077 has no slot for a"),
         ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.cores": "4"}, ""),
         ("local[4]", {}, ""),
     ],
@@ -265,7 +273,7 @@ def test_what_is_set_stays_and_what_is_resolved_stays_as_it_is():
     once = resolve(TrainConfig(num_workers=2, launcher="horovod_spark"), spark)
     assert (once.config.strategy, once.config.launcher, once.config.backend) == ("horovod", "horovod_spark", "keras")
     assert once.reason.startswith(
-        "horovod: 2 workers of TensorFlow, one grouped allreduce a step; horovod_spark: set by train.launcher ("
+        "horovod: 2 TensorFlow workers, one grouped allreduce per step; horovod_spark: set by train.launcher ("
     )
     assert resolve(once.config, spark).config == once.config
 

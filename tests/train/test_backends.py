@@ -168,8 +168,8 @@ def test_an_export_answers_as_the_model_does(name, tmp_path):
     ("factory", "message"),
     [
         ("no_model", r"the factory returned builtins.str; expected an nn.Module"),
-        ("one_class_too_many", r"gives an output of shape \(2, 4\) for 2 images; expected 3 outputs"),
-        ("with_features", r"gives a dict; expected one tensor of shape \(N, 3\); return the outputs alone"),
+        ("one_class_too_many", "returns an output of shape \\(2, 4\\) for 2 images; expected 3 outputs"),
+        ("with_features", "returns a dict; expected one tensor of shape \\(N, 3\\); return only the outputs"),
         ("frozen", r"has no trainable variables"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_launcher_refuses_a_strategy_that_it_cannot_start():
 
 def test_a_keras_model_is_not_trained_by_torch_in_the_process_that_exports_it():
     for model in ("small_cnn", LINEAR["keras"]):
-        with pytest.raises(UsageError, match="one process has one of them; set train.launcher = 'local'"):
+        with pytest.raises(UsageError, match="a process can load only one Keras backend; set train.launcher = 'local'"):
             check_terms(TrainConfig(model=model, backend="torch", launcher="inline"), SparkConfig())
     assert check_terms(TrainConfig(model=LINEAR["torch"]), SparkConfig()).config.backend == "torch"
     assert check_terms(TrainConfig(backend="torch"), SparkConfig()).config.launcher == "local"

@@ -44,7 +44,9 @@ def test_it_is_told_and_not_promoted(uri, backend, tmp_path):
     result = train_here(uri, tmp_path, recorder, **settings)
     assert result.history[-1].train_accuracy > 0.6, "it has not learned"
     [told] = recorder.named("guessing")
-    assert told["warning"].startswith(result.caution) and "the last one's weights are exported" in told["warning"]
+    assert (
+        told["warning"].startswith(result.caution) and "the weights of the last epoch are exported" in told["warning"]
+    )
     assert "no better than guessing" in result.caution
     assert (result.exported, result.weights_epoch, result.checkpoint) == ("last", 3, result.last_checkpoint)
     assert read_result(open_store(str(tmp_path)), "t").caution == result.caution

@@ -101,9 +101,9 @@ def test_another_run_starts_anew_unless_it_asks_to_go_on(begun, tmp_path):
     own = {"model": "tests.train.models_under_test:stateful", "freeze": ("all_but_head",), "unfreeze_epoch": 1}
     train(uri, folder, anew, is_run=False, epochs=1, **own)
     assert anew.steps[0][:2] == (0, 0)
-    assert "what train.freeze names stays as it is" in anew.fields["freeze"]["warning"]
+    assert "the weights that train.freeze names stay frozen" in anew.fields["freeze"]["warning"]
     with pytest.raises(
-        UsageError, match=r"differs in nothing else; the nearest, trainings/.*train.seed: then 0, now 5"
+        UsageError, match="differs only in these settings; the nearest, trainings/.*train.seed: then 0, now 5"
     ):
         train(uri, folder, is_run=False, seed=5, allow_change=["learning_rate"])
 
@@ -137,7 +137,7 @@ def test_a_run_on_another_version_of_its_dataset_is_refused(tmp_path):
 
 def test_only_settings_that_are_declared_safe_can_be_allowed():
     assert check_allowed(["learning_rate,train.schedule", "epochs"]) == ("learning_rate", "schedule", "epochs")
-    for name, said in (("seed", "is not safe to change"), ("sead", "is no setting of")):
+    for name, said in (("seed", "is not safe to change"), ("sead", "is not a key of")):
         with pytest.raises(UsageError, match=rf"--allow-change {name}: it {said}.*augment, class_weights, early_stop"):
             check_allowed([name])
     # Those without a meaning make another training, and none of the data's or model's is safe.

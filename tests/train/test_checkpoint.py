@@ -162,7 +162,7 @@ def test_a_marker_whose_names_leave_its_folder_is_refused(tiny_uri, models, path
     body = json.loads(marker.read_bytes())["body"]
     body["files"][0]["path"] = path
     marker.write_bytes(with_checksum(json.dumps(body).encode()))
-    with pytest.raises(SecurityRefusal, match="does not stay under its root"):
+    with pytest.raises(SecurityRefusal, match="leaves its root folder"):
         train_here(tiny_uri, models, **CONFIG)
 
 
@@ -189,7 +189,7 @@ def full_disk() -> Iterator[Callable[[], None]]:
 
 def test_a_disk_that_stays_full_ends_the_training_at_its_end_and_leaves_the_last_checkpoint(tiny_uri, models):
     before, recorder = newest(models), Recorder()
-    with full_disk(), pytest.raises(StorageError, match=r"no room to write .*npz \(\d+ bytes\): File too large"):
+    with full_disk(), pytest.raises(StorageError, match=r"no space to write .*npz \(\d+ bytes\): File too large"):
         train_here(tiny_uri, models, recorder, **CONFIG)
     # It was refused at every step, and trained to the end.
     assert len(recorder.named("checkpoint_failed")) > len(recorder.steps) > 1 and not recorder.named("checkpoint")
@@ -212,7 +212,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(tiny
         result = train_here(tiny_uri, tmp_path, recorder, **best_only)
     failed = recorder.named("checkpoint_failed")
     assert [each["global_step"] for each in failed] == list(range(1, num_refused + 1))
-    assert all("no room to write" in each["warning"] for each in failed)
+    assert all("no space to write" in each["warning"] for each in failed)
     assert result.weights_sha256 == whole.weights_sha256
     # Whatever a marker names is there.
     for found in complete_checkpoints(open_store(tmp_path), "t"):

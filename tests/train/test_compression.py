@@ -53,7 +53,7 @@ def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, c
         ({"strategy": "horovod", "compression": "powersgd"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
         (
             {"strategy": "torch_ddp", "torch_ddp": {"powersgd_rank": 8}},
-            r"= 8 with train.compression = 'none'; gradients travel whole",
+            "= 8 with train.compression = 'none'; this compression sends whole gradients",
         ),
         (
             {"strategy": "torch_ddp", "compression": "powersgd", "mixed_precision": "float16"},

@@ -51,8 +51,8 @@ def test_a_long_pause_is_told_once_before_it_is_a_fault():
     assert deadlines.paused(62.0) == []
     ((rank, sentence),) = deadlines.paused(63.0)
     assert rank.number == 1 and sentence == (
-        "rank 1 (host host1, pid 1) has made no progress for 61 s in reading a batch "
-        "(train.watch.silent_seconds = 60); after 600 s it is ended (train.watch.progress_timeout_seconds = 600)"
+        "rank 1 (host host1, pid 1) has made no progress for 61 s in reading a batch (train.watch.silent_seconds = "
+        "60); after 600 s it will be killed (train.watch.progress_timeout_seconds = 600)"
     )
     assert deadlines.paused(400.0) == deadlines.missed(602.0) == []
     assert [fault.rank for fault in deadlines.missed(603.0)] == [1]
@@ -78,7 +78,9 @@ def test_ranks_that_all_wait_for_each_other_are_a_fault_of_none():
     (fault,) = deadlines.missed(13.0)
     assert fault.rank == -1
     told = str(error_of(fault))
-    assert "all ranks wait for each other" in told and "rank 0 waiting in an allreduce; rank 1 waiting in a" in told
+    assert (
+        "all ranks are waiting for each other" in told and "rank 0 waiting in an allreduce; rank 1 waiting in a" in told
+    )
 
 
 def test_ranks_that_wait_for_one_that_has_finished_are_found():
@@ -89,7 +91,7 @@ def test_ranks_that_wait_for_one_that_has_finished_are_found():
     assert deadlines.missed(11.0) == []
     (fault,) = deadlines.missed(13.0)
     assert (fault.kind, fault.rank) == (FaultKind.STALLED, -1)
-    assert "the only rank at work waits for others" in str(error_of(fault))
+    assert "the only busy rank is waiting for others" in str(error_of(fault))
 
 
 def test_neither_the_start_nor_waiting_makes_the_driver_patient():
@@ -168,7 +170,7 @@ def test_a_step_that_sleeps_is_named_and_ended_within_a_minute_by_the_defaults()
     assert (fault.kind, fault.rank) == (FaultKind.STALLED, 1)
     told = str(error_of(fault))
     assert "rank 1 (host host1, pid 1) hangs after step 0 of epoch 0: no progress for 59 s" in told
-    assert "silent_seconds = 55, the longest so far took 0.2 s; 55 s are allowed here) in a step; rank 0" in told
+    assert "silent_seconds = 55, the longest so far took 0.2 s; 55 s are allowed) in a step; rank 0" in told
 
 
 @pytest.mark.parametrize("activity", [Activity("a trial of the export"), Activity(), STEP, READ])
@@ -181,7 +183,7 @@ def test_what_was_not_repeated_often_has_longer(activity: Activity):
     rank.begins(activity)
     assert deadlines.missed(rank.now + 599) == []
     ((_, sentence),) = deadlines.paused(rank.now + 61)
-    assert "after 600 s it is ended (train.watch.progress_timeout_seconds = 600)" in sentence
+    assert "after 600 s it will be killed (train.watch.progress_timeout_seconds = 600)" in sentence
     assert len(deadlines.missed(rank.now + 601)) == 1
 
 

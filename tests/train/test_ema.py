@@ -132,5 +132,5 @@ def test_averages_are_another_training_and_none_are_the_same():
     ],
 )
 def test_what_cannot_average_refuses_it(how):
-    with pytest.raises(UsageError, match=r"train.ema_decay = 0.9 with .*; leave train.ema_decay out"):
+    with pytest.raises(UsageError, match="train.ema_decay = 0.9 with .*; remove train.ema_decay"):
         check_terms(TrainConfig(**how, launcher="local", ema_decay=0.9), SparkConfig())

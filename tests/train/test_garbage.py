@@ -258,7 +258,7 @@ def test_if_a_record_cannot_be_read_nothing_that_it_may_name_goes(tmp_path: Path
     point(tmp_path, 2, 2, 1)
     (tmp_path / CURRENT / "00000001.json").write_bytes(b"{}")
     before = files(tmp_path)
-    with pytest.raises(IntegrityError, match="which exports rollbacks need"):
+    with pytest.raises(IntegrityError, match="the exports that rollbacks need"):
         collect(tmp_path, 1)
     assert files(tmp_path) == before
     assert not collect(tmp_path, None).garbage

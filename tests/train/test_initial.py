@@ -87,7 +87,7 @@ def test_safetensors_of_every_float():
 )
 def test_a_damaged_or_hostile_file_is_an_error(data):
     for suffix in (".safetensors", ".weights.h5", ".keras"):
-        with pytest.raises(UsageError, match=rf"f does not read as {suffix}"):
+        with pytest.raises(UsageError, match=f"f cannot be read as {suffix}"):
             read_arrays(data, suffix, "f")
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_unpickled(tmp_path):
         with pytest.raises(UsageError, match=r"^f holds more than tensors.*; expected a state_dict") as refused:
             reader.read_weights(data, ".pt", "f")
         assert "weights_only" not in str(refused.value), "PyTorch's own advice is to run it"
-    with pytest.raises(UsageError, match=r"f does not read as .pt: "):
+    with pytest.raises(UsageError, match="f cannot be read as .pt: "):
         reader.read_weights(b"PK\x03\x04 cut", ".pt", "f")
     assert not (tmp_path / "ran").exists()
 
@@ -168,7 +168,7 @@ def test_a_head_for_other_classes_is_replaced_and_anything_else_that_does_not_fi
     weights = {name: np.zeros(shape, np.float32) for name, shape in NAMED.items()}
     assert match_weights(weights, ones(NAMED), ("head.w",), "f").replaced == ()
     match = match_weights(weights, ones(NAMED), ("head.w",), "f", other_classes=True)
-    assert match.replaced == ("head.w: of other classes",) and "head.w" not in match.arrays
+    assert match.replaced == ("head.w: belongs to other classes",) and "head.w" not in match.arrays
     # Half of another head is none.
     whole = {**NAMED, "head.b": (3,)}
     half = match_weights(
@@ -269,7 +269,7 @@ def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(pl
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_from": "nowhere/a.keras"}, "nowhere/a.keras': there is no such file"),
+        ({"init_from": "nowhere/a.keras"}, "nowhere/a.keras': no such file"),
         ({"init_from": "a.pt"}, r"'small_cnn' is a Keras model; expected .keras, .weights.h5, .h5, .safetensors or an"),
         ({"init_from": "a.keras", "model": f"{TORCH_MODELS}:linear"}, r"a PyTorch model; expected .pt, .pth, .safeten"),
         ({"init_from": "page.keras"}, r"page.keras' begins with b'<!DOCTYP'; which is no .keras file"),
@@ -282,8 +282,8 @@ def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(pl
         ({"init_from": "models"}, r"did you mean models@2\?"),
         ({"init_from": "."}, r"did you mean \./models@2\?"),
         ({"init_from": "whole.pt"}, r"a Keras model; .*; convert the file"),
-        ({"init_from": "a.pt"}, r"there is no such file"),
-        ({"freeze": ("all_but_head",)}, r"'small_cnn' begins with random weights, .*; set train.init_from"),
+        ({"init_from": "a.pt"}, "no such file"),
+        ({"freeze": ("all_but_head",)}, r"'small_cnn' starts with random weights, .*; set train.init_from"),
         ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, but train.freeze is empty"),
     ],
 )

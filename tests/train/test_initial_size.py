@@ -21,5 +21,5 @@ def test_that_the_size_differs_is_said(tiny_uri, tmp_path):
     train_here(large, tmp_path / "other", recorder, epochs=1, init_from=init_from)
     [said] = recorder.named("initialized")
     assert said[WARNING].endswith(
-        "; it was made for images of 16 x 16 x 3, and these are 64 x 64 x 3: etl.image_size makes them alike"
+        "; it was trained on images of 16 x 16 x 3, and this dataset has 64 x 64 x 3: set etl.image_size to match"
     )

@@ -41,13 +41,13 @@ def chosen_elsewhere() -> TrainingPlan:
     """On a machine without Horovod, which is here."""
     now = resolve(TWO, HERE)
     assert now.config.strategy == "horovod"
-    return now.with_strategy("multi_worker_mirrored", "2 workers of TensorFlow, and Horovod is not here")
+    return now.with_strategy("multi_worker_mirrored", "2 TensorFlow workers, and Horovod is not installed")
 
 
 def test_a_resume_goes_on_with_what_was_chosen(begun):
     found = begun(chosen_elsewhere())
     assert found.config.strategy == "multi_worker_mirrored"
-    assert "as this training was begun (2 workers of TensorFlow, and Horovod is not here)" in found.reason
+    assert "as when this training began (2 TensorFlow workers, and Horovod is not installed)" in found.reason
     # Its reason does not grow from resume to resume.
     assert begun(found) == found
 
@@ -79,24 +79,24 @@ def test_another_question_gets_another_answer(begun, asked, spark, strategy, lau
 
 
 def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun):
-    kept = replace(chosen_elsewhere(), ranks_reason="2 GPUs of this machine")
+    kept = replace(chosen_elsewhere(), ranks_reason="this machine has 2 GPUs")
     alone = resolve(ANY, HERE).config
     assert (alone.num_workers, alone.strategy, alone.launcher) == (1, "single", "inline")
     found = begun(kept, ANY)
     assert (found.config.num_workers, found.config.strategy) == (2, "multi_worker_mirrored")
-    assert found.reason.startswith("2 ranks: as this training was begun (2 GPUs of this machine); multi_worker_mirr")
+    assert found.reason.startswith("2 ranks: as when this training began (this machine has 2 GPUs); multi_worker_mirr")
     assert begun(kept, ANY.model_copy(update={"num_workers": 1})).config.strategy == "single"
     assert begun(kept, ANY, SparkConfig(master="local[3]")).config == alone
     # The one process of `inline` is set, so that two ranks cannot go on.
     found = begun(kept, ANY.model_copy(update={"launcher": "inline"}))
-    assert found.config.num_workers == 1 and "begun with 2 ranks" in found.chosen_anew
+    assert found.config.num_workers == 1 and "began with 2 ranks" in found.chosen_anew
 
 
 def test_what_no_longer_runs_is_chosen_anew_and_said(begun):
     found = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
     assert found.config.strategy == "horovod"
     said = found.chosen_anew
-    assert "begun with 2 ranks, multi_worker_mirrored (local), which does not run now: train.compression" in said
+    assert "began with 2 ranks, multi_worker_mirrored (local), which cannot run now: train.compression" in said
 
 
 def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp_path):
@@ -107,21 +107,25 @@ def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp
     kept = path.read_bytes()
     assert b'"strategy":"single"' in kept and b'"strategy_reason":"one worker"' in kept
     path.write_bytes(kept.replace(b"single", b"double"))
-    with pytest.raises(IntegrityError, match=rf"{PLAN} was altered; .*; delete it: what `auto` stands for"):
+    with pytest.raises(IntegrityError, match=f"{PLAN} was altered; .*; delete it: `auto` is then resolved again"):
         train_model(tree, Recorder())
     path.write_bytes(kept)
     outcome = train_model(tree, Recorder())
     assert path.read_bytes() == kept
     reason = train_record(outcome).sections["train"]["strategy_reason"]
-    assert "what this machine has; single: one worker; inline: in this process (" in reason
+    assert "all devices of this machine; single: one worker; inline: in this process (" in reason
     # One paragraph with what was looked at.
-    assert re.search(r"\(no GPU and \d+ processors here; one host, as spark.master = local\[\*\]; \d+ rows to", reason)
+    assert re.search(
+        "\\(no GPU and \\d+ processors here; one host, because spark.master = local\\[\\*\\]; \\d+ rows to", reason
+    )
     assert re.search(
         r"train on: \d+ steps of \d+ images an epoch, \d+ in all\); trained weights take [\d.]+ KiB", reason
     )
-    assert re.search(r"KiB with what the optimizer remembers; a rank may use [\d.]+ GiB \(", reason)
+    assert re.search("KiB with the optimizer's state; a rank may use [\\d.]+ GiB \\(", reason)
     memory = train_record(outcome).sections["train"]["memory"]
-    assert re.fullmatch(r"memory: the \d+ images of a step are .* and 1,000 times that fits into .* GiB \(.*\)", memory)
+    assert re.fullmatch(
+        "memory: the \\d+ images of a step take .* and 1,000 times that fits into .* GiB \\(.*\\)", memory
+    )
 
 
 def test_the_reason_has_the_numbers_that_were_looked_at(tiny_uri):
@@ -134,6 +138,6 @@ def test_the_reason_has_the_numbers_that_were_looked_at(tiny_uri):
     assert "(2 device(s) and " in resolve(two, SparkConfig(), dataset).reason
     places = {"spark.executor.instances": "4", "spark.executor.cores": "1"}
     yarn = SparkConfig(master="yarn", train=SparkApplicationConfig(conf=places))
-    assert "; spark.master = yarn with places for 4; " in resolve(config, yarn, dataset).reason
+    assert "; spark.master = yarn with slots for 4 ranks; " in resolve(config, yarn, dataset).reason
     everything_set = TrainConfig(num_workers=1, strategy="single", launcher="inline")
     assert resolve(everything_set, SparkConfig(), dataset).numbers == ()

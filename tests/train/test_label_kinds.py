@@ -100,7 +100,7 @@ def test_mirrored_images_beside_labels_that_are_numbers_are_a_warning(datasets, 
         train_model(tree, observer)
         told = [fields["warning"] for fields in observer.named("augment")]
         assert len(told) == (kind != "multi_label" and augment != {}), told
-        assert all("labels that are numbers stay as they are" in warning for warning in told)
+        assert all("numeric labels stay unchanged" in warning for warning in told)
 
 
 @EVERY_KIND
@@ -211,7 +211,7 @@ def test_what_does_not_fit_the_labels_is_refused(datasets):
         check_trainable(TrainConfig(loss="softmax"), multi_label)
     with pytest.raises(UsageError, match=r"'probabilities', but the dataset has labels of 1 number"):
         check_trainable(TrainConfig(model_outputs="probabilities"), numbers)
-    with pytest.raises(UsageError, match=r"local_sgd.silos on labels of 1 number\(s\); expected one class an image"):
+    with pytest.raises(UsageError, match="local_sgd.silos on labels of 1 number\\(s\\); expected one class per image"):
         check_trainable(TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(silos=("a@1",))), numbers)
     with pytest.raises(UsageError, match=r"expected a limit for their mean absolute error; .* gate.metric_limit"):
         check_trainable(TrainConfig(), numbers, GateConfig(min_accuracy=0.9))

@@ -126,7 +126,7 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
             "RankLost",
             ["rank 1 (host ", "watch.silent_seconds = 3, the longest so far took 0.0", "in a step; rank 0 waiting in"],
         ),
-        ("exits_early", "TrainingError", ["rank 1", "ended by itself with exit code 7", "no licence found"]),
+        ("exits_early", "TrainingError", ["rank 1", "exited with code 7", "no licence found"]),
     ],
 )
 def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, said):

@@ -88,6 +88,6 @@ def test_an_architecture_of_torchvision_trains_and_exports(tmp_path):
 
 
 def test_images_that_an_architecture_of_torchvision_does_not_take_are_refused():
-    for name, message in (("alexnet", "16 x 16; .*too small"), ("vit_b_16", "16 x 20; it takes square images")):
+    for name, message in (("alexnet", "16 x 16; .*too small"), ("vit_b_16", "16 x 20; it accepts only square images")):
         with pytest.raises(UsageError, match=message):
             MODELS[f"torchvision.models:{name}"]((16, 20 if "vit" in name else 16, 3), 3)

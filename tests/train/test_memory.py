@@ -72,7 +72,7 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     memory = look_at(config, dataset)
     fitted = memory.fitted(config)
     assert (fitted.config.mixed_precision, fitted.config.accumulation_steps) == ("bfloat16", 1), fitted.reason
-    assert memory.record is not None and "'bfloat16', as decided before the first step, need" in fitted.reason
+    assert memory.record is not None and "'bfloat16', as chosen before the first step, need" in fitted.reason
     assert fitted.fit is not None and fitted.fit.choice == "bfloat16"
     ample = config.model_copy(update={"memory": MemoryConfig(budget_bytes=900 * GIB)})
     assert look_at(ample, dataset, memory.record) == memory
@@ -122,7 +122,7 @@ def test_what_is_ample_is_not_measured(tiny_uri, tmp_path, choice_of):
     memory = look_at(config, dataset)
     fitted = memory.fitted(config)
     assert (memory.record, fitted.fit, fitted.config.accumulation_steps) == (None, None, 1)
-    assert "images of a step are" in fitted.reason and fitted.reason.endswith(f"fits into {fitted.available}")
+    assert "images of a step take" in fitted.reason and fitted.reason.endswith(f"fits into {fitted.available}")
 
 
 def test_images_and_parts_follow_from_the_config():

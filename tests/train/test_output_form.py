@@ -97,11 +97,11 @@ def test_what_cannot_be_right_is_refused_with_the_key_to_set(backend):
 
 def test_a_compiled_loss_that_contradicts_the_outputs_is_refused():
     with pytest.raises(
-        UsageError, match=r"loss of probabilities, and gives any numbers; .*from_logits=True.*train.loss"
+        UsageError, match="loss for probabilities, but returns any numbers; .*from_logits=True.*train.loss"
     ):
         learner("keras", "logits_without_from_logits", classes(3))
     assert learner("keras", "logits_without_from_logits", classes(3), loss="softmax").outputs_are_logits
-    with pytest.raises(UsageError, match=r"from_logits=True, and gives probabilities; .*from_logits=False"):
+    with pytest.raises(UsageError, match="from_logits=True, but returns probabilities; .*from_logits=False"):
         learner("keras", "softmax_with_from_logits", classes(3))
     assert not learner("keras", "softmax_with_from_logits", classes(3), loss="softmax").outputs_are_logits
 

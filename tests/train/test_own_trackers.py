@@ -84,7 +84,7 @@ def test_one_that_raises_is_warned_of_once_and_left_out(method: str, tmp_path: P
     assert warned.startswith(
         f"train.log.trackers = '{HERE}:Failing': its `{method}` failed: ZeroDivisionError: at {method}"
     )
-    assert "own_trackers.py:" in warned and "it is not called again" in warned
+    assert "own_trackers.py:" in warned and "the tracker is disabled" in warned
     calls = [each.partition(" ")[0] for each in Recording.told]
     before = {"step": ["made"], "event": ["made", "step"], "finish": WHOLE[:-2], "close": WHOLE[:-1]}[method]
     assert len(calls) == len(WHOLE) + len(before)
@@ -180,7 +180,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_end_that_fails_is_told_as_the_end():
     tracker = Sending({"end": [OSError("the end is refused")] * 1000})
     tracker.step(step(0))
-    assert tracker.closed() == ["all values got there, but not that the training has ended: the end is refused"]
+    assert tracker.closed() == ["all values were delivered, but not the end of the training: the end is refused"]
 
 
 @pytest.mark.usefixtures("quick")
@@ -194,14 +194,14 @@ def test_an_end_that_succeeds_later_is_no_warning():
 def test_what_is_told_at_the_end_is_why_values_are_missing():
     refused = Sending({"begin": [OSError("away")], "send": [sent.Refusal("no such step")]})
     refused.sent(step(0))
-    assert refused.closed() == ["5 values of metrics did not get there: no such step"]
+    assert refused.closed() == ["5 metric values were not delivered: no such step"]
     # It was away once and came back; at the end it is slow.
     slow = Sending({"begin": [OSError("away")]})
     slow.sent(step(0))
     slow.send = lambda scalars: sent.time.sleep(30)
     slow.step(step(1))
-    assert slow.closed() == ["5 values of metrics did not get there: it is slow, or does not answer"]
-    assert len(slow.warned) == 2 and "away; the training continues, and it is tried again" in slow.warned[0]
+    assert slow.closed() == ["5 metric values were not delivered: the server is slow or does not respond"]
+    assert len(slow.warned) == 2 and "away; the training continues, and sending is retried" in slow.warned[0]
 
 
 def test_a_tracker_gets_the_settings_that_were_chosen_and_none_of_a_finished_training(tiny_uri, tmp_path: Path):

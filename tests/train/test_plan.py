@@ -34,7 +34,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     # Weights, gradients and Adam's two moments, and a few bytes for the generators and the number of steps.
     assert 4 <= planned.cost.state_bytes / planned.cost.weights_bytes < 6
     rows = dict(planned.rows())
-    assert rows["model"] == "2,307 weights, 9.0 KiB; those that are trained 9.0 KiB"
+    assert rows["model"] == "2,307 weights, 9.0 KiB; trainable weights 9.0 KiB"
     assert planned.fit is not None and rows["fit"] == planned.fit.reason and "8 images at once" in planned.fit.reason
     assert planned.exchange is not None and rows["exchange"] == planned.exchange.reason
     assert f"{1000 * planned.exchange_seconds:.1f} ms of a step of" in rows["exchange"]
@@ -58,7 +58,7 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert speed.training_seconds == pytest.approx(3 * epoch_seconds + first_seconds)
     num_rows = open_dataset(tiny_uri).manifest.splits["train"].num_rows
     assert speed.images_per_second == pytest.approx(3 * num_rows / speed.training_seconds)
-    assert "validation; without the start of the ranks" in dict(planned.rows())["speed"]
+    assert "validation; excluding the start of the ranks" in dict(planned.rows())["speed"]
     # Servers have each worker take a batch of its own: as many updates in a fraction of the time.
     assert Pace(5.0, 2.0, 0.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
 
@@ -78,7 +78,7 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     assert all(each in table.stdout for each in ("torch_ddp", "8 workers", "2,307 weights")), table.stdout
     done = shardmill("plan", tiny_uri, "--json", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
-    assert "local: in processes of one machine (" in document["reason"] and "spark.master" in document["reason"]
+    assert "local: in processes on one machine (" in document["reason"] and "spark.master" in document["reason"]
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
     assert document["fit"]["choice"] == "at_once" and document["images_per_second"] > 0

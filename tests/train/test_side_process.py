@@ -33,7 +33,7 @@ def test_what_it_has_started_is_gone_when_it_has_answered():
     [
         ("refuses", UsageError, "too few; expected more; add some", "raise UsageError("),
         ("raises", TrainingError, r"the work failed: KeyError: 'absent' (.*answer_in_every_way.py:\d+)", "in work"),
-        ("leaves", TrainingError, r"the work ended by itself with exit code 3: goodbye", "nothing to do here"),
+        ("leaves", TrainingError, "the work exited with code 3: goodbye", "nothing to do here"),
         ("crashes", TrainingError, r"the work was killed by SIGSEGV (.*answer_in_every_way.py:\d+)", "Segmentation"),
     ],
 )
@@ -44,5 +44,5 @@ def test_how_it_ends_is_told(way: str, kind: type[ShardmillError], said: str, no
 
 
 def test_one_that_hangs_is_ended():
-    with pytest.raises(TrainingError, match=r"the work was not done within train.patience = 1"):
+    with pytest.raises(TrainingError, match="the work did not finish within train.patience = 1"):
         asked("hangs", timeout_seconds=1)

@@ -76,10 +76,10 @@ def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_
     assert resolve(tree.train, SparkConfig()).config.num_streams == 8
     ranks = {"num_workers": 13, "launcher": "local", "strategy": "horovod"}
     too_many = tree.model_copy(update={"train": tree.train.model_copy(update=ranks)})
-    with pytest.raises(UsageError, match="13 ranks for a training that was begun with train.num_streams = 12"):
+    with pytest.raises(UsageError, match="13 ranks for a training that began with train.num_streams = 12"):
         train_model(too_many, Observer())
     weights = tree.train.model_copy(update={"rank_weights": (1.0,) * 13, "num_workers": 0})
-    with pytest.raises(UsageError, match=r"13 ranks .* or with train.num_streams = 24"):
+    with pytest.raises(UsageError, match="13 ranks .* or train.num_streams = 24"):
         train_model(tree.model_copy(update={"train": weights}), Observer())
     resumed = train_model(rejoined(tree), Observer()).result
     assert resumed.weights_sha256 == expected.weights_sha256 and resumed.resumed_from is not None

@@ -178,7 +178,7 @@ def test_without_it_ranks_train_otherwise(tiny_uri, tmp_path, at_one_rank, strat
         ),
         (
             {"strategy": "local_sgd", "local_sgd": {"local_steps": 2}},
-            r"'local_sgd'; its ranks do not compute one batch together; set",
+            "'local_sgd'; its ranks do not share one global batch; set",
         ),
         ({"accumulation_steps": 2}, r"accumulation_steps = 2; .*; set train.accumulation_steps = 1"),
     ],

@@ -129,7 +129,7 @@ def test_an_outage_of_the_runs_logs_is_a_warning_and_they_are_whole_after_it(s3_
     log = RunLog(SilentObserver(), sinks)
     for number in range(4):
         log.step(global_step(number))
-    assert len(said) == 2 and all("is behind, and is tried again" in each for each in said), said
+    assert len(said) == 2 and all("cannot be written; it will be retried" in each for each in said), said
     s3_client(s3_server).create_bucket(Bucket="made-later")
     log.step(global_step(4))
     log.close()

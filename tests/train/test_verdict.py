@@ -71,7 +71,7 @@ def test_the_larger_of_two_waits_counts_and_small_ones_do_not():
 def test_the_wait_for_a_late_rank_is_not_communication():
     verdict = judged({"compute": 0.05, "allreduce": 0.05}, {"compute": 0.1}, {"compute": 0.05, "allreduce": 0.05})
     assert verdict.bound == "straggler"
-    assert verdict.sentence.startswith("straggler: rank 1 on host b takes 2.0x the time of the others")
+    assert verdict.sentence.startswith("straggler: rank 1 on host b takes 2.0x as long as the others")
     assert "100.0 ms against 50.0 ms), mostly computing" in verdict.sentence
 
 
@@ -81,7 +81,7 @@ def test_what_the_readers_threads_did_tells_storage_from_decoding():
     assert storage.sentence.startswith("input-bound: storage; 50% of a step") and "75% of the" in storage.sentence
     assert decode.sentence.startswith("input-bound: decode; 50% of a step") and "90% of the" in decode.sentence
     short = judged(waits | {"fetch": 0.01, "decode": 0.04}).sentence
-    assert short.startswith("input-bound: 50% of a step") and "short ones are mostly beginning" in short
+    assert short.startswith("input-bound: 50% of a step") and "which dominates short epochs" in short
     assert "train.reading.threads (now 2)" in decode.sentence and 'etl.encoding = "raw"' in decode.sentence
 
 
@@ -133,7 +133,7 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
     steps(100, usual, late)
     [(name, fields)] = warned
     assert name == "train.straggler" and fields["rank"] == 1
-    assert fields["warning"].startswith("straggler: rank 1 on host b takes 2.0x the time of the others")
+    assert fields["warning"].startswith("straggler: rank 1 on host b takes 2.0x as long as the others")
     assert "train.rank_weights" in fields["warning"]
     # It recovers, and is named again when it falls back.
     steps(100, usual, usual)
@@ -143,8 +143,8 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
 
 EXCHANGE_CASES = [
     # Milliseconds of a step and of its exchange, choice, and what must be among the words.
-    (100, 19, "exchange_small", "19.0 ms of a step of 100.0 ms (19%), measured here: nothing would be gained"),
-    (100, 21, "exchange_large", "(21%), measured here: kept: a step exchanges once"),
+    (100, 19, "exchange_small", "19.0 ms of a step of 100.0 ms (19%), measured here: a change would gain nothing"),
+    (100, 21, "exchange_large", "(21%), measured here: unchanged: a step exchanges once"),
     (3, 2.5, "exchange_large", "fewer ranks (now 4)"),
     # A step in which no time was measured.
     (0, 0, "exchange_small", "0.0 ms of a step of 0.0 ms"),

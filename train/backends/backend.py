@@ -107,8 +107,8 @@ class StepOutcome:
 class StatePart(Enum):
     """The three parts of a learner's state."""
 
-    WEIGHTS = "what gradients change, or, with `train.ema_decay`, its averages; the same on all ranks between two steps"
-    OPTIMIZER = "what the optimizer remembers, and the weights themselves where WEIGHTS are averages; likewise"
+    WEIGHTS = "trainable weights, or, with `train.ema_decay`, their averages; equal on all ranks between steps"
+    OPTIMIZER = "optimizer state, and the trainable weights if WEIGHTS are averages; equal on all ranks between steps"
     OWN = "moving statistics and states of random generators: each rank has its own"
 
 

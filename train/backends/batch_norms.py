@@ -45,7 +45,7 @@ def checked(model: str, found: Iterable[Any], methods: Iterable[str], stock: typ
         raise UsageError(
             f"train.sync_batch_norm = true, but train.model = {model!r} has no batch normalization",
             f"expected at least one {stock.__name__.lstrip('_')} layer",
-            "leave train.sync_batch_norm out",
+            "remove train.sync_batch_norm",
         )
     for layer in layers:
         own = [name for name in methods if getattr(type(layer), name) is not getattr(stock, name)]
@@ -53,8 +53,8 @@ def checked(model: str, found: Iterable[Any], methods: Iterable[str], stock: typ
             raise UsageError(
                 f"train.sync_batch_norm = true, but {type(layer).__qualname__} of train.model = {model!r} has its own "
                 f"{own[0]}()",
-                f"expected {stock.__name__.lstrip('_')} as its framework has it",
-                "use that, or leave train.sync_batch_norm out",
+                f"expected {stock.__name__.lstrip('_')} as its framework defines it",
+                "use that, or remove train.sync_batch_norm",
             )
     return layers
 
@@ -65,7 +65,7 @@ def check_rows(layer: object, num_rows: int | None, num_samples: int | None) -> 
         raise UsageError(
             f"train.sync_batch_norm = true, but {layer} normalizes {num_rows} rows of a batch of {num_samples}",
             "expected one row for each sample, because padding must not count",
-            "give it inputs whose first axis is the batch, or leave train.sync_batch_norm out",
+            "give it inputs whose first axis is the batch, or remove train.sync_batch_norm",
         )
 
 

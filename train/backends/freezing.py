@@ -42,8 +42,8 @@ def never_unfrozen(config: TrainConfig) -> str:
     if config.unfreeze_epoch < config.epochs:
         return ""
     return (
-        f"train.unfreeze_epoch = {config.unfreeze_epoch}, counted from 0, and the training ends after train.epochs = "
-        f"{config.epochs}: what train.freeze names stays as it is"
+        f"train.unfreeze_epoch = {config.unfreeze_epoch}, counted from 0, but the training ends after train.epochs = "
+        f"{config.epochs}: the weights that train.freeze names stay frozen"
     )
 
 

@@ -24,7 +24,7 @@ def check_seen(world: World, framework: str, num_seen: int) -> None:
         raise UsageError(
             f"{given}: {framework} sees {num_seen} GPU(s) there",
             f"expected {len(world.devices)}",
-            "look at nvidia-smi and the framework's CUDA libraries on that host; or set train.devices = 'cpu'",
+            "check nvidia-smi and the framework's CUDA libraries on that host; or set train.devices = 'cpu'",
         )
 
 

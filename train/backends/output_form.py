@@ -69,23 +69,24 @@ def are_logits(
     if compiled_for_logits is False:
         if at_first is OutputForm.ANY:
             raise UsageError(
-                f"train.model = {config.model!r} is compiled with a loss of probabilities, and gives {at_first.value}",
+                f"train.model = {config.model!r} is compiled with a loss for probabilities, but returns "
+                f"{at_first.value}",
                 "expected from_logits=True in its loss, or a softmax or sigmoid at its end",
-                f'compile it so, or set train.loss = "{"softmax" if kind == "class" else "sigmoid"}"',
+                f'compile it with such a loss, or set train.loss = "{"softmax" if kind == "class" else "sigmoid"}"',
             )
         return False
     form = at_first if at_first is OutputForm.ANY else _form_under_noise(probe, images_NHWC, at_first)
     if compiled_for_logits:
         if form in expected:
             raise UsageError(
-                f"train.model = {config.model!r} is compiled with from_logits=True, and gives probabilities",
+                f"train.model = {config.model!r} is compiled with from_logits=True, but returns probabilities",
                 f"its outputs are {form.value}",
                 'compile it with from_logits=False, or set train.model_outputs = "logits" if they are logits',
             )
         return True
     if kind == "class" and form is OutputForm.UNIT:
         raise UsageError(
-            f"train.model = {config.model!r} gives numbers from 0 to 1 that do not always add up to 1",
+            f"train.model = {config.model!r} returns numbers from 0 to 1 that do not always add up to 1",
             "expected logits, or the probabilities of a softmax: an image has one class",
             'remove a sigmoid at its end, or set train.model_outputs to "logits" or "probabilities"',
         )
@@ -126,7 +127,7 @@ def _images(image_shape_HWC: tuple[int, int, int]) -> np.ndarray:
 def _no_probabilities(config: TrainConfig, kind: LabelKind, form: OutputForm) -> UsageError:
     of_image = ", and those of an image to add up to 1" if kind == "class" else ""
     return UsageError(
-        f'train.model_outputs = "probabilities", but train.model = {config.model!r} gives numbers that are '
+        f'train.model_outputs = "probabilities", but train.model = {config.model!r} returns numbers that are '
         f"{'each from 0 to 1, but do not add up to 1' if form is OutputForm.UNIT else 'not all from 0 to 1'}",
         f"expected outputs from 0 to 1{of_image}",
         'set train.model_outputs = "auto"',

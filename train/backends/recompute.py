@@ -12,7 +12,7 @@ from shardmill.errors import UsageError
 def nothing_to_recompute(model: str, expected: str) -> UsageError:
     """`model`: what `train.model` names."""
     return UsageError(
-        f"train.memory.activation_checkpointing: train.model = {model!r} has no part that could be recomputed",
+        f"train.memory.activation_checkpointing: train.model = {model!r} has no part that can be recomputed",
         f"expected {expected}",
         "set train.memory.activation_checkpointing = 'off'",
     )

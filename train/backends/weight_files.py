@@ -43,7 +43,7 @@ def read_arrays(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
     except Exception as error:
         # What damage or malice makes of a file shows as errors of many kinds.
         raise UsageError(
-            f"{where} does not read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            f"{where} cannot be read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
             "expected a complete file of weights",
             "save or download it again",
         ) from error

@@ -54,7 +54,7 @@ class Attempt:
         raise CommitConflict(
             f"attempt {self.number} at {join_uri(self.store.uri, self.training_dir)} is no longer the newest: "
             f"attempt {newest} began on host {by.host}, process {by.process}",
-            "the older attempt publishes nothing more",
+            "an older attempt may not publish anything",
             "let the newer attempt continue; if it has ended, run the same command again",
         )
 
@@ -64,7 +64,7 @@ class Attempt:
         if not self.store.put_if_absent(path, data) and self.store.read(path) != data:
             raise CommitConflict(
                 f"another attempt has published {join_uri(self.store.uri, path)} before attempt {self.number}",
-                "expected none; nothing was replaced",
+                "expected no such file; nothing was replaced",
                 "run the same command again: it finds the published file",
             )
 

@@ -172,7 +172,7 @@ def _read_marker(store: Store, path: str) -> CheckpointMarker:
     except FileNotFoundError:
         raise IntegrityError(
             f"{path} has no {MARKER}",
-            "its writer was interrupted before it was complete",
+            "its writer was interrupted before the checkpoint was complete",
             "a training resumes from its newest complete checkpoint; restore this one if it was complete before",
         ) from None
     try:

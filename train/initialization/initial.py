@@ -144,7 +144,7 @@ def check_initial(config: TrainConfig) -> None:
     elif config.freeze and not MODELS.is_own(config.model):
         raise UsageError(
             f"train.freeze = {list(config.freeze)} without train.init_from",
-            f"train.model = {config.model!r} begins with random weights, and frozen weights would stay random",
+            f"train.model = {config.model!r} starts with random weights, and frozen weights would stay random",
             "set train.init_from, or remove train.freeze",
         )
     if config.unfreeze_epoch and not config.freeze:

@@ -63,7 +63,7 @@ def _other_size(file: InitialFile, session: Session) -> str:
     if there is None or there == here:
         return ""
     made_for, has = (" x ".join(map(str, shape_HWC)) for shape_HWC in (there, here))
-    return f"; it was made for images of {made_for}, and these are {has}: etl.image_size makes them alike"
+    return f"; it was trained on images of {made_for}, and this dataset has {has}: set etl.image_size to match"
 
 
 def read_initialized(store: Store, training_dir: str) -> Initialized | None:

@@ -79,7 +79,7 @@ def match_weights(
         taken.add(name_there)
         shapes = f"{name}: {array.shape} in the file, {weight.shape} in the model"
         if name in head and other_head:
-            replaced.append(shapes if array.shape != weight.shape else f"{name}: of other classes")
+            replaced.append(shapes if array.shape != weight.shape else f"{name}: belongs to other classes")
         elif array.shape != weight.shape:
             unfit.append(shapes)
         else:

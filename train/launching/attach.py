@@ -106,7 +106,7 @@ def check_world_size(world_size: int, spark: SparkConfig) -> None:
         raise UsageError(
             f"train.num_workers = {world_size}, but {starter} started {place.world_size} process(es)",
             "expected a process for each rank",
-            f"set train.num_workers = {place.world_size}, or leave it out; {starter.if_left}",
+            f"set train.num_workers = {place.world_size}, or remove it; {starter.if_left}",
         )
 
 
@@ -200,7 +200,7 @@ def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
             keeping = threading.Thread(target=_keep, args=arguments, name="attached-rank", daemon=True)
             keeping.start()
     _join(keeping)
-    return print_error(TrainingError.exit_code, f"the process of rank 0 at {address} is gone: the job has ended")
+    return print_error(TrainingError.exit_code, f"the process of rank 0 at {address} has ended, so the job has ended")
 
 
 def _keep(connection: Connection, place: Place, environment: dict[str, str]) -> None:

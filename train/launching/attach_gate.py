@@ -83,7 +83,7 @@ class Gate:
         elif message is None:
             with self._changed:
                 host = self._present.pop(received.rank, "")
-            self._lost(f"the process of rank {received.rank} on host {host} is gone")
+            self._lost(f"the process of rank {received.rank} on host {host} has ended")
 
     def _lost(self, why: str) -> None:
         with self._changed:
@@ -118,7 +118,7 @@ def _call_gate(address: str, token: str, rank: int, until_seconds: float) -> Con
     try:
         challenge = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
         if not isinstance(challenge, Challenge):
-            raise ProtocolError(f"{address} is no process of this job")
+            raise ProtocolError(f"{address} is not a process of this job")
         nonce = secrets.token_hex(16)
         proof = proof_of(token, "attached", challenge.nonce)
         connection.send(Hello("attached", rank, socket.gethostname(), os.getpid(), nonce, proof))

@@ -37,7 +37,7 @@ def loopback_warning(host: str, place: Place) -> str:
         return ""
     found = host if host in loopback else f"{host}, which is {', '.join(loopback)} on {socket.gethostname()}"
     return (
-        f"rank {place.rank} {'calls' if place.rank else 'is'} rank 0 at {found}: a loopback address, and the "
+        f"rank {place.rank} {'calls' if place.rank else 'is'} rank 0 at {found}: a loopback address, but the "
         f"{place.world_size} ranks are on several hosts; set train.attach.host to the address of rank 0's host on "
         "their network (`hostname -I` there lists it), or correct /etc/hosts"
     )

@@ -75,7 +75,7 @@ class Connection:
         while (end := self._unread.find(b"\n", num_searched)) < 0:
             num_searched = len(self._unread)
             if max_bytes is not None and num_searched > max_bytes:
-                raise ProtocolError(f"no message of at most {max_bytes} bytes")
+                raise ProtocolError(f"a message has more than {max_bytes} bytes")
             try:
                 if until_seconds is not None:
                     self.set_timeout(until_seconds)
@@ -93,7 +93,7 @@ class Connection:
         line = bytes(self._unread[:end])
         del self._unread[: end + 1]
         if max_bytes is not None and len(line) > max_bytes:
-            raise ProtocolError(f"no message of at most {max_bytes} bytes")
+            raise ProtocolError(f"a message has more than {max_bytes} bytes")
         try:
             return message_adapter().validate_json(line)
         except ValidationError as error:

@@ -133,9 +133,9 @@ class Deadlines:
 
     def _paused(self, rank: RankState, now: float) -> str:
         return (
-            f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} s"
-            f"{_while(rank)} (train.watch.silent_seconds = {self._limits.silent_seconds:g}); after "
-            f"{self._limit_seconds(rank):.0f} s it is ended ({self._why_limited(rank)})"
+            f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} "
+            f"s{_while(rank)} (train.watch.silent_seconds = {self._limits.silent_seconds:g}); after "
+            f"{self._limit_seconds(rank):.0f} s it will be killed ({self._why_limited(rank)})"
         )
 
     def _absent(self, now: float) -> list[RankFault]:
@@ -186,7 +186,9 @@ class Deadlines:
         if late and len(late) == len(at_work):
             # No rank is missing, so the cause is the network between them, or the rendezvous that gave them their
             # addresses.
-            wait = "all ranks wait for each other" if len(late) > 1 else "the only rank at work waits for others"
+            wait = (
+                "all ranks are waiting for each other" if len(late) > 1 else "the only busy rank is waiting for others"
+            )
             what = f"{wait}, {self._pause(late[0], now)}: {_named(late)}"
             return [RankFault(FaultKind.STALLED, -1, "", now, what)]
         return []
@@ -212,9 +214,7 @@ class Deadlines:
 
     def _pause(self, rank: RankState, now: float) -> str:
         pause_seconds, limit_seconds = now - rank.progress_seconds, self._limit_seconds(rank)
-        return (
-            f"no progress for {pause_seconds:.0f} s ({self._why_limited(rank)}; {limit_seconds:.0f} s are allowed here)"
-        )
+        return f"no progress for {pause_seconds:.0f} s ({self._why_limited(rank)}; {limit_seconds:.0f} s are allowed)"
 
     def _why_limited(self, rank: RankState) -> str:
         longest_seconds = self._longest_seconds(rank)

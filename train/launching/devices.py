@@ -131,7 +131,7 @@ def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
         return "GPU"
     reason = why_no_gpu(config.backend)
     has_unused = visible_gpus(os.environ, _num_gpus_here()) and config.devices != "cpu"
-    return f"CPU (a GPU is here, but {reason})" if has_unused and reason else "CPU"
+    return f"CPU (this host has a GPU, but {reason})" if has_unused and reason else "CPU"
 
 
 def devices_here(config: TrainConfig, num_ranks_here: int) -> tuple[RankDevices, ...]:

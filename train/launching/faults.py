@@ -14,7 +14,7 @@ from shardmill.user_module import line_of_user, message_of
 from shardmill.values import Cursor
 from train.launching.messages import Failure
 
-FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
+FIX = "fix the cause, then run the same command again: it resumes from the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
 
 
@@ -183,7 +183,7 @@ def _sentence(fault: RankFault) -> str:
         case FaultKind.FAILED | FaultKind.COLLECTIVE if fault.failure is not None:
             return f"{rank} failed {after}: {fault.failure}"
         case FaultKind.SILENT:
-            return f"{rank} went silent {after}: {fault.what}"
+            return f"{rank} stopped sending heartbeats {after}: {fault.what}"
         case FaultKind.STALLED if fault.rank >= 0:
             return f"{rank} hangs {after}: {fault.what}"
         case FaultKind.KILLED | FaultKind.COLLECTIVE:
@@ -195,13 +195,13 @@ def _sentence(fault: RankFault) -> str:
 def how_it_ended(returncode: int | None) -> str:
     """Of a process that left no word, as people say it."""
     if returncode is None:
-        return "was killed, by a signal that is not known,"
+        return "was killed by an unknown signal"
     if returncode < 0:
         try:
             return f"was killed by {signal.Signals(-returncode).name}"
         except ValueError:
             return f"was killed by signal {-returncode}"
-    return f"ended by itself with exit code {returncode}"
+    return f"exited with code {returncode}"
 
 
 def _last_line_of(error: BaseException) -> str:

@@ -71,7 +71,7 @@ class LostRanks:
         if not others or any(each.last_step is None for each in self._loops):
             return False
         rank.is_lost = True
-        warning = f"rank {rank.number}, a worker, is lost ({fault.where}): {len(others)} other(s) do its work"
+        warning = f"rank {rank.number}, a worker, is lost ({fault.where}): {len(others)} other(s) take over its work"
         fields = {"rank": rank.number, "kind": str(fault.kind), "where": fault.where, WARNING: warning}
         self._observer.event("rank_lost", fields)
         return True

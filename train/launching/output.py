@@ -48,7 +48,7 @@ class OutputLines:
         self._num_left -= len(text)
         if self._num_left <= 0:
             end = text.rfind(b"\n", 0, len(text) + self._num_left) + 1
-            text = text[:end] + f"(more than {MAX_TOLD_BYTES:,} bytes: the rest is left out)\n".encode()
+            text = text[:end] + f"(more than {MAX_TOLD_BYTES:,} bytes; truncated)\n".encode()
         self._emit(text.decode(errors="replace"))
 
 

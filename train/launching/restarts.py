@@ -80,7 +80,7 @@ def launch_until_done(
             try:
                 check(smaller.config)
             except UsageError as refusal:
-                lost.add_note(f"it did not continue with {counted(num_ranks, 'rank')}: {refusal}")
+                lost.add_note(f"it could not continue with {counted(num_ranks, 'rank')}: {refusal}")
                 raise lost from refusal
             restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), num_ranks))
             _report(restarts, plan.config, smaller.config, observer)

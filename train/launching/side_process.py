@@ -128,7 +128,7 @@ def _how_it_ended(question: Question, returncode: int, tail: str, *, is_late: bo
     line = line_of_user_in_dump(tail)
     where = f" ({line})" if line else ""
     if is_late:
-        return f"was not done within {question.key} = {question.timeout_seconds:g}{where}"
+        return f"did not finish within {question.key} = {question.timeout_seconds:g}{where}"
     said = "" if "Fatal Python error" in tail else last_line(tail)
     return f"{how_it_ended(returncode)}{where}{f': {said}' if said else ''}"
 

@@ -154,10 +154,10 @@ def why_no_places(master: str, conf: dict[str, str]) -> str:
     if is_local_master(master) or (num_places := num_places_of(master, conf)):
         return ""
     if num_places == 0:
-        return f"by its settings {master} has no place for a rank"
+        return f"by its settings {master} has no slot for a rank"
     if not master.startswith("spark://") and not _keeps_executors(conf):
         fix = "set spark.dynamicAllocation.enabled = false and spark.executor.instances"
-        return f"the executors of {master} come and go, which ranks cannot use ({fix})"
+        return f"{master} adds and removes executors, which ranks cannot use ({fix})"
     has_gpus = GPUS_OF_TASK in conf
     if master.startswith("spark://"):
         needed = ("spark.cores.max",) if has_gpus else ("spark.cores.max", "spark.executor.cores")
@@ -165,7 +165,7 @@ def why_no_places(master: str, conf: dict[str, str]) -> str:
         needed = ("spark.executor.instances", "spark.executor.cores") if has_gpus else ("spark.executor.instances",)
     missing = " and ".join(name for name in needed if name not in conf)
     what = f"ranks {master} has GPUs for" if has_gpus else f"executors {master} has"
-    return f"the settings do not say how many {what} ({missing}; or set train.num_workers)"
+    return f"the settings do not show how many {what} ({missing}; or set train.num_workers)"
 
 
 def _keeps_executors(conf: dict[str, str]) -> bool:

@@ -102,9 +102,12 @@ def keys_here(place: int | None, shape: Sequence[Any]) -> tuple[Any, int]:
     keys_N = _in_thread.get(_in_process)
     if keys_N is None or place is None:
         raise UsageError(
-            "SampleDropout was called in training without sample ids",
+            "SampleDropout was called in training mode without sample ids",
             "expected a training step of shardmill, and a layer that is registered in its model",
-            "elsewhere call the model with training=False, or eval(); in PyTorch keep modules in an nn.ModuleList",
+            (
+                "outside of training, call the model with training=False, or eval(); in PyTorch, keep modules in an "
+                "nn.ModuleList"
+            ),
         )
     num_rows, *of_sample = shape
     num_samples = keys_N.shape[0]

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _NUMBERS = Entry("train.metrics.numbers:NumberMetrics", "mean squared and mean absolute error")
 
 METRICS: Registry[Callable[[LabelSpec], Metrics]] = Registry(
-    "the kind of labels",
+    "chosen by the kind of labels",
     {
-        "class": Entry("train.metrics.one_class:ClassMetrics", "accuracy, top five, which class is taken for which"),
+        "class": Entry("train.metrics.one_class:ClassMetrics", "accuracy, top five, confusion matrix"),
         "multi_label": Entry("train.metrics.multi_label:MultiLabelMetrics", "average precision"),
         "float": _NUMBERS,
         "float_vector": _NUMBERS,

@@ -28,7 +28,7 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
         ),
         "vit": Entry(
             "train.models.vit:vit",
-            "a small vision transformer: four blocks of attention over some 64 patches",
+            "a small vision transformer: four attention blocks over about 64 patches",
             extra="tensorflow",
             packages=("keras",),
         ),

@@ -27,7 +27,7 @@ def check_same_model(then: ModelIdentity, now: ModelIdentity, name: str, where: 
         raise UsageError(
             f"{where} contains weights of a different model than train.model = {name!r} builds now: "
             f"{'; '.join(differences)}",
-            "expected the factory, its settings and Keras as they were then",
+            "expected the same factory, settings and Keras version as then",
             "restore them, or train again (`shardmill train --fresh`)",
         )
 

@@ -105,7 +105,7 @@ def _build_torchvision(name: str, image_shape_HWC: tuple[int, int, int], num_cla
     options: dict[str, Any] = {}
     if name.startswith("vit_"):
         if height != width:
-            raise _unfit(f"torchvision.models:{name}", image_shape_HWC, "", "it takes square images")
+            raise _unfit(f"torchvision.models:{name}", image_shape_HWC, "", "it accepts only square images")
         options["image_size"] = height
     elif name == "maxvit_t":
         options["input_size"] = (height, width)

@@ -78,7 +78,7 @@ def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
             return rule.choice, rule.because.format(**asdict(facts))
     (STRATEGIES if key == "train.strategy" else LAUNCHERS).usable(wanted[0].choice)
     raise UsageError(
-        f"{key} = 'auto' finds nothing for this training", f"expected {', '.join(rule.choice for rule in wanted)}"
+        f"{key} = 'auto' does not apply to this training", f"expected {', '.join(rule.choice for rule in wanted)}"
     )
 
 
@@ -137,10 +137,10 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tupl
     found = [f"{devices} and {len(os.sched_getaffinity(0))} processors here"]
     if not facts.has_cluster:
         why = f"spark.master = {facts.spark_master}" if facts.may_use_cluster else f"train.launcher = {config.launcher}"
-        found.append(f"one host, as {why}")
+        found.append(f"one host, because {why}")
     else:
         found.append(
-            f"spark.master = {facts.spark_master} with places for {facts.num_places or 'an unknown number of ranks'}"
+            f"spark.master = {facts.spark_master} with slots for {facts.num_places or 'an unknown number of'} ranks"
         )
     if dataset is not None and facts.num_steps is not None:
         num_rows = dataset.manifest.splits["train"].num_rows
@@ -179,6 +179,6 @@ def _refuse_started_by_others() -> None:
         raise UsageError(
             f"{starter} started this command {place.world_size} times ({starter.rank} = {place.rank}, "
             f"{starter.world_size} = {place.world_size}), and train.launcher is not set",
-            "each of them would train by itself",
+            "each of them would run its own training",
             f"set train.launcher = 'attach'; {starter.if_left}",
         )

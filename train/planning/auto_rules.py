@@ -80,44 +80,48 @@ RANKS_RULES = (
     RanksRule(
         "started",
         lambda facts: facts.num_started > 0,
-        "others have started as many processes",
+        "an external launcher started this many processes",
         lambda facts: facts.num_started,
     ),
     RanksRule(
         "named",
         lambda facts: facts.num_named > 0,
-        "train.local_sgd.silos or train.rank_weights names as many",
+        "train.local_sgd.silos or train.rank_weights has this many entries",
         lambda facts: facts.num_named,
     ),
-    RanksRule("one_unless_set", lambda facts: facts.only_one != "", "with {only_one}, unless train.num_workers is set"),
+    RanksRule(
+        "one_unless_set",
+        lambda facts: facts.only_one != "",
+        "the default with {only_one}; train.num_workers overrides it",
+    ),
     RanksRule(
         "few_steps",
         lambda facts: facts.has_room and facts.num_steps is not None and facts.num_steps < FEW_STEPS,
-        "{num_steps} steps in all are too few to start more for",
+        "{num_steps} steps in total are too few to justify more ranks",
     ),
     RanksRule(
         "cluster",
         lambda facts: facts.has_cluster and bool(facts.num_places),
-        "the Spark cluster {spark_master} has places for {num_places}",
+        "the Spark cluster {spark_master} has slots for {num_places} ranks",
         lambda facts: facts.num_places,
     ),
     RanksRule("unknown_cluster", lambda facts: facts.has_cluster, "{why_no_places}"),
     RanksRule(
-        "gpus", lambda facts: facts.num_gpus > 1, "{num_gpus} GPUs of this machine", lambda facts: facts.num_gpus
+        "gpus", lambda facts: facts.num_gpus > 1, "this machine has {num_gpus} GPUs", lambda facts: facts.num_gpus
     ),
-    RanksRule("one", lambda facts: True, "one process uses what this machine has"),
+    RanksRule("one", lambda facts: True, "one process uses all devices of this machine"),
 )
 STRATEGY_RULES = (
     Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_sgd.local_steps = {local_steps}"),
     Rule(
         "mirrored",
         lambda facts: facts.num_workers == 1 and facts.backend == "keras" and facts.num_devices > 1,
-        "one worker of TensorFlow on {num_devices} devices",
+        "one TensorFlow worker on {num_devices} devices",
     ),
     Rule("single", lambda facts: facts.num_workers == 1, "one worker"),
-    Rule("torch_ddp", lambda facts: facts.backend == "torch", "{num_workers} workers of PyTorch"),
-    Rule("horovod", lambda facts: True, "{num_workers} workers of TensorFlow, one grouped allreduce a step"),
-    Rule("multi_worker_mirrored", lambda facts: True, "{num_workers} workers of TensorFlow, and Horovod is not here"),
+    Rule("torch_ddp", lambda facts: facts.backend == "torch", "{num_workers} PyTorch workers"),
+    Rule("horovod", lambda facts: True, "{num_workers} TensorFlow workers, one grouped allreduce per step"),
+    Rule("multi_worker_mirrored", lambda facts: True, "{num_workers} TensorFlow workers, and Horovod is not installed"),
 )
 LAUNCHER_RULES = (
     Rule(
@@ -130,5 +134,5 @@ LAUNCHER_RULES = (
         lambda facts: facts.num_ranks > 1 and facts.has_cluster,
         "as tasks of the Spark cluster {spark_master}",
     ),
-    Rule("local", lambda facts: True, "in processes of one machine"),
+    Rule("local", lambda facts: True, "in processes on one machine"),
 )

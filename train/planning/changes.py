@@ -86,11 +86,11 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
         if name not in safe:
             if name in MOVED:
                 raise UsageError(f"--allow-change {name}: it has moved", f"expected {MOVED[name]}")
-            known = "is no setting of [train]" if name not in fields_of_settings() else "is not safe to change"
+            known = "is not a key of [train]" if name not in fields_of_settings() else "is not safe to change"
             raise UsageError(
                 f"--allow-change {name}: it {known}",
                 f"expected one of {', '.join(safe)}",
-                "another value of it starts a new run: leave --allow-change out",
+                "changing it starts a new run: remove --allow-change",
             )
     return allowed
 
@@ -114,9 +114,12 @@ def going_on(
     if begun and begun != choice.training_dir and (mine := compared(begun)) is not None:
         if mine.refused:
             raise UsageError(
-                f"this run has begun another training, {begun}: {'; '.join(mine.differences)}",
+                f"this run already began a training with other settings, {begun}: {'; '.join(mine.differences)}",
                 "expected equal data, seed, batch, model and optimizer",
-                f"restore these settings; {_way_to_allow(mine)}train in another run (--run-id), or again (--fresh)",
+                (
+                    f"restore these settings; {_way_to_allow(mine)}start another run (--run-id), or train from the "
+                    "beginning (--fresh)"
+                ),
             )
         return _continued(choice, plan, mine, allowed)
     if not allowed:
@@ -126,10 +129,10 @@ def going_on(
     if not fitting:
         nearest = min(others, key=lambda each: len(each.refused), default=None)
         raise UsageError(
-            f"--allow-change {','.join(allowed)}: no unfinished training differs in nothing else"
+            f"--allow-change {','.join(allowed)}: no unfinished training differs only in these settings"
             + (f"; the nearest, {nearest.found.path}: {'; '.join(nearest.differences)}" if nearest else ""),
             "expected equal data, seed, batch, model and optimizer",
-            (_way_to_allow(nearest) if nearest else "") + "restore these settings, or leave --allow-change out",
+            (_way_to_allow(nearest) if nearest else "") + "restore these settings, or remove --allow-change",
         )
     return _continued(choice, plan, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
 
@@ -172,7 +175,7 @@ def _with_its_streams(plan: TrainingPlan, then: TrainingIdentity) -> TrainingPla
     num_streams = int(then.settings["num_streams"])
     if plan.asked.num_streams or num_streams in (0, plan.config.num_streams) or num_streams < plan.config.num_workers:
         return plan
-    return plan.with_streams(num_streams, f"as the training had that is resumed ({num_streams})")
+    return plan.with_streams(num_streams, f"as in the resumed training ({num_streams})")
 
 
 def _continued(

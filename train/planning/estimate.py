@@ -75,10 +75,14 @@ class Estimate:
             ("choice", f"{counted(self.num_workers, 'worker')}, backend {self.backend}; {self.reason}"),
             ("batch", f"{self.global_batch_size} images a step, at most {self.local_batch_size} on a rank; "
              f"{self.steps_per_epoch:,} steps an epoch"),
-            ("model", f"{cost.num_weights:,} weights, {size_of(cost.model_bytes)}; those that are trained "
-             f"{size_of(cost.weights_bytes)}"),
-            ("memory", f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's "
-             f"device; {size_of(self.window_bytes_per_rank)} of windows in its host's memory"),
+            ("model", (
+                f"{cost.num_weights:,} weights, {size_of(cost.model_bytes)}; trainable weights "
+                f"{size_of(cost.weights_bytes)}"
+            )),
+            ("memory", (
+                f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's device; "
+                f"{size_of(self.window_bytes_per_rank)} of read windows in its host's memory"
+            )),
             ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
             ("speed", str(self.speed)),
             *([("fit", self.fit.reason)] if self.fit else []),
@@ -144,7 +148,7 @@ def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, netwo
         return None
     step_seconds = cost.step_seconds + exchange_seconds
     sent = size_of(cost.sent_bytes)
-    how = f"computed for {sent} at {network_gbit:g} Gbit/s, none of it hidden behind the computation"
+    how = f"computed for {sent} at {network_gbit:g} Gbit/s, without overlap with computation"
     return weigh(ExchangeFacts(step_seconds, exchange_seconds, config.num_workers, how))
 
 

@@ -38,12 +38,12 @@ class ExchangeRule:
 
 
 EXCHANGE_RULES = (
-    ExchangeRule("exchange_small", lambda facts: facts.share < NOTABLE_SHARE, "nothing would be gained"),
+    ExchangeRule("exchange_small", lambda facts: facts.share < NOTABLE_SHARE, "a change would gain nothing"),
     ExchangeRule(
         "exchange_large",
         lambda facts: True,
-        "kept: a step exchanges once, however many microbatches it has. What would help is for you to "
-        "decide: fewer ranks (now {num_ranks}), or another training with a larger train.global_batch_size or with "
+        "unchanged: a step exchanges once, for any number of microbatches. These would help, but only you can choose "
+        "them: fewer ranks (now {num_ranks}), or a new run with a larger train.global_batch_size or with "
         "train.local_sgd.local_steps",
     ),
 )

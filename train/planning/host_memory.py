@@ -40,7 +40,7 @@ def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
         num_bytes = gpu_bytes()
         return Limit("a GPU here", num_bytes, on_gpu=True) if num_bytes else None
     num_bytes = free_bytes(Path("/"))
-    return Limit("a rank's part of the memory that is free here", 0, num_bytes) if num_bytes else None
+    return Limit("a rank's share of the free memory of this host", 0, num_bytes) if num_bytes else None
 
 
 def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from train.config import TrainConfig
 
 _ASKED = ("local_devices", "devices")
-_AS_BEGUN = "as this training was begun ({})"
+_AS_BEGUN = "as when this training began ({})"
 
 
 def plan_training(
@@ -62,6 +62,6 @@ def _as_begun(begun: PlanRecord, plan: TrainingPlan, spark: SparkConfig) -> Trai
         check_spread(resolve(then.spread, spark).config, spark)
     except UsageError as error:
         how = f"{counted(begun.num_workers, 'rank')}, {begun.strategy} ({begun.launcher})"
-        was = f"this training was begun with {how}, which does not run now: {error}"
+        was = f"this training began with {how}, which cannot run now: {error}"
         return replace(plan, chosen_anew=was)
     return then

@@ -121,7 +121,7 @@ def model_size(store: Store, checkpoint: str) -> str:
         return ""
     weights_bytes = sum(file.size_bytes for file in files if file.path.endswith(WEIGHTS))
     all_bytes = sum(file.size_bytes for file in files)
-    return f"trained weights take {size_of(weights_bytes)}, {size_of(all_bytes)} with what the optimizer remembers"
+    return f"trained weights take {size_of(weights_bytes)}, {size_of(all_bytes)} with the optimizer's state"
 
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
@@ -245,7 +245,7 @@ def _ample(limit: Limit, dataset: Dataset, spark: SparkConfig, config: TrainConf
     pixel_bytes = 4 * height * width * channels * images_at_once(config)
     if config.memory.budget_bytes or AMPLE * pixel_bytes > _bytes_of_a_rank(limit, config, spark):
         return ""
-    of_step = f"the {images_at_once(config)} images of a step are {size_of(pixel_bytes)} of numbers"
+    of_step = f"the {images_at_once(config)} images of a step take {size_of(pixel_bytes)}"
     return f"{of_step}, and {AMPLE:,} times that fits into {_available(limit, config, spark)}"
 
 

@@ -145,10 +145,10 @@ def size_of(num_bytes: float) -> str:
 
 def _needs(facts: MemoryFacts) -> str:
     return (
-        f"{facts.num_images} images at once need {size_of(facts.needed_bytes(1))}"
-        f"{' in bfloat16' if facts.is_halved else ''} ({size_of(facts.fixed_bytes)} "
-        f"whatever the batch, {size_of(facts.image_bytes)} an image{' in float32' if facts.is_halved else ''}), "
-        f"and {facts.device} has {size_of(facts.device_bytes)}"
+        f"{facts.num_images} images at once need "
+        f"{size_of(facts.needed_bytes(1))}{' in bfloat16' if facts.is_halved else ''} ({size_of(facts.fixed_bytes)} "
+        f"for any batch size, {size_of(facts.image_bytes)} per image{' in float32' if facts.is_halved else ''}), and "
+        f"{facts.device} has {size_of(facts.device_bytes)}"
     )
 
 
@@ -157,11 +157,11 @@ def _done(facts: MemoryFacts, rule: FitRule, num_microbatches: int) -> str:
         f"train.accumulation_steps = {num_microbatches}, {facts.images_at_a_time(num_microbatches)} images at a time"
     )
     needed = size_of(facts.needed_bytes(num_microbatches, halved=rule.halved, recomputed=rule.recomputed))
-    halved = "train.mixed_precision = 'bfloat16', which is taken to halve what an image needs"
+    halved = "train.mixed_precision = 'bfloat16', which is assumed to halve the memory of an image"
     if facts.is_halved:
-        halved = "train.mixed_precision = 'bfloat16', as decided before the first step"
+        halved = "train.mixed_precision = 'bfloat16', as chosen before the first step"
     recomputed = (
-        f"train.memory.activation_checkpointing = 'on', by which a step takes longer and an image "
+        "train.memory.activation_checkpointing = 'on': a step takes longer, and an image takes "
         f"{size_of(facts.recomputed_image_bytes)}{' in float32' if rule.halved else ''}"
     )
     match rule.choice:
@@ -176,7 +176,7 @@ def _done(facts: MemoryFacts, rule: FitRule, num_microbatches: int) -> str:
             also = " and bfloat16" if facts.may_change_precision else ""
             return f"smaller microbatches{also} alone do not fit; {in_microbatches} with {recomputed}, need {needed}"
         case "bfloat16_and_activation_checkpointing":
-            why = "smaller microbatches alone do not fit" if facts.is_halved else "neither of two ways out alone fits"
+            why = "smaller microbatches alone do not fit" if facts.is_halved else "neither option alone fits"
             return f"{why}; {in_microbatches} with {halved}, and {recomputed}, need {needed}"
     so_far = f" with {halved}," if facts.is_halved else ""
     return f"{in_microbatches}{so_far} still need {needed}: {_way_out(facts)}"
@@ -188,16 +188,16 @@ def _way_out(facts: MemoryFacts) -> str:
     if facts.max_microbatches < facts.num_images:
         way_out = f"a lower train.global_batch_size (starts a new run), or {way_out}"
     if not facts.may_change_precision and not facts.is_halved and facts.fitting_microbatches(halved=True):
-        way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run); or {way_out}"
+        way_out = f"set train.mixed_precision = 'auto' (chooses bfloat16, which starts a new run); or {way_out}"
     if facts.may_ask_to_recompute and facts.fixed_bytes < facts.device_bytes:
         way_out = (
-            "set train.memory.activation_checkpointing = 'on' (the same training, with longer steps; what it saves was "
-            f"not measured); or {way_out}"
+            "set train.memory.activation_checkpointing = 'on' (does not start a new run; steps take longer, and the "
+            f"saving was not measured); or {way_out}"
         )
     if facts.why_not_recomputed:
-        way_out += f" (activations are not computed twice: {facts.why_not_recomputed})"
+        way_out += f" (activations are not recomputed: {facts.why_not_recomputed})"
     elif facts.recomputed_image_bytes:
-        way_out += f" (activations that are computed twice still take {size_of(facts.recomputed_image_bytes)} an image)"
+        way_out += f" (with recomputation, activations still take {size_of(facts.recomputed_image_bytes)} per image)"
     return way_out
 
 

@@ -41,8 +41,8 @@ PREFETCHED_BATCHES = 2
 
 
 COUNTED = (
-    "with reading, augmentation, the compilation of the first step and validation; without the start of the ranks, "
-    "checkpoints, the evaluation at the end and the export"
+    "including reading, augmentation, the compilation of the first step and validation; excluding the start of the "
+    "ranks, checkpoints, the final evaluation and the export"
 )
 
 
@@ -102,7 +102,7 @@ class Speed:
     def __str__(self) -> str:
         speed = f"{self.images_per_second:,.0f} images/s"
         if self.training_seconds is None or self.pace is None:
-            return f"{speed} by computation and exchange alone, without reading, augmentation and validation"
+            return f"{speed} for computation and exchange only, excluding reading, augmentation and validation"
         step, wait = 1000 * self.pace.step_seconds, 1000 * self.pace.input_wait_seconds
         epochs = f"{self.num_epochs} epoch(s) in {timedelta(seconds=round(self.training_seconds))}"
         return f"{speed}, {epochs}, {COUNTED}; a step waits {wait:.1f} of {step:.1f} ms for its input"
@@ -129,7 +129,7 @@ def pace_of(task: PaceTask) -> Pace:
 
 
 def _not_measured(how: str) -> TrainingError:
-    return TrainingError(f"the measurement of some steps with their input {how}", fix=FIX)
+    return TrainingError(f"the process that measured some steps with their input {how}", fix=FIX)
 
 
 def measure(task: PaceTask) -> Pace:

@@ -75,14 +75,14 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
     if config.non_finite.action == "skip" and not strategy.leaves_out_batches:
         raise UsageError(
             f"train.non_finite.action = 'skip' with train.strategy = {config.strategy!r}",
-            "expected a strategy that can leave a batch out",
+            "expected a strategy that can skip a batch",
             f"set train.strategy to {_strategies(lambda each: each.leaves_out_batches)}, "
             "or train.non_finite.action = 'stop'",
         )
     if config.max_restarts and not launcher.starts_again:
         raise UsageError(
             f"train.max_restarts = {config.max_restarts} with train.launcher = {config.launcher!r}",
-            "it starts no ranks that it could start again",
+            "it does not start the ranks itself, so it cannot restart them",
             f"set train.launcher to {_launchers(lambda each: each.starts_again)}, or train.max_restarts = 0",
         )
     launcher.check(len(roles_of(config)), spark)
@@ -148,8 +148,9 @@ def _check_torch(config: TrainConfig) -> None:
     is_keras = "keras" in imported_packages(config.model)
     if is_keras and LAUNCHERS[config.launcher].in_this_process:
         raise UsageError(
-            f"train.model = {config.model!r} is a Keras model, to be trained by PyTorch in this process",
-            "Keras on TensorFlow exports it afterwards, and one process has one of them",
+            f"train.model = {config.model!r} is a Keras model with the backend 'torch', and the launcher 'inline' "
+            "trains in this process",
+            "Keras on TensorFlow exports it afterwards, and a process can load only one Keras backend",
             "set train.launcher = 'local'",
         )
     if is_keras:
@@ -168,7 +169,7 @@ def _check_rank_weights(config: TrainConfig) -> None:
         raise UsageError(
             f"train.rank_weights with {found[0]}",
             "expected the reader 'shardmill' and a strategy whose ranks share its streams",
-            "leave train.rank_weights out",
+            "remove train.rank_weights",
         )
 
 
@@ -201,14 +202,14 @@ def _check_batch_norm(config: TrainConfig) -> None:
     if not STRATEGIES[config.strategy].syncs_batch_norm:
         raise UsageError(
             f"train.sync_batch_norm = true with train.strategy = {config.strategy!r}",
-            "its ranks do not compute one batch together",
+            "its ranks do not share one global batch",
             f"set train.strategy to {_strategies(lambda each: each.syncs_batch_norm)}, "
             "or train.sync_batch_norm = false",
         )
     if config.accumulation_steps > 1:
         raise UsageError(
             f"train.sync_batch_norm = true with train.accumulation_steps = {config.accumulation_steps}",
-            "a microbatch does not know the moments of those after it",
+            "a microbatch cannot use the statistics of later microbatches",
             "set train.accumulation_steps = 1, or train.sync_batch_norm = false",
         )
 
@@ -237,7 +238,7 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(
             f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
-            "expected one to judge by",
+            "expected a validation split, which early stopping needs",
             "set train.early_stop_epochs = 0, or raise etl.split_fractions.validation",
         )
 

@@ -79,7 +79,7 @@ def probe(task: ProbeTask) -> StepCost:
 
 
 def _not_measured(how: str) -> TrainingError:
-    return TrainingError(f"the probe of a step {how}", fix=FIX)
+    return TrainingError(f"the process that probed a step {how}", fix=FIX)
 
 
 def measure(task: ProbeTask) -> StepCost:

@@ -29,6 +29,6 @@ def check_recompute(config: TrainConfig) -> None:
     if config.memory.activation_checkpointing == "on" and other:
         raise UsageError(
             f"train.memory.activation_checkpointing = 'on' with {other}",
-            "recomputing a block would read variables, or sum moments over ranks, a second time",
+            "recomputing a block would read variables, or sum moments over ranks, twice",
             "use only one of the two",
         )

@@ -20,7 +20,7 @@ PLAN = "plan.json"
 """The `PlanRecord` of a training, in its folder."""
 FORMER_CHOICE, FORMER_MEMORY = "chosen.json", "memory.json"
 """In which the two halves of a record lie that was written before there was one."""
-_ADVICE = "delete it: what `auto` stands for is then chosen again, and numbers may differ by rounding"
+_ADVICE = "delete it: `auto` is then resolved again, and numbers may differ by rounding"
 
 
 class PlanRecord(Section):

@@ -47,8 +47,8 @@ def rehearse(tree: TrainTree) -> str:
         other = "train.local_sgd.silos" if silos_of(config) else f"train.launcher = {config.launcher!r}"
         raise UsageError(
             f"--rehearse with {other}",
-            "expected ranks of one dataset that a single command starts",
-            "leave --rehearse out",
+            "expected ranks that one command starts on one dataset",
+            "remove --rehearse",
         )
     check_trainable(config, dataset, tree.gate)
     models = open_store(require_uri("models.uri", tree.models.uri))
@@ -62,11 +62,9 @@ def rehearse(tree: TrainTree) -> str:
         task = WorkerTask(config, dataset.pin, models.uri, folder, source, reach=nonce)
         how_it_ended = _trained_until_stopped(task, tree, watch)
         if next(complete_checkpoints(models, folder), None) is None:
-            raise TrainingError(
-                "the ranks left no checkpoint", how_it_ended, "see whether models.uri can be written to"
-            )
+            raise TrainingError("the ranks left no checkpoint", how_it_ended, "check that models.uri is writable")
     ranks = f"{counted(config.num_workers, 'rank')} by {config.launcher}, strategy {config.strategy}"
-    return f"{ranks}: the first step {watch.seconds:.1f} s after the start, and a checkpoint of it"
+    return f"{ranks}: first step {watch.seconds:.1f} s after the start, checkpoint written"
 
 
 def _trained_until_stopped(task: WorkerTask, tree: TrainTree, watch: _FirstStep) -> str:

@@ -32,9 +32,9 @@ class RowShares:
         fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)
         each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
         return (
-            f"{counted(self.num_rows, 'row')}, {counted(self.num_steps, 'step')} an epoch of train.global_batch_size = "
-            f"{self.global_batch_size}; {each} rows on each of {counted(len(self.rows_of_ranks), 'rank')}, which own "
-            f"train.num_streams = {self.num_streams}"
+            f"{counted(self.num_rows, 'row')}, {counted(self.num_steps, 'step')} an epoch of train.global_batch_size "
+            f"= {self.global_batch_size}; {each} rows for each of {counted(len(self.rows_of_ranks), 'rank')}, which "
+            f"own train.num_streams = {self.num_streams}"
         )
 
 

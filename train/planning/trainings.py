@@ -112,7 +112,7 @@ class TrainingChoice:
             # A cosine of the shorter length has brought the learning rate near 0; the longer one raises it again, so
             # this is not what one long training gives. Most other schedules do not know how long they are.
             is_same = not SCHEDULES[config.schedule].knows_length or shorter == config.epochs
-            changed = f"the {config.schedule} schedule continues with its new length"
+            changed = f"the {config.schedule} schedule is computed for the new length"
             note = "the same as one long training" if is_same else changed
             fields = {"rank": 0, "training_dir": self.continues.training_dir, "epochs_done": shorter}
             observer.event("continues", {**fields, "epochs": config.epochs, "note": note})
@@ -141,9 +141,9 @@ def check_streams(config: TrainConfig, num_streams: int) -> None:
     if num_streams and num_ranks > num_streams:
         other = num_streams_for(config.global_batch_size, num_ranks)
         raise UsageError(
-            f"{num_ranks} ranks for a training that was begun with train.num_streams = {num_streams}",
+            f"{num_ranks} ranks for a training that began with train.num_streams = {num_streams}",
             "each rank owns at least one stream, and a resumed training keeps its streams",
-            f"set train.num_workers = {num_streams} or less; or train from the beginning, with --fresh or with "
+            f"set train.num_workers = {num_streams} or less; or train from the beginning with --fresh or "
             f"train.num_streams = {other}",
         )
 

@@ -104,8 +104,8 @@ def _does_not_build(model: str, how: str) -> UsageError:
     """`how`: what became of the process."""
     return UsageError(
         f"train.model = {model!r} does not build: the process that tried it {how}",
-        "it was imported, its factory called, and the model called once, on the CPU",
-        "call the factory in a Python shell to see more",
+        "the process imported it, called its factory, and called the model once on the CPU",
+        "call the factory in a Python shell for the full traceback",
     )
 
 

@@ -23,5 +23,5 @@ def check_unused(config: TrainConfig) -> None:
             raise UsageError(
                 f"{', '.join(set_here)} with {options.chosen_by} = {chosen!r}",
                 "which does not use it",
-                f"leave it out, or set {options.chosen_by} = {options.name!r}",
+                f"remove it, or set {options.chosen_by} = {options.name!r}",
             )

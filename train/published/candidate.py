@@ -135,7 +135,7 @@ def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) 
     num_samples = sum(dataset.manifest.splits[evaluation.split].class_counts[names.index(name)] for name in common)
     if not num_samples:
         return Incomparable(
-            f"the current export {current.export.number} knows none of the classes of the {evaluation.split} split"
+            f"the current export {current.export.number} has none of the classes of the {evaluation.split} split"
         )
     candidate_figure, current_figure = (
         _figure_among(common, _figures(model, dataset, evaluation.split, common))

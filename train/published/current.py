@@ -118,7 +118,7 @@ def unknown_current(models_uri: str, history: History) -> IntegrityError:
     """The error for a damaged newest record: it is unknown which export is current."""
     return IntegrityError(
         history.damage,
-        "it says which export is current",
+        "this file records which export is current",
         f"choose one: `shardmill promote {models_uri}@N`",
     )
 

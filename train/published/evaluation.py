@@ -62,7 +62,7 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
     if split is None:
         raise UsageError(
             f"{pin.uri}@{pin.version} has neither a test nor a validation split",
-            "expected one to evaluate on",
+            "expected a split to evaluate on",
             "raise etl.split_fractions.test and run the ETL again",
         )
     model = load_exported(models_uri, export.number)

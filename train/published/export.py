@@ -168,7 +168,7 @@ def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfi
             f"{measured.num_samples} {measured.split} samples; the training recorded {recorded.loss:.4f} and "
             f"{figure:.4f} on {recorded.num_samples}",
             f"expected them within {loss_limit:.4g} and {figure_limit:.4g}",
-            "the code of the model has changed since, or its result was altered: train again",
+            "the model's code or the training's result has changed since: train again",
         )
 
 
@@ -203,7 +203,7 @@ def _restore(backend: Backend, store: Store, config: TrainConfig, result: TrainR
         raise IntegrityError(
             f"{source} gives weights {learner.weights_sha256()}",
             f"expected {result.weights_sha256}, which the training recorded",
-            "train.model must build the model that it built then",
+            "make train.model build the same model as in the training",
         )
     return learner
 
@@ -218,7 +218,10 @@ def _read_weights(store: Store, result: TrainResult) -> WholeModel:
         raise IntegrityError(
             f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",
             "the training's result names it",
-            f"delete {store.uri}/{result.training_dir}/result.json and train again: it continues from what is complete",
+            (
+                f"delete {store.uri}/{result.training_dir}/result.json and train again: it resumes from the last "
+                "complete checkpoint"
+            ),
         ) from error
 
 
@@ -243,7 +246,7 @@ def _write_and_compare(
         raise TrainingError(
             f"the exported model differs from the training model by {difference:g} on {len(images_NHWC)} images",
             f"expected at most {MAX_PARITY_DIFF:g}",
-            "the model must compute the same with training=False each time",
+            "make the model deterministic when it is called with training=False",
         )
     measured = None
     if recorded is not None:

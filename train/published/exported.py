@@ -103,7 +103,7 @@ def read_export(models_uri: str, number: int) -> Export:
         raise UsageError(
             f"{models_uri} has no export {number}",
             f"it has {numbers_in_words(known) or 'none'}",
-            "`shardmill export` makes one",
+            "run `shardmill export` to create one",
         )
     return Export(number, read_record(store, EXPORTS, number, ExportRecord))
 
@@ -140,6 +140,6 @@ def number_of_artifact(models_uri: str, artifact: str) -> int:
             return number
     raise IntegrityError(
         f"no export of {models_uri} names {ARTIFACTS}/{artifact}",
-        "files that no record vouches for are never loaded",
+        "files that no export record names are never loaded",
         f"name an export by its number: {models_uri}@N",
     )

@@ -34,7 +34,7 @@ def decide(
     name, limit = _limit(gate, candidate)
     reached = f"{metric.words} {_on(candidate)} reaches {name} = {limit:g}"
     if not limit and name == "gate.metric_limit":
-        reached = f"{metric.words} {_on(candidate)}, which {name} does not bound"
+        reached = f"{metric.words} {_on(candidate)}, without a limit because {name} is not set"
     is_promoted = True
     if against is None:
         reason = f"{reached}; there was no current model"
@@ -61,7 +61,7 @@ def decide(
         else:
             reason = f"{reached}; the current model has {before:.4f}"
     if num_samples < FEW_SAMPLES:
-        reason += f"; caution: {num_samples} samples are too few to tell models apart"
+        reason += f"; caution: {num_samples} samples are too few to compare models"
     return GateDecision("promoted" if is_promoted else "kept", reason, figure, before, metric.name, is_promoted)
 
 
@@ -101,7 +101,7 @@ def judge(
 def _below_floor(candidate: Evaluation | None, gate: GateConfig) -> str:
     """Why a candidate does not reach the floor; empty if it does."""
     if candidate is None:
-        return "there is no test or validation split to judge by"
+        return "there is no test or validation split to evaluate on"
     metric, (name, limit) = candidate.metric, _limit(gate, candidate)
     if limit and not metric.reaches(candidate.figure, limit):
         return (

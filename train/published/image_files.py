@@ -19,7 +19,9 @@ def list_files(paths: Sequence[str]) -> list[str]:
     files = [file for path in paths for file in _files_of(path)]
     if not files:
         raise UsageError(
-            f"no files below {', '.join(paths)}", "expected image files, or folders that hold some", "check the paths"
+            f"no files below {', '.join(paths)}",
+            "expected image files, or folders that contain some",
+            "check the paths",
         )
     return files
 

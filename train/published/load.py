@@ -23,7 +23,7 @@ def current_export(models_uri: str) -> Export:
         raise UsageError(
             f"{models_uri} has no current model",
             "expected a promoted export",
-            "`shardmill promote`, or name an export: URI@1",
+            "run `shardmill promote`, or name an export: URI@1",
         )
     return read_export(models_uri, history.current.export)
 

@@ -75,7 +75,7 @@ def open_model(model: str) -> ExportedModel:
         raise UsageError(
             f"{model} was trained on images decoded by {record.decoder_id}",
             f"this machine decodes with {decoder_id(record.normalize)}",
-            "install the versions that `uv.lock` names, or train again",
+            "install the versions in `uv.lock`, or train again",
         )
     return exported
 

@@ -78,7 +78,7 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
         raise UsageError(
             f"{models_uri} has nothing to roll back to",
             "expected an export that was current before",
-            f"`shardmill promote {models_uri}@N` makes any export current",
+            f"run `shardmill promote {models_uri}@N` to make any export current",
         )
     target = below.pop()
     restored = read_export(models_uri, target)
@@ -100,7 +100,7 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
             f"run {winner.run_id} made export {winner.export} current ({winner.decision}) while run {run_id} "
             f"rolled back in {models_uri}",
             "expected no other writer; this run changed nothing",
-            "look at what is current now; roll back again if that is still wanted",
+            "check which export is current now; roll back again if you still want to",
         )
     metric = METRICS[restored.record.label_kind].name
     decision = GateDecision("rolled_back", new.reason, new.accuracy, current.accuracy, metric)

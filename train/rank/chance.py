@@ -79,9 +79,9 @@ class Chance:
             guess, reached = f"guessing ({self.validation_figure:.4f})", f"an accuracy of {last.train_accuracy:.4f}"
             found = f"{metric.words} {last.validation.figure:.4f}"
         return (
-            f"the validation {found} after epoch {last.epoch + 1} is no better than {guess}, though the training has "
-            f"reached {reached}: moving statistics of batch norms may lag behind (more epochs, smaller batches or a "
-            "smaller momentum), or the model has learned its training images by heart"
+            f"the validation {found} after epoch {last.epoch + 1} is no better than {guess}, although the training "
+            f"has reached {reached}: moving statistics of batch norms may lag behind (more epochs, smaller batches or "
+            "a smaller momentum), or the model has overfitted"
         )
 
 

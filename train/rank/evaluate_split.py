@@ -30,7 +30,7 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
     # A silo that may not read the pinned dataset adds nothing.
     opened = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
     with opened or nullcontext(()) as read:
-        batches = each_announced(reporter, reading(f"reading a batch of {split}", dataset.store), read)
+        batches = each_announced(reporter, reading(f"reading a batch of the split {split}", dataset.store), read)
         return evaluate_batches(
             scores_by(outputs_of, session.labels.kind, learner.outputs_are_logits),
             batches if session.member.data.is_first else map(_without_rows, batches),

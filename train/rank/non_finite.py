@@ -103,7 +103,10 @@ def _what_gradients_show(session: Session, batch: Batch, num_rows: int) -> str:
             f"{', '.join(each.first)}{', ...' if each.num_samples > len(each.first) else ''}"
             for rank, each in found.items()
         )
-    return "so is the gradient of every rank, computed again: their sum was not, or random numbers of that step"
+    return (
+        "recomputed, the gradient of every rank is finite too: the cause is their sum or the random numbers of "
+        "that step"
+    )
 
 
 def _search(session: Session, batch: Batch, num_rows: int) -> OwnGradient:

@@ -219,7 +219,7 @@ def save_last(session: Session, progress: Progress, last_checkpoint: str) -> tup
         raise StorageError(
             f"the last checkpoint of {session.task.training_dir} could not be written: {problem}",
             "a finished training needs it",
-            "make room or repair the storage, then run the same command again: it resumes from the last complete one",
+            "free space or repair the storage, then run the same command again: it resumes from the last complete one",
         )
     return progress, path
 

@@ -171,7 +171,9 @@ def _caution(session: Session, progress: Progress) -> str:
     if best is None or not best.is_guessing or chance is None or not chance.has_learned(history):
         return ""
     caution = chance.told(history)
-    exported = "no epoch is the best one: the last one's weights are exported, and the gate will not promote them"
+    exported = (
+        "no epoch is the best one: the weights of the last epoch are exported, and the gate will not promote them"
+    )
     session.event("guessing", {"epoch": history[-1].epoch, WARNING: f"{caution}; {exported}"})
     return caution
 

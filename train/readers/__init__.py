@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 READERS: Registry[TrainReader] = Registry(
     "train.reader",
     {
-        "shardmill": Entry("train.readers.planned:PLANNED", "every sample exactly once an epoch, resumed at any step"),
+        "shardmill": Entry("train.readers.planned:PLANNED", "every sample exactly once per epoch; resumes at any step"),
         "petastorm": Entry(
             "train.readers.petastorm:PETASTORM",
-            "Petastorm's make_batch_reader over the version's own Parquet files; no exact epochs",
+            "Petastorm's make_batch_reader over the Parquet files of a dataset version; epochs are not exact",
             extra="petastorm",
             packages=("petastorm",),
         ),

@@ -67,7 +67,7 @@ class PetastormEpoch:
         return self.num_rows // self.num_steps
 
     def read(self, first_step: int) -> PetastormBatches:
-        assert first_step == 0, "its order cannot be entered in the middle"
+        assert first_step == 0, "its order cannot be resumed in the middle"
         return PetastormBatches(*self._arguments, self.num_steps, self._batch_size)
 
 
@@ -167,7 +167,7 @@ class Petastorm:
             )
         labels = LabelSpec.of(dataset.manifest)
         if labels.kind != "class":
-            raise UsageError(f"{given} on {labels}", "it gives one class an image", f"build such a dataset, {fix}")
+            raise UsageError(f"{given} on {labels}", "it supports one class per image", f"build such a dataset, {fix}")
         shares = shares_of_ranks(dataset, config, config.num_workers)
         for rank, share in enumerate(shares):
             if share.num_rows < share.batch_size:

@@ -114,8 +114,8 @@ class Silos:
         if labels.kind != "class":
             raise UsageError(
                 f"train.local_sgd.silos on {labels}",
-                "expected one class an image",
-                "leave train.local_sgd.silos out, or build such datasets",
+                "expected one class per image",
+                "remove train.local_sgd.silos, or build such datasets",
             )
 
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:

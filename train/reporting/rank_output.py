@@ -28,7 +28,7 @@ class RanksLog:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         if name == OUTPUT:
             if self._file is None and self._outage.may_call():
-                with self._outage.reported(f"{self._path} is not written"):
+                with self._outage.reported(f"{self._path} cannot be written"):
                     self._file = open_lines(self._store, self._path, warn=self._warn)
             if self._file is not None:
                 lines = redacted_text(str(fields["text"])).splitlines()

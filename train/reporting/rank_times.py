@@ -86,9 +86,10 @@ class Straggler:
     def __str__(self) -> str:
         return (
             f"straggler: rank {self.rank}{f' on host {self.host}' if self.host else ''} takes "
-            f"{self.own_seconds / self.usual_seconds:.1f}x the time of the others for its own part of a step "
-            f"({1000 * self.own_seconds:.1f} ms against {1000 * self.usual_seconds:.1f} ms), mostly {self.mostly}, and "
-            "they wait for it: look for what else runs there, give it less by train.rank_weights, or leave it out"
+            f"{self.own_seconds / self.usual_seconds:.1f}x as long as the others for its own part of a step "
+            f"({1000 * self.own_seconds:.1f} ms against {1000 * self.usual_seconds:.1f} ms), mostly {self.mostly}, "
+            "and they wait for it: check which other processes run there, give it less work with train.rank_weights, "
+            "or remove it"
         )
 
 

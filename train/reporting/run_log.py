@@ -51,7 +51,7 @@ class StepsLog:
         ids = list(step.sample_ids)
         self._waiting[place] = {"epoch": step.epoch, "step": step.step, "loss_hex": step.loss_hex, "sample_ids": ids}
         if self._outage.may_call():
-            self._write(f"{self._path} is behind, and is tried again")
+            self._write(f"{self._path} cannot be written; it will be retried")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         # Who goes on from that checkpoint does not do these steps again.
@@ -61,7 +61,7 @@ class StepsLog:
     def close(self) -> None:
         if self._waiting:
             self._outage.forget()
-            self._write(f"{self._path} lacks all steps of this attempt")
+            self._write(f"{self._path} misses all steps of this attempt")
         if self._log is not None:
             self._log.close()
 

@@ -57,24 +57,24 @@ def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict
     if max(fetch, decode) < BUSY_SHARE:
         return Verdict(
             "input",
-            f"input-bound: {waiting}, though storage kept only {fetch:.0%} of the reader's threads busy, and decoding "
-            f"{decode:.0%}: each epoch begins with an empty queue, and short ones are mostly beginning",
+            f"input-bound: {waiting}, though storage kept only {fetch:.0%} of the reader's threads busy and decoding "
+            f"only {decode:.0%}: each epoch starts with an empty queue, which dominates short epochs",
         )
     if decode >= fetch:
         cause, busy = "decode", f"decoding kept {decode:.0%} of the reader's threads busy, storage {fetch:.0%}"
         fix = f'raise {reader} if there are idle cores, or store decoded images with etl.encoding = "raw"'
     else:
         cause, busy = "storage", f"storage kept {fetch:.0%} of the reader's threads busy, decoding {decode:.0%}"
-        fix = f"raise {reader}, or move the dataset nearer to the ranks"
+        fix = f"raise {reader}, or move the dataset closer to the ranks"
     return Verdict("input", f"input-bound: {cause}; {waiting}; {busy}: {fix}")
 
 
 def _communication(share: float, seconds: float, world_size: int, config: TrainConfig) -> Verdict:
     return Verdict(
         "communication",
-        f"communication-bound: {share:.0%} of a step ({1000 * seconds:.1f} ms) is the exchange between ranks, for "
-        f"which none was late: raise train.global_batch_size (now {config.global_batch_size}) for fewer exchanges, or "
-        f"use fewer ranks (now {world_size})",
+        f"communication-bound: {share:.0%} of a step ({1000 * seconds:.1f} ms) is the exchange between ranks, and no "
+        f"rank was late: raise train.global_batch_size (now {config.global_batch_size}) for fewer exchanges, or use "
+        f"fewer ranks (now {world_size})",
     )
 
 

@@ -14,5 +14,5 @@ class SettingKind:
 
 EXECUTION = SettingKind("execution setting: it may differ between two attempts at one training, and starts no new run")
 DURATION = SettingKind("duration setting: a longer training continues a shorter one")
-DEFAULTED = SettingKind("changing it starts a new run; trainings that are older than this key have its default")
+DEFAULTED = SettingKind("changing it starts a new run; trainings from before this key existed have its default")
 RESUMABLE = SettingKind("resumable setting: checkpoints do not depend on it, so `--allow-change` may change it")

@@ -31,7 +31,7 @@ def _host(text: str) -> str:
         try:
             ipaddress.IPv6Address(text)
         except ValueError:
-            raise ValueError("a host's name or address alone; the port is a key of its own") from None
+            raise ValueError("a host's name or address alone; the port has its own key") from None
     return text
 
 

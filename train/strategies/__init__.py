@@ -19,7 +19,7 @@ STRATEGIES: Registry[Strategy] = Registry(
         "single": Entry("train.strategies.single:SINGLE", "one process, one device"),
         "horovod": Entry(
             "train.strategies.horovod:HOROVOD",
-            "one grouped allreduce a step",
+            "one grouped allreduce per step",
             extra="horovod",
             packages=("horovod",),
         ),
@@ -32,7 +32,7 @@ STRATEGIES: Registry[Strategy] = Registry(
         ),
         "multi_worker_mirrored": Entry(
             "train.strategies.multi_worker_mirrored:MULTI_WORKER_MIRRORED",
-            "TensorFlow's MultiWorkerMirroredStrategy, one process a worker",
+            "TensorFlow's MultiWorkerMirroredStrategy, one process per worker",
             extra="tensorflow",
             packages=("tensorflow",),
         ),
@@ -52,7 +52,7 @@ STRATEGIES: Registry[Strategy] = Registry(
         ),
         "local_sgd": Entry(
             "train.strategies.local_sgd:LOCAL_SGD",
-            "several local updates a step, then weights are averaged",
+            "several local updates per step, then weights are averaged",
             options="train.strategies.options:LocalSgdOptions",
         ),
     },

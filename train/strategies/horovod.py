@@ -58,7 +58,7 @@ class HorovodCollective:
             raise TrainingError(
                 f"Horovod made this process rank {hvd.rank()} of {hvd.size()}",
                 f"the launcher said rank {world.rank} of {world.world_size}",
-                "start all ranks with one launcher of ours",
+                "start all ranks with one of shardmill's launchers",
             )
         self._rank: int = world.rank
 

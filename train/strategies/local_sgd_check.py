@@ -26,7 +26,7 @@ def check_local_sgd(config: TrainConfig) -> None:
     if config.mixed_precision == "float16":
         raise UsageError(
             "train.mixed_precision = 'float16' with train.strategy = 'local_sgd'",
-            "each rank would skip steps of its own and scale losses by a factor of its own",
+            "each rank would skip different steps and scale its loss by a different factor",
             "set train.mixed_precision = 'bfloat16'",
         )
 
@@ -54,18 +54,21 @@ def _check_silos(config: TrainConfig) -> None:
     if unnamed:
         raise UsageError(
             f"train.local_sgd.silos names {', '.join(unnamed)} without a version",
-            "a training is on fixed versions, and only a silo itself need reach its dataset",
-            f"write for instance {unnamed[0]}@1",
+            "a training needs fixed versions, and other ranks may not be able to read a silo's dataset",
+            f"write, for example, {unnamed[0]}@1",
         )
     if config.max_restarts or config.reader == "petastorm":
         raise UsageError(
             f"train.local_sgd.silos with train.max_restarts = {config.max_restarts}, train.reader = {config.reader!r}",
-            "each rank reads a dataset of its own, by our reader: no other rank can take its part",
-            "set train.max_restarts = 0 and train.reader = 'shardmill'; a lost silo is not waited for anyway",
+            "each rank reads its own dataset with the reader 'shardmill', and no other rank can take over its rows",
+            (
+                "set train.max_restarts = 0 and train.reader = 'shardmill'; the training continues without a lost "
+                "silo anyway"
+            ),
         )
     if config.ema_decay:
         raise UsageError(
             f"train.ema_decay = {config.ema_decay} with train.local_sgd.silos",
-            "of a silo nothing travels but its weights, once a round",
-            "leave train.ema_decay out",
+            "a silo sends only its weights, once per round",
+            "remove train.ema_decay",
         )

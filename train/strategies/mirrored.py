@@ -166,7 +166,7 @@ def _devices(wanted: int) -> list[str]:
     if wanted > len(cpus):
         raise UsageError(
             f"train.mirrored.num_devices = {wanted}",
-            f"TensorFlow runs in this process already, with {len(cpus)} CPU device(s)",
+            f"TensorFlow is already initialized in this process, with {len(cpus)} CPU device(s)",
             "set train.launcher = 'local'",
         )
     return cpus[: wanted or 1]

@@ -150,7 +150,7 @@ def _check(config: TrainConfig) -> None:
         raise UsageError(
             f"train.log.profile_steps = {config.log.profile_steps!r} with train.strategy = 'multi_worker_mirrored'",
             "TensorFlow's profiler sometimes aborts a process that runs TensorFlow's own collectives",
-            "set train.strategy = 'horovod' to record the same model, or leave train.log.profile_steps out",
+            "set train.strategy = 'horovod' to record the same model, or remove train.log.profile_steps",
         )
 
 

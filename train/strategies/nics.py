@@ -16,8 +16,8 @@ def nic_with(address: str) -> str:
             return name
     raise UsageError(
         f"{socket.gethostname()} has no interface with the address {address}",
-        "expected the one by which the driver is reached",
-        "see that the driver's connections are not translated on their way (NAT)",
+        "expected the interface with which this host reaches the driver",
+        "make sure that no NAT translates the connections to the driver",
     )
 
 
@@ -34,6 +34,6 @@ def ipv4_of(nic: str) -> str:
         raise UsageError(
             f"train.nics: {socket.gethostname()} has no interface {nic!r} with an IPv4 address",
             f"it has {', '.join(sorted(name for name in addresses if addresses[name]))}",
-            "name one that every host has, or leave train.nics empty",
+            "name an interface that every host has, or leave train.nics empty",
         )
     return addresses[nic][0]

@@ -181,19 +181,19 @@ def check(config: TrainConfig) -> None:
     if config.accumulation_steps > 1:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps} with train.strategy = 'parameter_server'",
-            "a worker computes a whole batch at once",
-            "lower train.global_batch_size: it is what one worker computes for one update",
+            "each worker computes a whole batch at once",
+            "remove it, or lower train.global_batch_size: one worker computes all of it for one update",
         )
     if config.ema_decay:
         raise UsageError(
             f"train.ema_decay = {config.ema_decay} with train.strategy = 'parameter_server'",
-            "its updates overtake each other: an average would follow none of them",
-            "leave train.ema_decay out, or take another strategy",
+            "its updates are asynchronous, so no single sequence of weights exists to average",
+            "remove train.ema_decay, or use another strategy",
         )
     if config.mixed_precision == "float16":
         raise UsageError(
             "train.mixed_precision = 'float16' with train.strategy = 'parameter_server'",
-            "another worker may change the factor by which a worker has scaled its loss",
+            "another worker may change the loss scale while a worker computes",
             "set train.mixed_precision = 'bfloat16'",
         )
 

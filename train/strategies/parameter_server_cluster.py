@@ -38,7 +38,9 @@ class ClusterTask:
             return cls(Role(given.pop("role")), **given, **shapes)
         except (ValueError, KeyError, TypeError) as error:
             raise TrainingError(
-                f"a process told no address: {error}", "expected a worker or server", "start all with one launcher"
+                f"a process did not report its address: {error}",
+                "expected a worker or server",
+                "start all processes with one launcher",
             ) from error
 
 

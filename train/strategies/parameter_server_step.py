@@ -114,7 +114,11 @@ class RemoteSteps:
         workers = [each for each in self._cluster if each.role is Role.WORKER]
         reads = {(each.reads, each.image_shape_HWC, each.label_dtype, each.label_shape) for each in workers}
         if len(reads) != 1:
-            raise TrainingError(f"workers read in {len(reads)} ways", "expected one", "start all from the same code")
+            raise TrainingError(
+                f"workers read their input in {len(reads)} different ways",
+                "expected one",
+                "start all processes from the same code",
+            )
         read, image_shape_HWC, label_dtype, label_shape = reads.pop()
         types = [tf.uint8, tf.as_dtype(label_dtype), tf.float32, tf.int64, tf.int64, tf.float64]
 

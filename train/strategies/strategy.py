@@ -63,7 +63,9 @@ def all_members(config: TrainConfig) -> tuple[Role, ...]:
 
 
 def _none_serves(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
-    raise AssertionError(f"every process of this strategy runs the loop, not rank {world.rank}: {world.role}")
+    raise AssertionError(
+        f"rank {world.rank} has the role {world.role}, but with this strategy every process runs the training loop"
+    )
 
 
 def _has_none(folder: Path) -> AbstractContextManager[None]:

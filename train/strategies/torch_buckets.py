@@ -58,7 +58,7 @@ class Bucket:
             # Activations that are computed again by a backward pass inside the backward pass can do that.
             raise TrainingError(
                 f"a weight of shape {tuple(weight.shape)} got a gradient twice in one backward pass",
-                "expected once: the first had been summed over the ranks already",
+                "expected one: the first was already summed over the ranks",
                 "use torch.utils.checkpoint with use_reentrant=False",
             )
         weight.grad = None

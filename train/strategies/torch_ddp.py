@@ -210,7 +210,9 @@ def _meet(world: World) -> Any:
         return store
     there = json.loads(of_rank_0)
     if not there:
-        raise TrainingError("rank 0 opened no store", "expected its address", "start all ranks with one launcher")
+        raise TrainingError(
+            "rank 0 did not open its store", "expected its address", "start all ranks with one launcher"
+        )
     return open_store(there["host"], there["port"], world.world_size, False, TIMEOUT, wait_for_workers=False)
 
 
@@ -220,13 +222,13 @@ def check(config: TrainConfig) -> None:
     if powersgd_rank != TorchDdpOptions().powersgd_rank and config.compression != "powersgd":
         raise UsageError(
             f"train.torch_ddp.powersgd_rank = {powersgd_rank} with train.compression = {config.compression!r}",
-            "gradients travel whole",
-            "set train.compression = 'powersgd', or leave train.torch_ddp.powersgd_rank out",
+            "this compression sends whole gradients",
+            "set train.compression = 'powersgd', or remove train.torch_ddp.powersgd_rank",
         )
     if config.compression == "powersgd" and config.mixed_precision == "float16":
         raise UsageError(
             "train.mixed_precision = 'float16' with train.compression = 'powersgd'",
-            "what a step leaves out is added to the next, whose loss may have another scale",
+            "the compression error of a step is added to the next step, whose loss may have another scale",
             "set train.mixed_precision = 'bfloat16'",
         )
 

@@ -93,7 +93,7 @@ def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     for others in shards[1:]:
         if [tuple(chunk.content_sha256 for chunk in shard.chunks) for shard in others] != same_rows:
             raise IntegrityError(
-                f"the shards of split {split} hold other rows in {others[0].format} than in {shards[0][0].format}",
+                f"the shards of split {split} hold different rows in {others[0].format} and {shards[0][0].format}",
                 "expected the same rows in every format",
                 "run `shardmill verify`",
             )

@@ -97,7 +97,7 @@ def test_an_answer_that_nobody_asked_for_is_not_the_next_images(sandbox: DecodeS
     gray = png(gray_photo())
     forgotten = sandbox.start(SourceImage("forgotten", len(gray)), gray, OPTIONS)
     assert sandbox.process(GOOD, DATA, OPTIONS) == process_image(GOOD, DATA, OPTIONS)
-    with pytest.raises(ValueError, match="started last"):
+    with pytest.raises(ValueError, match="last one that was started"):
         sandbox.finish(forgotten)
 
 

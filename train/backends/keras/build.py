@@ -130,7 +130,7 @@ def _first_outputs(name: str, model: Any, image_shape_HWC: tuple[int, int, int],
         if len(shape) == 2 and shape[0] == 2:
             given = f"{shape[1]} outputs"
         raise UsageError(
-            f"train.model = {name!r} gives {given}",
+            f"train.model = {name!r} returns {given}",
             f"expected {labels.num_outputs} outputs: the dataset has {labels}",
             "use the num_classes that the factory is called with in the last layer",
         )

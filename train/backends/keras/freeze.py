@@ -63,5 +63,5 @@ def head_of(model: Any) -> Any:
     """The last layer that has weights."""
     layers = [layer for layer in model.layers if layer.weights]
     if not layers:
-        raise UsageError("the model has no layers with weights of their own", "expected a last one, the head")
+        raise UsageError("the model has no layers with weights of their own", "expected at least one, the head")
     return head_of(layers[-1]) if getattr(layers[-1], "layers", None) else layers[-1]

@@ -34,7 +34,7 @@ def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, label
         raise UsageError(
             f"train.label_smoothing = {config.label_smoothing} with the loss of a compiled model",
             "expected 0 there",
-            f'set train.loss = "{LOSSES[labels.kind]}", or give your own loss its label_smoothing',
+            f'set train.loss = "{LOSSES[labels.kind]}", or set label_smoothing in your own loss',
         )
     return _own_loss(own, labels)
 
@@ -66,7 +66,7 @@ def compiled_loss(model: Any) -> Any | None:
         loss = loss[0]
     if isinstance(loss, dict | list | tuple):
         raise UsageError(
-            f"the model was compiled with {len(loss)} losses", "expected one", "or set train.loss to one of ours"
+            f"the model was compiled with {len(loss)} losses", "expected one", "or set train.loss to a name"
         )
     return keras.losses.get(loss)
 
@@ -171,9 +171,9 @@ def _own_loss(own: Any, labels: LabelSpec) -> PerSample:
         losses = tf.cast(function(targets, outputs_NK), tf.float32)
         if losses.shape.rank == 0:
             raise UsageError(
-                f"the model's own loss {name} gives one number for a whole batch",
+                f"the model's own loss {name} returns one number for a whole batch",
                 "expected one loss per sample, of shape (N,)",
-                f'leave the mean to the training loop, or set train.loss = "{LOSSES[labels.kind]}"',
+                f'let the training loop compute the mean, or set train.loss = "{LOSSES[labels.kind]}"',
             )
         return tf.reduce_mean(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
 

@@ -75,8 +75,8 @@ def _check_unused(config: TrainConfig) -> None:
         raise UsageError(
             f"{', '.join(f'train.{name} = {getattr(config, name)!r}' for name in given)} with the optimizer of a "
             "compiled model",
-            "it keeps the learning rate and clipping that it was compiled with",
-            "set train.optimizer to one of ours, or leave this out and pass it to your own optimizer",
+            "that optimizer keeps the learning rate and clipping it was compiled with",
+            "set train.optimizer to a name, or remove this key and configure your own optimizer",
         )
 
 

@@ -43,7 +43,7 @@ class Segments:
         self._compute: Compute | None = None
         if sum(part.is_twice for _, parts in self._parts for part in parts) < 2:
             raise nothing_to_recompute(
-                name, "a functional or sequential Keras model, or layers that are one, with several layers in a row"
+                name, "a functional or sequential Keras model, or such a model as a layer, with several layers in a row"
             )
 
     def __str__(self) -> str:
@@ -204,6 +204,9 @@ def _refuse_state(operations: list[Any]) -> None:
     if stateful:
         raise UsageError(
             f"train.memory.activation_checkpointing: {stateful[0].name} is a {stateful[0].type}",
-            "expected layers whose state is in Keras's variables and seed generators: others differ the second time",
+            (
+                "expected layers with all state in Keras variables and seed generators: others compute different "
+                "values the second time"
+            ),
             "set train.memory.activation_checkpointing = 'off'",
         )

@@ -92,7 +92,7 @@ def config_sha256(model: Any) -> str:
 
 def assign_variables(variables: Sequence[Any], arrays: Sequence[np.ndarray], source: str) -> None:
     """Give Keras variables these values. Raises UsageError, before any assignment, if they do not fit."""
-    fix = "train.model must build what it built then; or train under another models.uri"
+    fix = "make train.model build the same model as then, or train under another models.uri"
     if len(arrays) != len(variables):
         raise UsageError(f"{source} holds {len(arrays)} variables", f"this model has {len(variables)}", fix)
     for variable, array in zip(variables, arrays, strict=True):

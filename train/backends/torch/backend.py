@@ -170,7 +170,7 @@ class TorchLearner:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if [array.shape for array in given] != shapes or (generators == []) != (not self._has_generators(part)):
             raise UsageError(
-                f"{source} holds {len(given)} arrays of other number or shapes",
+                f"{source} holds {len(given)} arrays that differ in number or shapes",
                 f"this model has {len(tensors)} tensors as its {part.name.lower()}",
                 "make train.model build the same model as then, or train under another models.uri",
             )

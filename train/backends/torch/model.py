@@ -192,9 +192,9 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
     except (Exception, SystemExit) as error:
         if given and not isinstance(given[0], torch.Tensor):
             raise UsageError(
-                f"train.model = {name!r} gives a {type(given[0]).__name__}",
+                f"train.model = {name!r} returns a {type(given[0]).__name__}",
                 f"expected one tensor of shape (N, {spec.labels.num_outputs})",
-                "return the outputs alone from forward()",
+                "return only the outputs from forward()",
             ) from None
         # A user's own layers may raise anything.
         raise UsageError(
@@ -206,7 +206,7 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
         watching.remove()
     if tuple(outputs.shape) != (2, spec.labels.num_outputs):
         raise UsageError(
-            f"train.model = {name!r} gives an output of shape {tuple(outputs.shape)} for 2 images",
+            f"train.model = {name!r} returns an output of shape {tuple(outputs.shape)} for 2 images",
             f"expected {spec.labels.num_outputs} outputs: the dataset has {spec.labels}",
             "use the num_classes that the factory is called with in the last layer",
         )

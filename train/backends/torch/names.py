@@ -42,7 +42,7 @@ def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
         return {name: each.detach().numpy() for name, each in typed.items()}
     except Exception as error:
         # Damage shows as anything. Of what is refused for safety PyTorch's own text recommends to load it all the same.
-        what = f"does not read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what = f"cannot be read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if type(error).__name__ == "UnpicklingError":
             asked = re.search(r"GLOBAL ([\w.]+)", str(error))
             what = f"holds more than tensors{f': {asked[1]}' if asked else ''}"

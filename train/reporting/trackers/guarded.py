@@ -94,4 +94,4 @@ class GuardedTracker:
 
     def _leave_out(self, what: str, error: BaseException) -> None:
         self._run_id, self._tracker = self.run_id, None
-        self._warn(f"{what}: {with_line_of_user(error)}; it is not called again, and the training is not affected")
+        self._warn(f"{what}: {with_line_of_user(error)}; the tracker is disabled, and the training continues")

@@ -21,7 +21,7 @@ MAX_SENT = 100
 """Steps and epochs of one call of `send`."""
 MAX_WAITING = 40_000
 """Steps and epochs that are kept for a server that is away: some 40 MB."""
-SLOW = "it is slow, or does not answer"
+SLOW = "the server is slow or does not respond"
 
 
 class Refusal(Exception):
@@ -108,8 +108,8 @@ class SentTracker(ABC):
         with self._lock:
             why = (self._failing or SLOW) if self._waiting or not self._num_lost else self._why_lost
             if num_missing := sum(len(each.values) for each in self._waiting) + self._num_lost:
-                return f"{num_missing} values of metrics did not get there: {why}"
-            return "" if self._is_ended else f"all values got there, but not that the training has ended: {why}"
+                return f"{num_missing} metric values were not delivered: {why}"
+            return "" if self._is_ended else f"all values were delivered, but not the end of the training: {why}"
 
     def _lose(self, scalars: Sequence[Scalars], why: str) -> None:
         self._num_lost += sum(len(each.values) for each in scalars)
@@ -136,7 +136,7 @@ class SentTracker(ABC):
             except (Exception, SystemExit) as error:  # whatever it is: not the training's concern
                 with self._lock:
                     self._failing = _words(error)
-                    self._to_warn = self._to_warn or f"{self._failing}; the training continues, and it is tried again"
+                    self._to_warn = self._to_warn or f"{self._failing}; the training continues, and sending is retried"
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 if is_closing:
                     if not self._is_begun:
@@ -160,7 +160,7 @@ class SentTracker(ABC):
             self._failing = ""
             if refused:
                 self._lose([each for each in self._waiting if id(each) in sent], refused)
-                self._to_warn = self._to_warn or f"{refused}; the training continues, and such numbers are left out"
+                self._to_warn = self._to_warn or f"{refused}; the training continues without these values"
             # Some may have been dropped meanwhile, because too many were waiting.
             self._waiting = [each for each in self._waiting if id(each) not in sent]
         return True

@@ -62,7 +62,7 @@ class TensorBoardTracker:
     def _open(self, global_step: int) -> None:
         attempt = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
         path = f"{self._folder}/events.out.tfevents.{attempt}"
-        with self._outage.reported(f"{path} lacks the scalars until it can be made"):
+        with self._outage.reported(f"{path} cannot be created yet; scalars are not written until then"):
             self._file = GrowingFile(self._store, path, warn=self._warn)
         if self._file is None:
             return
