@@ -1,4 +1,6 @@
-"""The tasks of the DAGs: a stage as a command or a `spark-submit`, judged by the record that it leaves."""
+"""The DAGs' operators: each runs a stage as a command or a `spark-submit`, and judges it by the record that
+it writes.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,8 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
         return self.report_result(context)
 
     def get_job_status(self, external_id: Any, context: Context) -> str:
-        """How the application of an earlier try stands: YARN's word, or `FORGOTTEN`, upon which there is another one.
+        """Return the state of an earlier try's application: YARN's state, or `FORGOTTEN`, which starts a new
+        application.
 
         Raises RuntimeError if YARN does not tell.
         """

@@ -1,5 +1,6 @@
-"""A task's process, which ends with the worker that supervises it, and what it starts, which ends with the task's: in
-order if there is time and else at once."""
+"""Ends a task's processes together: the task's process ends with its Airflow worker, and its children end with the
+task's process, in order if there is time and otherwise at once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def end_with_worker(by: signal.Signals = signal.SIGTERM) -> None:
 
 
 def _pid_behind_stdin() -> int | None:
-    """Who has made the socket that is this process's stdin (SO_PEERCRED in unix(7)); None if it is no such socket.
+    """Who has made the socket that is this process's stdin (SO_PEERCRED in unix(7)); None if it is not such a socket.
 
     Airflow's supervisor talks to its task through one. It lets nobody look into its /proc, being non-dumpable.
     """

@@ -1,4 +1,4 @@
-"""What a task reads of the record that its stage has left: why it failed, and the ids and digests of what it made."""
+"""Reads a stage's record for its task: why the stage failed, and the ids and digests of its results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunFolder:
             return {}
 
     def record_of(self, stage: str) -> dict[str, Any]:
-        """What a stage has left; empty if nothing. Raises IntegrityError if that was altered."""
+        """Return the record of a stage; empty if there is none. Raises IntegrityError if it was altered."""
         from shardmill.checksummed import verified_body
 
         path = f"{self._folder}/{stage}.json"

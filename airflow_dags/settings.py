@@ -1,4 +1,4 @@
-"""What the environment of Airflow's DAG processor and workers decides about the DAGs, with its defaults."""
+"""Settings of the DAGs from the environment of Airflow's DAG processor and workers, with their defaults."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class DagSettings:
     config_dir: str = ""
     """The folder of config files; without it there are no DAGs."""
     workdir: str = ""
-    """Where run records go, below it one folder for each config; empty: `work` in the config folder."""
+    """Folder of run records, with one subfolder per config; empty: `work` in the config folder."""
     command: str = "shardmill"
-    """How to call the command line; split as a shell would."""
+    """Command line that runs shardmill, split as a shell would."""
     schedule: str = ""
     """Cron expression or preset; empty: only when triggered."""
     train_on_asset: str = "false"
     """`true`: training is a DAG of its own, which each new version of the dataset's asset starts."""
     reports_url: str = ""
-    """Where a web server shows `workdir`; empty: reports are linked by their own URI."""
+    """Address at which a web server shows `workdir`; empty: reports are linked by their own URI."""
     retries: str = "2"
-    """How often a task is tried again."""
+    """Number of retries of a task."""
     retry_delay_seconds: str = "60"
     """Before the first retry; it doubles with each one."""
     execution_timeout_seconds: str = "86400"
-    """One try of a task is ended after this long. A training goes on from its last checkpoint in the next."""
+    """One try of a task is ended after this long. The next try resumes a training from its last checkpoint."""
 
     def workdir_of(self, config_file: Path) -> str:
         """Path or URI of a config's run records."""
         return os.path.join(self.workdir or str(config_file.parent / "work"), config_file.stem)
 
     def report_url(self, workdir: str, run_id: str) -> str:
-        """Where a run's report is, for a browser as far as `reports_url` tells."""
+        """Return a browser's link to a run's report, as far as `reports_url` allows."""
         if self.reports_url:
             # Below the served folder, each config has one.
             workdir = f"{self.reports_url.rstrip('/')}/{workdir.rstrip('/').rpartition('/')[2]}"
@@ -59,7 +59,7 @@ class DagSettings:
         self._check_workdir()
 
     def dag_schedule(self) -> str | None:
-        """What Airflow takes as a schedule. Raises ValueError for one that it refuses, or that never comes."""
+        """Return the schedule in Airflow's form. Raises ValueError for a schedule that is invalid or never occurs."""
         if not self.schedule:
             return None
         from airflow.sdk import DAG

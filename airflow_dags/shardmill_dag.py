@@ -162,7 +162,7 @@ def empty_dag(about: str, dag_id: str, **kwargs: Any) -> DAG:
 
 
 def build_dags(config_file: Path, dag_id: str, settings: DagSettings) -> list[DAG]:
-    """The DAGs of one config file. Raises ValueError or OSError for a file that is none."""
+    """The DAGs of one config file. Raises ValueError or OSError for an invalid file."""
     # Airflow's database keeps the path as text.
     str(config_file).encode()
     config = read_config(config_file)
@@ -219,7 +219,7 @@ def in_order(tasks: Sequence[BaseOperator]) -> None:
 
 
 def config_error_dag(dag_id: str, settings: DagSettings, problem: str) -> DAG:
-    """What stands for DAGs that cannot be built: people see it, and its schedule fails instead of going silent."""
+    """Build a DAG that stands in for DAGs that cannot be built: it shows the problem, and its scheduled runs fail."""
     from shardmill.jobs.redact import redacted_text
 
     # Names of files may hold bytes that are no text, which Airflow's database refuses.
@@ -249,7 +249,7 @@ def config_files(config_dir: str) -> dict[str, list[Path]]:
 
 
 def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:
-    """The DAGs of each config file of the folder, by id; whatever is wrong is said by a DAG, and never raised."""
+    """The DAGs of each config file of the folder, by id; problems are shown by a DAG, and never raised."""
     try:
         files = config_files(settings.config_dir)
     except OSError as error:

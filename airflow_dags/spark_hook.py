@@ -1,4 +1,4 @@
-"""`spark-submit` for one task: which master it goes to is said, and it leaves no process behind."""
+"""Runs `spark-submit` for one task, logs which master it uses, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `train.memory.activation_checkpointing` saves and costs: the probe of `shardmill plan`, with it off and on.
+"""Measures what `train.memory.activation_checkpointing` saves and costs: the probe of `shardmill plan`, with it off and
+on.
 
     .venv/bin/python benchmarks/activation_checkpointing.py --backend torch --model torchvision.models:resnet50
     .venv/bin/python benchmarks/activation_checkpointing.py --backend keras --model resnet50

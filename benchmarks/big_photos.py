@@ -1,4 +1,4 @@
-"""Big photos: what decoding at a reduced scale saves, and how far its pixels are from those of the whole image."""
+"""Measures what decoding at a reduced scale saves on large photos, and how far its pixels are from full decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How long a training stands still for a checkpoint of a 100 MB model, beside writing the same bytes in its way.
+"""Measures how long a checkpoint of a 100 MB model stalls a training, compared with writing the same bytes
+synchronously.
 
     .venv/bin/python benchmarks/checkpoint_stall.py --backend torch --scratch DIR
     .venv/bin/python benchmarks/checkpoint_stall.py --backend keras --scratch DIR

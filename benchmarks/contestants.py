@@ -1,4 +1,6 @@
-"""Who takes part in `etl_peers.py`: shardmill on each engine, its limits, and peers in environments of their own."""
+"""The contestants of `etl_peers.py`: shardmill on each engine, the hardware limit, and peers in
+separate environments.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the child process costs per image: the same photographs in this process and through the sandbox, in turns."""
+"""Measures what the decoding child process costs per image: the same photographs in-process and through the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a commit costs the driver as a dataset grows: equal bytes among its rows, what units left, the version before.
+"""Measures the driver's memory in a commit as a dataset grows: duplicates, unit results and the previous version.
 
 python benchmarks/driver_memory.py [--rows 1000000 10000000] [--engines local spark]
 

@@ -1,4 +1,4 @@
-"""What the plan of an epoch costs a rank: seconds and memory, by the number of chunks that hold 10^9 rows.
+"""Measures what the plan of an epoch costs a rank: seconds and memory, by the number of chunks that hold 10^9 rows.
 
 python benchmarks/epoch_plan.py [--chunks 1000000 5000000 20000000]
 """

@@ -1,4 +1,5 @@
-"""Whole ETL jobs beside their peers and their limit: the same images to shards of squares with labels, jpeg q95.
+"""Measures whole ETL jobs against their peers and the hardware limit: the same images to square, labelled JPEG q95
+shards.
 
 python benchmarks/etl_peers.py --images DIR [--workload photos|big|small] [--num-images N[,M]] [--rounds K] [--only a,b]
 

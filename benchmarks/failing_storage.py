@@ -1,4 +1,4 @@
-"""ETL and training through an S3 server that fails one request in ten, beside the same through one that does not.
+"""Measures ETL and training through an S3 server that fails one request in ten, compared with one that does not.
 
     .venv/bin/python benchmarks/failing_storage.py
 

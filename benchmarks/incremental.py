@@ -1,4 +1,4 @@
-"""What a later ETL run costs beside a full one: nothing new, 1 % added, 1 % changed, 1 % removed.
+"""Measures what a later ETL run costs compared with a full one: nothing new, 1 % added, 1 % changed, 1 % removed.
 
 python benchmarks/incremental.py --images DIR [--num-images N] [--rounds K] [--scratch DIR]
 

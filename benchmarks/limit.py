@@ -1,4 +1,4 @@
-"""The limit of an ETL: decode, resize and encode in a bare loop of as many processes; no pipeline, nothing is kept.
+"""Measures the upper limit of an ETL: decode, resize and encode in a bare loop of as many processes, without output.
 
 python benchmarks/limit.py --images DIR [--kernel ours|ours_wheels|wheels] [--num-workers 2] [--image-size 256]
 

@@ -1,4 +1,4 @@
-"""What work units read of a listing as it grows: requests and bytes, counted at a store that answers by ranges.
+"""Counts the requests and bytes with which work units read a growing listing, at a store that serves ranges.
 
 python benchmarks/listing_reads.py [--rows 100000 1000000 10000000]
 """

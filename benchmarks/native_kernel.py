@@ -1,4 +1,4 @@
-"""The optional native kernel beside the wheels: its pixels, its speed alone, and that of whole jobs with either.
+"""Compares the optional native kernel with the wheels: pixels, speed of the kernel, and speed of whole jobs.
 
 python benchmarks/native_kernel.py --images DIR [--num-images 5000] [--rounds 3] [--image-size 256] [--quality 95]
 

@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.12"
 # dependencies = ["obstore==0.12.1", "boto3==1.43.117", "tenacity==9.2.1", "pytest==9.2.0"]
 # ///
-"""Ranges of S3 objects and PUT-if-absent by our store, Amazon's client and obstore (Rust), in turns on one server.
+"""Compares shardmill's S3 store, Amazon's client and obstore (Rust) on one server: ranged reads and PUT-if-absent.
 
     uv run --script benchmarks/object_clients.py
 

@@ -1,4 +1,4 @@
-"""The results of `etl_peers.py` as tables, with the aims beside them."""
+"""Writes the results of `etl_peers.py` as tables, next to the goals."""
 
 from __future__ import annotations
 

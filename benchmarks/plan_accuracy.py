@@ -1,4 +1,4 @@
-"""Images per second that `shardmill plan` predicts for a training, beside those that the training then has.
+"""Compares the images per second that `shardmill plan` predicts for a training with those that it reaches.
 
     .venv/bin/python benchmarks/plan_accuracy.py --images DIR [--rounds 3]
 

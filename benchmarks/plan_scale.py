@@ -1,4 +1,4 @@
-"""What planning costs as a source grows: `shardmill etl --dry-run` over Parquet tables of names that need not exist.
+"""Measures what planning costs as a source grows: `shardmill etl --dry-run` over Parquet tables of fictitious names.
 
 python benchmarks/plan_scale.py [--rows 100000 1000000 10000000] [--cores 1 2]
 """

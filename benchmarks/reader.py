@@ -1,4 +1,4 @@
-"""What the reader costs over bare decoding: one epoch of stored images, two threads each, alternating runs."""
+"""Measures what the reader costs over bare decoding: one epoch of stored images, two threads each, alternating runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ETL and reader over S3 and HDFS beside a local folder, and the reader beside a plain parallel download, in one run.
+"""Compares ETL and reader over S3 and HDFS with a local folder, and the reader with a plain parallel download.
 
 Both servers are those of the tests, on this machine: what is measured is our part of the way, not a network.
 """

@@ -1,4 +1,4 @@
-"""What a killed rank costs a training that goes on without it, and what the watchdog costs one that loses none.
+"""Measures how long a training takes to continue after a rank is killed, and what the watchdog costs if none is.
 
     .venv/bin/python benchmarks/restart_time.py restart --rounds 3
     .venv/bin/python benchmarks/restart_time.py watchdog --strategy torch_ddp

@@ -1,4 +1,4 @@
-"""What runs of `etl_peers.py` measured: kept in a JSON file, medians and ratios taken from it."""
+"""Stores the measurements of `etl_peers.py` in a JSON file, and computes medians and ratios from them."""
 
 from __future__ import annotations
 

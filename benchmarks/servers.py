@@ -1,4 +1,4 @@
-"""The servers of the tests for benchmarks: each started, made known to this process, with a place in it."""
+"""Starts the tests' storage servers for benchmarks, and configures this process for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One slow machine of two: `parameter_server` beside `horovod`, and `horovod` with `train.rank_weights`, in one run.
+"""Compares `parameter_server`, `horovod`, and `horovod` with `train.rank_weights` if one machine of two is slow.
 
     .venv/bin/python benchmarks/slow_worker.py --rounds 3
 

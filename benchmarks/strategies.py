@@ -1,4 +1,4 @@
-"""The same training of the demo's digits with each strategy: speed, accuracy, and how much of the time is exchange.
+"""Trains the demo's digits with each strategy: speed, accuracy, and the share of time spent in exchange.
 
     make demo
     .venv/bin/python benchmarks/strategies.py demo-work/dataset

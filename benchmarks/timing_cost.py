@@ -1,4 +1,4 @@
-"""What it costs a training to time the parts of every step, which it always does.
+"""Measures what it costs a training to time the parts of every step, which it always does.
 
     .venv/bin/python benchmarks/timing_cost.py
 

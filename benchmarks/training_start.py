@@ -1,4 +1,4 @@
-"""Seconds from the launch of a training on two ranks to its first step, for launchers and strategies.
+"""Measures the seconds from the launch of a training on two ranks to its first step, for launchers and strategies.
 
     .venv/bin/python benchmarks/training_start.py --rounds 3
 

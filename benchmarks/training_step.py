@@ -1,4 +1,5 @@
-"""One training step of ours beside a hand-written one of the same model, optimizer and batches, in CPU seconds.
+"""Compares one training step of shardmill with a hand-written one of the same model, optimizer and batches, in CPU
+seconds.
 
     .venv/bin/python benchmarks/training_step.py --backend torch
     .venv/bin/python benchmarks/training_step.py --backend keras

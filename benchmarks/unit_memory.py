@@ -1,4 +1,4 @@
-"""What a worker holds while it writes a unit of large photographs that keep their size: planned units, peak memory.
+"""Measures a worker's peak memory while it writes a unit of large photographs that keep their size.
 
 python benchmarks/unit_memory.py --images FOLDER [--listed 25600] [--shard-max-mb 128] [--encoding jpeg] [--archives]
 

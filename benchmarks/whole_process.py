@@ -1,4 +1,4 @@
-"""A command as a whole process: its seconds, its CPU time and its memory, children included (Linux only)."""
+"""Runs a command and measures the whole process: seconds, CPU time and memory, including children (Linux only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a work unit costs over its bare kernels: one process, no Spark, alternating runs."""
+"""Measures what a work unit costs over its bare kernels: one process, no Spark, alternating runs."""
 
 from __future__ import annotations
 

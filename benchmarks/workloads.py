@@ -1,4 +1,4 @@
-"""The images that `etl_peers.py` runs on, made of a folder of photographs and kept for the next run."""
+"""The image sets of `etl_peers.py`, created from a folder of photographs and kept for the next run."""
 
 from __future__ import annotations
 

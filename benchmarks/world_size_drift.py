@@ -1,4 +1,4 @@
-"""How far the losses of two and three ranks are from those of one, step by step, for several kinds of models.
+"""Measures how far the losses of two and three ranks are from those of one, step by step, for several kinds of models.
 
     make demo
     .venv/bin/python benchmarks/world_size_drift.py demo-work/dataset

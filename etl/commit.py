@@ -1,4 +1,6 @@
-"""From what all units produced to a version: the limits, what stays of the parent, equal inputs, then one manifest."""
+"""Commits the results of all units as a version: checks limits, keeps rows of the parent, resolves duplicates, writes
+one manifest.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class SourceConfig(Section):
         return self.model_copy(update={"parts": parts})
 
     def image_fields(self) -> str:
-        """What decides which of a row's images is read: the only setting of a source that no listing shows."""
+        """The settings that select the image field of a row: the only source settings that a listing does not show."""
         named = {name: part.image_field for name, part in self.parts.items() if part.image_field}
         return json.dumps(named, sort_keys=True) if named else self.image_field
 

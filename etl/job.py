@@ -55,7 +55,7 @@ from shardmill.values import DatasetPin
 # Each is a version that another writer made, so that all of them together always get on.
 _MAX_LOST_COMMITS = 1_000
 SUMMARY_SECTIONS = ("dataset", "etl")
-"""What the ETL adds to a run's summary."""
+"""Sections that the ETL adds to a run's summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def _outcome(
 def run_units(
     plan: BuildPlan, tree: EtlTree, observer: Observer, count_retries: Callable[[int], object]
 ) -> tuple[Finished, frozenset[int]]:
-    """What all units left, and the places of those that an earlier run had finished."""
+    """Return the results of all units, and the positions of those that an earlier run had finished."""
     finished = Finished(plan.listing, kept_results(plan.store, plan.units))
     kept = frozenset(result.unit_index for result in finished.results)
     missing = [unit for unit in plan.units if unit.index not in kept]
@@ -256,7 +256,7 @@ def _warn(observer: Observer, messages: Iterable[str]) -> None:
 
 
 def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
-    """What the ETL adds to a run's summary."""
+    """Return the part of a run's summary that the ETL adds."""
     return StageRecord(
         stage="etl",
         status="skipped" if outcome.skipped else "done",

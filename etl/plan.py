@@ -1,4 +1,4 @@
-"""What the ETL knows before a unit runs: the listing, the work units, and the version that it builds on."""
+"""Plans an ETL run before any unit runs: the listing, the work units, and the version that it builds on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BuildPlan:
 
     @property
     def row_schema(self) -> RowSchema:
-        """What is equal for all rows of the version."""
+        """The schema that all rows of the version share."""
         return self.task.row_schema
 
     @property
@@ -246,7 +246,7 @@ def _intact_shards(store: Store, manifest: Manifest) -> list[tuple[ShardInfo, ..
 
 
 def _extends(plan: BuildPlan, parent: Manifest) -> bool:
-    """Whether rows of the parent may stand in the new version: same source, and config but for the label map."""
+    """Whether rows of the parent may be reused in the new version: same source, and config but for the label map."""
     build = plan.build
     with_its_names = fingerprint_config(
         plan.task.config,

@@ -1,4 +1,4 @@
-"""Which config keys take their choices from a registry, and which entries a config chooses."""
+"""Lists the config keys that take their choices from a registry, and the entries that a config chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands share: their common options, and what happens to an error inside them."""
+"""Options and error handling that all commands share."""
 
 from __future__ import annotations
 

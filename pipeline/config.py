@@ -58,7 +58,7 @@ def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir
 
 @contextmanager
 def after_etl(dataset_or_config: str) -> Iterator[None]:
-    """What needs the dataset of a config file: if there is none, it has most likely yet to be made."""
+    """Run code that needs the dataset of a config file, with a hint at `shardmill etl` if there is none."""
     try:
         yield
     except NoDataset as error:

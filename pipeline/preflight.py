@@ -64,7 +64,7 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
 
 
 def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> None:
-    """Raise all at once what is wrong already, as one error: UsageError if a person must change something."""
+    """Raise all at once what is wrong already, as one error: UsageError if the user must change something."""
     errors: list[ShardmillError] = []
     for check in checks(tree, workdir, applications):
         try:
@@ -122,7 +122,7 @@ def check_place(uri: str) -> str:
 
 
 def clock_difference_seconds(uri: str) -> float:
-    """How far the clock by which a store dates its files is from this process's, at least."""
+    """Return the minimum difference between a store's clock, which dates its files, and this process's clock."""
     with _probe(uri) as (store, path):
         earliest_seconds = time.time()
         store.put(path, b"now")
@@ -202,7 +202,7 @@ def _look_at_initial(tree: PipelineTree) -> str:
 
 
 def setting(tree: PipelineTree, workdir: str) -> str:
-    """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
+    """Describe the values inferred before anything is listed: sizes, model, ranks, device, and output locations."""
     from train.planning.make import plan_training
 
     train = plan_training(tree.train, tree.spark).config

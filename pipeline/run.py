@@ -53,7 +53,7 @@ def run(
 def run_pipeline(
     source_or_config: str, common: Common, *, replace_source: bool = False, again: Again = AS_USUAL
 ) -> dict[str, Any]:
-    """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
+    """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that failed."""
     with open_run(source_or_config, common) as run, report_if_failed(run):
         require(run.tree, "source", "dataset")
         check_one_process(run.tree)

@@ -1,4 +1,4 @@
-"""A run under way: its config, its record, and what a person sees of its stages."""
+"""A run in progress: its config, its record, and the terminal output of its stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run under way: its config, its record, and what a person sees of it."""
+    """One run under way: its config, its record, and its terminal output."""
 
     tree: PipelineTree
     record: RunRecord
@@ -77,7 +77,9 @@ def open_run(
 
 
 def verify_record(report: VerifyReport) -> StageRecord:
-    """How a check of a version ended. A broken rule fails the stage without raising: a table is printed first."""
+    """Return the record of a version's check. A broken rule fails the stage without raising: a table is
+    printed first.
+    """
     try:
         report.raise_if_failed()
     except ShardmillError as error:

@@ -1,4 +1,4 @@
-"""Which of the applications of a config would start Spark: what checks look at before anything starts."""
+"""Finds the applications of a config that would start Spark, for checks before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes of ours, and no others, import `etl`, `train` and `pipeline`.
+"""Makes `etl`, `train` and `pipeline` importable in shardmill's own processes, and in no others.
 
 Their names are ordinary ones: people have a `train.py` of their own. So a wheel holds them in a folder of this package,
 which is on nobody's path (docs/decisions/0012-import-names.md). A process of ours puts that folder first on its path,
@@ -17,7 +17,7 @@ from shardmill.user_module import applications_home
 
 
 def put_applications_first() -> None:
-    """Let this process import our applications, whatever else on its path has their names."""
+    """Let this process import our applications, even if other modules on its path have their names."""
     home = applications_home()
     if sys.path[:1] != [home]:
         sys.path.insert(0, home)

@@ -1,4 +1,4 @@
-"""Random changes to one training image, each a function of (seed, epoch, sample id, occurrence) and of nothing else.
+"""Random changes to one training image, each a pure function of (seed, epoch, sample id, occurrence).
 
 So a batch keeps its pixels when the world size changes or a run resumes. The draws come from `shardmill.mix`
 (splitmix64: Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195). Shape legend: H height, W width, C channels.

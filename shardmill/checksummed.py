@@ -25,7 +25,7 @@ _BLOCK_BYTES = 8_000_000
 
 @dataclass(frozen=True, slots=True)
 class ChecksummedFile:
-    """A file as its record vouches for it."""
+    """A file with the size and digest of its record."""
 
     path: str
     size_bytes: int
@@ -55,7 +55,7 @@ def check_relative_path(path: str) -> str:
 
 
 def checksum_file(path: str, data: bytes) -> ChecksummedFile:
-    """What vouches for `data` at `path`."""
+    """Return the size and digest of `data` at `path`."""
     return ChecksummedFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -114,7 +114,7 @@ def _expected(store: Store, file: ChecksummedFile, folder: str, fix: str) -> Ite
 
 
 def _compare(store: Store, found: ChecksummedFile, file: ChecksummedFile, path: str, fix: str) -> None:
-    """Raise IntegrityError unless what was read is what the record vouches for."""
+    """Raise IntegrityError unless the read bytes match the record."""
     if found == file:
         return
     where = join_uri(store.uri, path)

@@ -1,4 +1,4 @@
-"""Settings of one entry of a registry: a section of the config, declared beside what the entry names.
+"""Settings of one registry entry: a config section that is declared in the entry's own module.
 
 A section of keys whose choices are registries' names (`[train]`) derives from `with_options_of`. For each entry that
 declares `options` it then has a section of that entry's own settings, such as `[train.local_sgd]`.

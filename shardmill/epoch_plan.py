@@ -1,4 +1,5 @@
-"""Contract 2: which rows make global step k of an epoch, for any number of ranks; integers in, integers out, no I/O.
+"""Contract 2: plans which rows form global step k of an epoch, for any number of ranks; integers in, integers out, no
+I/O.
 
 The chunks of a split, permuted by (seed, epoch), form one virtual row sequence. It is cut into `num_streams` logical
 streams whose lengths differ by at most one. A stream shuffles its rows inside windows of `window_chunks` chunks.
@@ -35,7 +36,7 @@ _BLOCK_CHUNKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What decides every epoch of a plan; equal specs over equal indexes give equal batches everywhere."""
+    """The values that determine every epoch of a plan; equal specs over equal indexes give equal batches everywhere."""
 
     layout_digest: str
     split: str
@@ -182,7 +183,7 @@ USUAL_STREAMS = 8
 
 
 def num_streams_for(global_batch_size: int, world_size: int = 1) -> int:
-    """How many streams an epoch has unless it is set: a divisor of the global batch, and equal for up to 8 ranks.
+    """Return the default number of streams: a divisor of the global batch, and equal for up to 8 ranks.
 
     The smallest divisor that is at least 8 and at least `world_size`; the whole batch if there is none.
     """
@@ -200,7 +201,7 @@ def num_streams_choices(global_batch_size: int) -> Iterator[int]:
 def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     """The contiguous streams that a rank owns; counts differ by at most one.
 
-    Raises UsageError for more ranks than streams, and for a rank that is none of them.
+    Raises UsageError for more ranks than streams, and for an invalid rank.
     """
     if not 1 <= world_size <= num_streams:
         raise UsageError(

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ShardmillError(Exception):
-    """An error that a person can act on: what was found and where, what was expected, what to do next.
+    """An error that the user can act on: what was found and where, what was expected, what to do next.
 
     The command line prints it as ``ERROR <exit_code>: <what>; <expected>; <fix>`` and exits with ``exit_code``.
     """
@@ -33,7 +33,7 @@ class UsageError(ShardmillError):
 
 
 class NoDataset(UsageError):
-    """Nothing of a dataset is at a place: it is another's, or has yet to be made."""
+    """A location contains no dataset: it is another's, or has yet to be made."""
 
 
 class IntegrityError(ShardmillError):

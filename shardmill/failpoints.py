@@ -1,4 +1,4 @@
-"""Failpoints: named places where a process can be made to die as by `kill -9`, or to stop, for tests of what follows.
+"""Failpoints: named places where tests make a process die as by `kill -9`, or stop.
 
 Off unless SHARDMILL_FAILPOINT is set; docs/failpoints.md lists the points.
 """

@@ -1,4 +1,4 @@
-"""Names that follow from content alone: sample ids from source keys, digests of stored rows and of plain values."""
+"""Computes identifiers from content alone: sample ids from source keys, digests of stored rows and of plain values."""
 
 from __future__ import annotations
 

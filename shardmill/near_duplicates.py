@@ -1,4 +1,4 @@
-"""Stored images that look alike though their bytes differ: resized, recompressed or slightly edited copies.
+"""Finds stored images that look alike although their bytes differ: resized, recompressed or slightly edited copies.
 
 Each image gets a difference hash, 64 bits that say whether a pixel of its 9 x 8 thumbnail is brighter than its left
 neighbour (N. Krawetz, "Kind of Like That", 2013). Images whose hashes differ in few bits form a group.
@@ -85,7 +85,7 @@ def find_near_duplicates(
 
 
 def difference_hash(image_HWC: np.ndarray) -> int | None:
-    """64 bits, or None for an image too plain to be told apart; uint8, 1 or 3 channels."""
+    """64 bits, or None for an image too plain to be distinguished; uint8, 1 or 3 channels."""
     gray_HW = cv2.cvtColor(image_HWC, cv2.COLOR_RGB2GRAY) if image_HWC.shape[2] == 3 else image_HWC[:, :, 0]
     small_8x9 = cv2.resize(gray_HW, (9, 8), interpolation=cv2.INTER_AREA)
     if int(small_8x9.max()) - int(small_8x9.min()) < _MIN_CONTRAST:

@@ -1,4 +1,4 @@
-"""How images are normalized, and the limits of decoding one: options that the library's parts share with the config.
+"""Options of normalization and decoding limits, which the library shares with the config.
 
 `NormalizeOptions` decide pixels, so they are stored in a dataset's manifest and in every export made from it.
 """
@@ -35,7 +35,9 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
 
 
 class NormalizeOptions(Section):
-    """How every source image is converted to uint8 pixels of one size. Equal options and kernels give equal pixels."""
+    """Options that convert every source image to uint8 pixels of one size. Equal options and kernels give
+    equal pixels.
+    """
 
     image_size: int = Field(default=DEFAULT_IMAGE_SIZE, ge=1, le=8192)
     """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, 224 is usual for photographs."""

@@ -1,4 +1,4 @@
-"""Linux ends a process with its parent: for children that a closed pipe or connection cannot end, stopped ones too."""
+"""Makes Linux end a process with its parent: for children that a closed pipe cannot end, including stopped ones."""
 
 from __future__ import annotations
 

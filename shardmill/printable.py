@@ -1,4 +1,4 @@
-"""Names as people may see them: a file name can hold escape sequences that rewrite a terminal or a log."""
+"""Escapes names for display: a file name can contain escape sequences that rewrite a terminal or a log."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         return bool(colon) and module in self.libraries
 
     def find_own(self, name: str) -> FoundModule:
-        """Where the module of a user's own object lies, without importing it. Raises UsageError if there is none."""
+        """Locate the module of a user's own object, without importing it. Raises UsageError if there is none."""
         module_name = name.partition(":")[0]
         try:
             return find_user_module(module_name)
@@ -223,7 +223,7 @@ class OneOf:
     target: str
     """`package.module:REGISTRY`."""
     also: tuple[str, ...] = ()
-    """Further choices that stand for a rule instead of an entry, such as `auto`."""
+    """Further choices that name a rule instead of an entry, such as `auto`."""
 
     @property
     def registry(self) -> Registry[Any]:

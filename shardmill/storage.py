@@ -1,6 +1,6 @@
-"""What a store is: a root on some kind of storage, with every path below relative to it.
+"""The interface of a store: a root on some kind of storage, with all paths relative to it.
 
-`shardmill.stores` opens one by its URI. The dataset commit stands on one primitive, `put_if_absent`: of any number of
+`shardmill.stores` opens one by its URI. The dataset commit relies on one primitive, `put_if_absent`: of any number of
 writers, exactly one gets True.
 """
 
@@ -17,7 +17,7 @@ TEMPORARY_PREFIX = ".tmp-"
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a store knows of one file without reading it."""
+    """The properties of one file that a store knows without reading it."""
 
     path: str
     size_bytes: int
@@ -34,8 +34,9 @@ class Store(Protocol):
 
     @property
     def deadline_seconds(self) -> float | None:
-        """How long a request may take with all its repetitions: then it has failed. 0 if none is repeated; None if
-        that is up to another package, which does not say."""
+        """Time limit of a request including all retries. 0 if nothing is retried; None if another package decides and
+        does not report it.
+        """
         ...
 
     def read(self, path: str) -> bytes:
@@ -70,15 +71,15 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """Every file below the folder `prefix`, in no particular order; nothing if there is no such folder.
+        """Every file below the folder `prefix`, in no particular order; nothing if the folder does not exist.
 
         Raises StorageError if any part of it cannot be read: a listing is complete, or it fails.
         """
         ...
 
     def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
-        """What writers have begun below the folder `prefix` and not published: temporary files, unfinished uploads,
-        empty folders.
+        """List unpublished work of writers below the folder `prefix`: temporary files, unfinished uploads, empty
+        folders.
 
         A live writer publishes its own; what is old was left by a killed one.
         """

@@ -1,4 +1,4 @@
-"""What file systems and storage clients raise, as one line of StorageError."""
+"""Converts errors of file systems and storage clients to a one-line StorageError."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_storage_error(
 
 
 def _free(path: Path | str) -> str:
-    """How much room there is where `path` was to be; empty if that is no folder of this machine."""
+    """How much room there is where `path` was to be; empty if that is not a folder of this machine."""
     for folder in Path(path).parents if Path(path).is_absolute() else ():
         with suppress(OSError):
             return f", {shutil.disk_usage(folder).free} bytes are free"

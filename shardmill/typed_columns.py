@@ -1,4 +1,4 @@
-"""What users keep beside their images: extra columns and labels of any kind, in a few types that every format has."""
+"""Extra columns and labels of any kind, in the few types that every shard format supports."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ExtraColumn:
 
 
 LABEL = "label"
-"""The column of labels. One of a kind that is no class travels with the extra columns, under this name."""
+"""The column of labels. Labels that are not classes are stored with the extra columns, under this name."""
 
 LABEL_TYPES: dict[LabelKind, str] = {
     "class": "int64", "multi_label": "list<int64>", "float": "float32", "float_vector": "float32[N]"
 }  # fmt: skip
-"""What a shard stores of a label; N is the length of all vectors of a dataset."""
+"""Stored type of each kind of label; N is the length of all vectors of a dataset."""
 
 
 def parse_extra(text: str) -> tuple[str, str]:
@@ -85,7 +85,7 @@ def stored_labels(texts: Sequence[str], label_type: str, class_names: Sequence[s
 
 
 def label_array(labels: Sequence[Value], label_type: str) -> np.ndarray:
-    """Labels that are no classes: float32, shape (N,) or (N, length); or lists of class numbers as objects, (N,).
+    """Labels that are not classes: float32, shape (N,) or (N, length); or lists of class numbers as objects, (N,).
 
     Raises IntegrityError for vectors of another length.
     """
@@ -117,7 +117,7 @@ def encode_values(values: Mapping[str, Value]) -> str:
 
 
 def decode_values(text: str) -> dict[str, Value]:
-    """What `encode_values` was given; nothing for an empty text. Raises IntegrityError for any other text."""
+    """Decode the output of `encode_values`; empty for an empty text. Raises IntegrityError for any other text."""
     try:
         values = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

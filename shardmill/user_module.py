@@ -1,4 +1,4 @@
-"""A user's own module: found without importing it, in the working directory first, then imported and no other.
+"""Finds a user's own module without importing it, in the working directory first, then imports exactly that file.
 
 What names it (a model, a launcher, a source) may be looked at before anything heavy or foreign is imported: so that the
 driver can hash a model's source, and preflight can say that there is none. If it fails, the error names its line.
@@ -36,7 +36,7 @@ _AROUND_STACKS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FoundModule:
-    """Where a user's module lies."""
+    """The location of a user's module."""
 
     home: str
     """The folder that holds its top-level package or module."""
@@ -79,7 +79,7 @@ def _folder_of_finders(top: str) -> list[str]:
 
 
 def find_below(folder: str, name: str) -> ModuleSpec | None:
-    """Where `a.b.c` lies below `folder`, found without importing `a` or `a.b`."""
+    """Locate `a.b.c` below `folder`, without importing `a` or `a.b`."""
     return _find_along([folder], name)
 
 
@@ -110,7 +110,7 @@ def without_user_package(text: str) -> str:
 
 
 def _package_of(home: str) -> str:
-    """The package that stands for a folder of modules. It stays: what a module imports later is looked up below it."""
+    """The package that represents a folder of modules. It stays: what a module imports later is looked up below it."""
     known = _user_packages()
     if home not in known:
         package = ModuleType(USER_PACKAGE if not known else f"{USER_PACKAGE}_{len(known) + 1}")
@@ -178,15 +178,18 @@ def line_of_user(error: BaseException) -> str:
 
 
 def with_line_of_user(error: BaseException) -> str:
-    """What a user's code has raised, in words: `Type: message (file:line)`, and of a name that is taken what to do."""
+    """Describe an exception of user code: `Type: message (file:line)`, with a hint if a module name is
+    already taken.
+    """
     line, hidden = line_of_user(error), hidden_by_another(error)
     words = f"{type(error).__name__}: {message_of(error)}" + (f" ({line})" if line else "")
     return f"{words}; {hidden}" if hidden else words
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, in one line: of Keras without colours and all that the layer was called with, of TensorFlow
-    without the stacks of the graph and of the Python function in it."""
+    """Return the message of an error in one line: from Keras without colours and call arguments, from TensorFlow
+    without the stacks of the graph and of its Python function.
+    """
     message = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n\nArguments received by ")[0]
     if _FRAME.search(message):
         lines = _AROUND_STACKS.sub("", _STACK.sub("", message)).splitlines()

@@ -1,4 +1,4 @@
-"""The frozen values that travel the way of one image, from the listing to the training step.
+"""Frozen values that describe one image on its way from the listing to the training step.
 
 Shape legend: N batch, H height, W width, C channels.
 """
@@ -18,10 +18,10 @@ Value = Scalar | list[Scalar] | None
 """One value of a column that a dataset has beside ours; None for null. A list has no nulls."""
 
 LabelKind = Literal["class", "multi_label", "float", "float_vector"]
-"""What a label says of its image."""
+"""The kind of an image's label."""
 
 SourceLabelKind = LabelKind | Literal["none"]
-"""What a source is asked for: labels of a kind, or none even if it has some."""
+"""The kind of labels to read from a source: one of the label kinds, or none even if the source has labels."""
 
 
 class RejectReason(StrEnum):
@@ -177,7 +177,7 @@ class Rejection:
     stage: str = "decode"
     """`list`, `read` or `decode`."""
     container: str = ""
-    """Where it can be read again, as its `SourceImage` says: so are `place` and `block`."""
+    """Container from which the image can be read again, as in its `SourceImage`, like `place` and `block`."""
     place: int = 0
     block: int = 0
 
@@ -225,7 +225,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a training step takes, in planned order.
+    """One batch of a training step, in planned order.
 
     Padding rows have weight 0, label 0 and sample id 0; their pixels repeat another row's.
     """

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in what commands print and errors say."""
+"""Formats numbers for people, in command output and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of its gradients a rank gives into the exchange of a step (`train.compression`): arithmetic on shapes."""
+"""Computes how much of its gradients a rank sends in a step (`train.compression`): arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def matrix_of(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
 
 
 def sent_bytes(gradients: Iterable[Shaped], config: TrainConfig) -> int:
-    """What a rank gives into one exchange of gradients like these; of PowerSGD's two sums, both."""
+    """Return the bytes that a rank sends in one exchange of such gradients; for PowerSGD, in both sums."""
     match config.compression:
         case "none":
             return sum(each.nbytes for each in gradients)
@@ -46,7 +46,9 @@ def sent_bytes(gradients: Iterable[Shaped], config: TrainConfig) -> int:
 
 
 def remembered_bytes(gradients: Iterable[Shaped], config: TrainConfig) -> int:
-    """What a rank holds beside such gradients: what it still has to give, and their approximations; float32."""
+    """Return the bytes that a rank stores in addition to such gradients: unsent remainders and
+    approximations; float32.
+    """
     if config.compression != "powersgd":
         return 0
     rank = config.options(TorchDdpOptions).powersgd_rank

@@ -1,4 +1,4 @@
-"""The section `train` of the config, and what follows from it by arithmetic.
+"""The section `train` of the config, and values derived from it by arithmetic.
 
 Here are the keys that most people change, and those on which other people's scripts rely. Others are declared beside
 what they set, and are sections here: those of one strategy, launcher, reader, optimizer or schedule in the class that
@@ -166,8 +166,9 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     record_samples: Annotated[bool, EXECUTION] = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
     max_restarts: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """How often a training that loses ranks (killed, without heartbeats, or hanging) resumes without them from its last
-    complete checkpoint. A fault that occurs again at the same step ends the training."""
+    """Number of times that a training that loses ranks (killed, without heartbeats, or hanging) resumes without them
+    from its last complete checkpoint. A fault that occurs again at the same step ends the training.
+    """
     nics: Annotated[tuple[str, ...], EXECUTION] = ()
     """Network interfaces for the ranks' traffic; empty: the one by which a rank reaches the driver (with
     `horovod_spark`,
@@ -199,7 +200,7 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
 
     @property
     def augmentation(self) -> AugmentOptions:
-        """`augment`, with what `auto` stands for. In the first recipe all images were mirrored."""
+        """`augment`, with `auto` resolved. In the first recipe all images were mirrored."""
         always = self.is_first_recipe and self.augment.random_flip == "auto"
         return self.augment.model_copy(update={"random_flip": always or self.augment.flips})
 

@@ -1,4 +1,4 @@
-"""Garbage collection of a models folder: old trainings and exports, and what killed processes left.
+"""Garbage collection of a models folder: old trainings and exports, and leftovers of killed processes.
 
 Never deleted: the current export and those that rollbacks go back to, the newest export, the newest trainings, what a
 kept one of them names, the history of the current export, and anything younger than the retention's age.
@@ -36,7 +36,7 @@ Files = Mapping[str, list[StoredFile]]
 
 @dataclass(frozen=True, slots=True)
 class ModelsReport:
-    """What `collect_models` did, or would do."""
+    """The files that `collect_models` deleted, or would delete."""
 
     expired_exports: tuple[int, ...]
     retained_exports: tuple[int, ...]
@@ -53,7 +53,7 @@ def is_models_root(store: Store) -> bool:
 
 
 def plan_models(store: Store, retention: Retention, now: float) -> ModelsReport:
-    """What `collect_models` would do at the time `now`; changes nothing.
+    """Return the files that `collect_models` would delete at the time `now`; changes nothing.
 
     Raises IntegrityError or UsageError if a record that says what is needed cannot be read: then nothing tells.
     """
@@ -173,7 +173,7 @@ def _training_of(checkpoint: str) -> str:
 
 
 def _unfinished(trainings: Files, kept: set[str]) -> Iterator[StoredFile]:
-    """Of checkpoints without a marker in trainings that stay: whoever wrote them was killed."""
+    """Of checkpoints without a marker in trainings that stay: their writer was killed."""
     for folder in kept:
         checkpoints = _by_folder(trainings[folder], _matched(rf"({re.escape(folder)}/checkpoints/[^/]+)/.+"))
         for path, files in checkpoints.items():

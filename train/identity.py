@@ -1,4 +1,4 @@
-"""What a training is known by: the settings that decide which numbers come out."""
+"""Identifies a training by the settings that determine its result."""
 
 from __future__ import annotations
 

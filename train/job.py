@@ -35,7 +35,7 @@ from train.tree import TrainTree
 
 STAGES = ("train", "export", "promote")
 SUMMARY_SECTIONS = ("dataset", "train", "evaluation", "export", "promotion")
-"""What training adds to a run's summary."""
+"""Sections that training adds to a run's summary."""
 
 
 def main() -> int:

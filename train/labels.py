@@ -1,4 +1,4 @@
-"""What follows from the kind of a dataset's labels: how many outputs a model has, and what models are compared by."""
+"""Derives from the kind of a dataset's labels the number of model outputs and the metric that compares models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSSES: dict[LabelKind, str] = {
     "float": "squared_error",
     "float_vector": "squared_error",
 }
-"""The loss that `train.loss = "auto"` stands for, unless a user's model was compiled with its own."""
+"""The loss that `train.loss = "auto"` chooses, unless a user's model was compiled with its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """How gradients change weights, in each framework that knows it; at the base learning rate of section `train`."""
+    """An update rule in each framework that has it, at the base learning rate of section `train`."""
 
     keras: Callable[[TrainConfig], Any] | None = None
     """-> a Keras optimizer. It clips by `train.gradient_clip_norm` itself."""
@@ -23,7 +23,7 @@ class Optimizer:
     """(section `train`, weights in parameter groups) -> a `torch.optim.Optimizer`. What weight decay leaves alone is a
     group with `weight_decay` 0."""
     momentum: float | None = None
-    """What `train.momentum = "auto"` stands for; None if it has no momentum of that name."""
+    """Value of `train.momentum = "auto"`; None if the optimizer has no such parameter."""
     weight_decay: float | None = None
     """Likewise `train.weight_decay`."""
 
@@ -42,14 +42,14 @@ _FIRST_DEFAULTS = {"momentum": 0.9, "weight_decay": 1e-4}
 
 
 def not_in(name: str, backend: str) -> UsageError:
-    """That an optimizer does not exist in a framework."""
+    """Return the error that an optimizer does not exist in a framework."""
     return UsageError(
         f"train.optimizer = {name!r} with the backend {backend!r}", "it is not there", "name another optimizer"
     )
 
 
 def optimizer_name(config: TrainConfig) -> str:
-    """That of ours which the config names; a compiled model may have its own in its place."""
+    """Return the named optimizer of the config; a compiled model may use its own instead."""
     return "adam" if config.optimizer == "auto" else config.optimizer
 
 

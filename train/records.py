@@ -1,4 +1,4 @@
-"""Checksummed records below a models' root: numbered ones (the highest is the latest) and those of one training.
+"""Checksummed records below a models' root: numbered records (the highest is the latest) and records of one training.
 
 A numbered record never changes; `put_if_absent` decides who writes it.
 """
@@ -26,7 +26,7 @@ MAX_RANGES = 8
 
 
 def record_path(folder: str, number: int) -> str:
-    """Where record `number` lives below the models' root."""
+    """Return the path of record `number` below the models' root."""
     return f"{folder}/{number:08d}.json"
 
 

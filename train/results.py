@@ -1,4 +1,4 @@
-"""The result that a finished training leaves in its folder, read and checked."""
+"""Reads and checks the result that a finished training leaves in its folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.contracts.values import RESULT, TrainResult, from_json
 
 
 def read_result(store: Store, folder: str) -> TrainResult | None:
-    """What a finished training left, or None. Raises IntegrityError if a byte of it was altered."""
+    """Read the result of a finished training, or None. Raises IntegrityError if a byte of it was altered."""
     path = f"{folder}/{RESULT}"
     where = join_uri(store.uri, path)
     fix = "restore it from a backup, or delete it: the training then resumes from its last checkpoint"

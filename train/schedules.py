@@ -1,4 +1,4 @@
-"""How the learning rate changes after the warm-up; a new schedule is a function and an entry here."""
+"""Learning rate schedules after the warm-up; a new schedule is a function and an entry here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the learning rate is multiplied by, step for step."""
+    """The factor of the learning rate at each step."""
 
     factor: Callable[[int, TrainConfig, int], float]
     """(global step from 0, section `train`, steps per epoch) -> factor."""

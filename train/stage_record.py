@@ -1,4 +1,4 @@
-"""What a training adds to a run's summary and report."""
+"""The part of a run's summary and report that a training adds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train_record(outcome: TrainOutcome) -> StageRecord:
-    """What a training adds to a run's summary and report."""
+    """Return training's part of a run's summary and report."""
     result = outcome.result
     plain = TypeAdapter(TrainResult).dump_python(result, mode="json")
     initialized = read_initialized(open_store(outcome.models_uri), result.training_dir)

@@ -1,4 +1,4 @@
-"""The stage `train`: the dataset version is resolved once, then trained on, gone on with, or found done."""
+"""The stage `train`: resolves the dataset version once, then trains, resumes, or finds a finished result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TrainOutcome:
     result: TrainResult
     models_uri: str
     plan: TrainingPlan
-    """How this call trained, or would have."""
+    """The plan of this call, executed or not."""
     skipped: bool
     """True if it had finished before, on the same dataset version with the same settings."""
     verdict: Verdict | None = None
@@ -65,19 +65,21 @@ class TrainOutcome:
     mlflow_run_id: str = ""
     """Of the run at the MLflow server; empty if there is none."""
     exchange: str = ""
-    """What the exchange between ranks takes of a step, and whether several ranks pay; empty if there was only one."""
+    """Share of the exchange between ranks in a step, and whether several ranks pay off; empty if there was only one
+    rank.
+    """
 
 
 def train_model(
     tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = "",
     again: Again = AS_USUAL, planned: Callable[[TrainingPlan], object] = lambda plan: None,
 ) -> TrainOutcome:  # fmt: skip
-    """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
+    """Resolve the dataset version once, and train on it; or resume or skip existing work.
 
     `version`: what the caller has resolved for the whole run. `fresh_for`: the id of a run that wants a training from
-    step 0 whatever there is; asked again, it goes on with that. `again`: what becomes of an unfinished one with other
-    settings. `planned` gets the plan of a training that begins or is resumed, before its ranks start. Raises
-    UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
+    step 0 even if a result exists; a repeated call resumes it. `again`: what becomes of an unfinished one with other
+    settings. `planned` gets the plan of a training that begins or is resumed, before its ranks start. Raises UsageError
+    (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
     first = plan_training(tree.train, tree.spark)
@@ -158,7 +160,7 @@ def _try_build(
 ) -> None:
     """Before a cluster is asked for ranks; ranks of other launchers build it as soon as a trial would.
 
-    What has steps already was built by whoever made them. Raises as `try_build` does.
+    A training with steps has already been built. Raises as `try_build` does.
     """
     if is_on_spark(plan.config.launcher) and not choice.has_begun(models):
         try_build(plan.config, dataset.manifest.row_schema, observer)
@@ -178,7 +180,7 @@ def _check_published(models: Store, choice: TrainingChoice) -> None:
 def _report_plan(
     choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, memory: WindowMemory, observer: TrainObserver
 ) -> None:
-    """What a person should know of a training that now begins, or is resumed."""
+    """Facts to report about a training that now begins or is resumed."""
     config = plan.config
     if plan.chosen_anew:
         observer.event("chosen_anew", {"rank": 0, WARNING: plan.chosen_anew})

@@ -1,4 +1,4 @@
-"""What the peers' scripts share: their arguments, the listing of a class-per-folder tree, and the image work.
+"""Helpers that the peers' scripts share: their arguments, the listing of a class-per-folder tree, and the image work.
 
 Each peer that takes a function of the user's gets the fastest one that wheels allow: the same decoder, crop, area
 filter and encoder as shardmill's own.

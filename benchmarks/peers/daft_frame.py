@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.12"
 # dependencies = ["daft==0.7.26", "simplejpeg==1.9.0", "opencv-python-headless==4.11.0.86", "numpy<3"]
 # ///
-"""Daft: parallel downloads, a function of ours in its workers, its own Parquet writer.
+"""Daft: parallel downloads, a Python function in its workers, its own Parquet writer.
 
 Its own image expressions were slower here (resize by a triangle filter), and its JPEG encoder takes no quality.
 """

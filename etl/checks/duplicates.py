@@ -1,4 +1,4 @@
-"""Inputs with equal bytes, once all units have run: they are counted, they end the build, or one of them stays."""
+"""Handles inputs with equal bytes after all units have run: counts them, fails the build, or keeps one of each."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -53,7 +53,7 @@ _NO_DUPLICATES = DuplicateCounts(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What `etl.duplicates` allows."""
+    """The rows that remain under `etl.duplicates`."""
 
     results: Sequence[UnitResult]
     counts: DuplicateCounts
@@ -78,13 +78,13 @@ def resolve_duplicates(
 
 
 def count_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
-    """How often the rows of `shards` repeat the bytes of another one, in its class and split or not."""
+    """Count how often rows of `shards` repeat the bytes of another row, within its class and split or across them."""
     parts = pa.concat_tables([_COUNTS.empty_table(), *group(_group_by(store, shards, config, wants_places=False))])
     return DuplicateCounts(*(sum(parts.column(name).to_pylist()) for name in _COUNTS.names))
 
 
 def find_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> Iterator[pa.Table]:
-    """Every row of `shards` that has to go, in tables of `_COPIES`; the same ones in whatever order results came."""
+    """Every row of `shards` that has to go, in tables of `_COPIES`; the same ones for any order of results."""
     return group(_group_by(store, shards, config, wants_places=True))
 
 

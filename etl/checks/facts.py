@@ -1,4 +1,4 @@
-"""What a person should know of a build before its units run: inferred facts, and warnings."""
+"""Reports facts about a build before its units run: inferred values and warnings."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
 
 
 def _how_split(plan: BuildPlan) -> str:
-    """What decided the splits, to stand before their numbers."""
+    """The source of the splits, shown before their numbers."""
     if not plan.listing.has_splits:
         return "by content hash, about"
     if plan.task.config.stratified_splits:
@@ -159,7 +159,7 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
 
 
 def _class_twins(class_names: Iterable[str]) -> Iterator[str]:
-    """Classes that look alike to a person, and are different names."""
+    """Classes with different names that look alike to people."""
     by_look: defaultdict[str, list[str]] = defaultdict(list)
     for name in class_names:
         look = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

@@ -1,4 +1,6 @@
-"""The shares of rejected inputs that a config allows: more end the build, and all of them are in a ledger."""
+"""Enforces the configured limits on rejected inputs: a build above a limit fails, and its ledger lists
+all rejections.
+"""
 
 from __future__ import annotations
 

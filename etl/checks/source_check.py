@@ -1,4 +1,4 @@
-"""What a build would reject: every source image is read and decoded as in a build, and nothing is written."""
+"""Finds what a build would reject: reads and decodes every source image as a build does, and writes nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SourceCheck:
     num_listed: int
     class_names: tuple[str, ...]
     inferred: Mapping[str, FieldValue]
-    """What a build says of its listing before any work: the event `etl.inferred`."""
+    """Fields of the event `etl.inferred`, which a build reports about its listing before any work."""
     inferred_warnings: tuple[str, ...]
-    """What it warns of then."""
+    """Warnings of that listing."""
     accepted: tuple[SplitSums, ...]
     """Of the accepted images of each split that has any."""
     finished: Finished
@@ -43,12 +43,12 @@ class SourceCheck:
 
     @property
     def by_split(self) -> dict[str, int]:
-        """How many accepted images each split has."""
+        """Number of accepted images per split."""
         return {part.split: part.num_rows for part in self.accepted}
 
     @property
     def by_class(self) -> dict[str, int]:
-        """How many accepted images each class has; empty if labels are no classes."""
+        """Number of accepted images per class; empty if labels are not classes."""
         counts: Counter[str] = Counter()
         for part in self.accepted:
             counts.update(dict(zip(self.class_names, part.class_counts, strict=False)))
@@ -72,17 +72,17 @@ class SourceCheck:
 
     @property
     def by_reason(self) -> dict[str, int]:
-        """How many were rejected for each reason, the most frequent first."""
+        """Number of rejections per reason, the most frequent first."""
         return {str(reason): times for reason, times in self.rejections.by_reason.most_common()}
 
     @property
     def by_note(self) -> dict[str, int]:
-        """How many accepted images have each note, by name."""
+        """Number of accepted images with each note, by name."""
         return count_notes(self.finished.results)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a build would warn of: its listing, and at its end images that are worth less than they could be."""
+        """Warnings that a build would give: about its listing, and about accepted images of reduced quality."""
         return (*self.inferred_warnings, *lost_by_decoding(self.by_note))
 
 

@@ -1,4 +1,4 @@
-"""How much of the latest version a source has lost: an empty mount must not become an empty version."""
+"""Measures how much of the latest version a source has lost: an empty mount must not become an empty version."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""What looks wrong in a version once its images have been read, one sentence for each thing."""
+"""Warns about a version once its images have been read, one sentence for each problem."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _untested_classes(manifest: Manifest) -> Iterator[str]:
 
 
 def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
-    """What notes say of images that are worth less than they could be."""
+    """Describe the notes on images that lost information in decoding."""
     num_16_bit = sum(times for note, times in by_note.items() if note.startswith("scaled_"))
     if num_dark := by_note.get("low_range_16_bit", 0):
         yield (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine may need of the config; each takes what concerns it."""
+    """Settings of the config that engines may need; each engine uses its own part."""
 
     spark: SparkConfig
     num_workers: int
@@ -35,7 +35,7 @@ def _copy_here(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettin
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a build's work runs on. The results of both do not depend on which engine gave them."""
+    """The interface of an engine, which runs a build's work. Results do not depend on the engine."""
 
     run_units: Callable[[Sequence[WorkUnit], UnitTask, EngineSettings], Iterator[UnitResult]]
     """Each unit's result once, as the units finish, in any order."""

@@ -1,4 +1,4 @@
-"""The default engine: no JVM unless a cluster is configured, or there are more images than one machine should do."""
+"""Chooses the default engine: no JVM unless a cluster is configured or one machine would have too many images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _has_cluster(settings: EngineSettings) -> bool:
 
 
 def open_likely(settings: EngineSettings) -> AbstractContextManager[None]:
-    """What the engine that `choose_engine` will name can share, as far as that is known before the source is listed."""
+    """Open the resources of the engine that `choose_engine` will probably choose, before the source is listed."""
     return ENGINES["spark" if _has_cluster(settings) else "local"].opened(settings)
 
 

@@ -1,4 +1,4 @@
-"""The engine of one machine: a few processes that take work units from pipes; no Spark, no JVM, no pickle."""
+"""The engine of one machine: a few processes that receive work units over pipes; no Spark, no JVM, no pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The engine of Spark: every work unit is a partition of its own, and its task runs it in a warm process beside it."""
+"""The engine on Spark: every work unit is one partition, and its task runs the unit in a warm process on
+the executor.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _shared(group: GroupBy, store: Store, folder: str) -> GroupBy:
 
 
 def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -> list[ChecksummedFile]:
-    """Where the answer of each part is, in the order of the parts. The driver holds these names, and no row."""
+    """Return the files with each part's answer, in the order of the parts. The driver holds only these names."""
     places, num_parts = range(len(group.segments)), group.num_parts
     blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(
         OnExecutor(lambda mine: _blocks(group, mine, nonce))

@@ -1,4 +1,4 @@
-"""A job of Spark, as its driver sees it: it runs in a thread, its progress can be followed, and its error is ours."""
+"""Runs a Spark job from the driver in a thread, follows its progress, and converts its error into ours."""
 
 from __future__ import annotations
 

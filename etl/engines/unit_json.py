@@ -1,4 +1,4 @@
-"""Tasks and work units as JSON, on their way to another process."""
+"""Converts tasks and work units to JSON and back, to send them to another process."""
 
 from __future__ import annotations
 

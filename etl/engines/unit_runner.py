@@ -37,7 +37,9 @@ class UnitRunner:
 
     @property
     def answers(self) -> IO[bytes]:
-        """What becomes readable if `receive` has an answer; perhaps another one whenever it gave None."""
+        """The file that becomes readable when `receive` has an answer; it may change whenever `receive`
+        returned None.
+        """
         return self._process.answers
 
     def send(self, unit: bytes) -> None:

@@ -1,4 +1,6 @@
-"""The process of a `UnitRunner`: units in by a pipe, results out, until the pipe is closed; and what forks such."""
+"""The process of a `UnitRunner`: reads units from a pipe and returns results until the pipe is closed; and its fork
+server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes behind `UnitRunner`s: started one by one, or forked from one that has imported all they need.
+"""The processes behind `UnitRunner`s: started one by one, or forked from a process with all imports done.
 
 Light: each Python worker of Spark's imports it.
 """
@@ -19,7 +19,7 @@ import etl
 from shardmill.jobs.process import SAFE_PATH, python_path
 
 FORK, END = b"fork", b"end "
-"""What a fork server is asked for: a worker on the two descriptors that come along, or the end of one (END PID)."""
+"""Requests to a fork server: start a worker on the two descriptors sent along, or end one (END PID)."""
 # The working directory is in none of the paths; ours come last, behind the interpreter's own.
 # Imports make no garbage, and to look for it among what they made takes a sixth of their time: `unit_worker` begins to.
 _BOOTSTRAP = (

@@ -1,7 +1,7 @@
-"""An append: a version with all rows of the latest one, and what another listing adds to them.
+"""Builds an append: a version with all rows of the latest version and the new rows of another listing.
 
-An image is known by its key. One that the dataset holds already is not stored again; a key that would stand for other
-bytes or another class than before is refused, because an append replaces nothing.
+An image is known by its key. One that the dataset holds already is not stored again; a key with other bytes or another
+class than before is refused, because an append replaces nothing.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -45,7 +45,7 @@ _READ = pa.schema([ROWS_SCHEMA.field(name) for name in ("source", "sample_id", "
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What a commit needs of an append."""
+    """The values that the commit of an append needs."""
 
     build: Build
     """Of all that the new version holds."""
@@ -54,7 +54,7 @@ class Appended:
     refused_before: RefusedBefore
     """Those not marked are not listed again."""
     results: tuple[UnitResult, ...]
-    """What is new."""
+    """Results of the new rows."""
 
 
 def append(

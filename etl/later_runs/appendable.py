@@ -1,4 +1,4 @@
-"""Whether the images of a build may be appended to a version: rows of both would stand side by side."""
+"""Checks that the images of a build may be appended to a version, so that old and new rows are consistent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EQUAL_SETTINGS = ("split_fractions", "duplicates")
 
 
 def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> None:
-    """Raise UsageError unless rows of `build` may stand beside those of `parent`; `is_labelled`: they have classes."""
+    """Raise UsageError unless rows of `build` may be added to those of `parent`; `is_labelled`: they have classes."""
     was_labelled = any(times for split in parent.splits.values() for times in split.class_counts)
     facts = (
         ("formats", sorted(parent.formats), sorted(build.formats)),

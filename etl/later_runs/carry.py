@@ -1,4 +1,4 @@
-"""Shards of an older version, carried into a new one: named again, or copied without the rows that have changed.
+"""Carries shards of an older version into a new one: referenced again, or copied without the rows that changed.
 
 Each becomes the result of a work unit that did not have to run, so that the commit adds up all units alike.
 """
@@ -41,7 +41,7 @@ Copy = Callable[[Sequence[CopyUnit], UnitTask], Iterator[UnitResult]]
 def carry(parent: Manifest, changes: Changes, copier: RowCopier, task: UnitTask, copy: Copy) -> Iterator[UnitResult]:
     """One result for each shard of which a row is left, or for all of them. `copy` makes those that need new files.
 
-    Raises IntegrityError if a shard that must be copied, or a row segment, is not what the older version vouches for.
+    Raises IntegrityError if a shard that must be copied, or a row segment, does not match the older version's record.
     """
     if _stays_whole(parent, changes, task):
         yield _result_of_version(parent, changes, copier.store)

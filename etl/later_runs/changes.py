@@ -1,4 +1,4 @@
-"""What a source has in common with the version that was made of it last: only the rest has to be processed.
+"""Compares a source with the version that was last built from it, so that only the difference is processed.
 
 A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split), and has the
 sample id that it has in this listing. With
@@ -43,7 +43,7 @@ class ShardRows:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How a listing differs from the version before."""
+    """The differences between a listing and the previous version."""
 
     shards: tuple[ShardRows, ...]
     """All of the older version, in layout order."""
@@ -55,13 +55,15 @@ class Changes:
     rows: OlderRows | None = None
     """The older version's, if there are contents to compare."""
     rereads: bool = False
-    """Whether the next run has to read the same inputs again: their contents count, and nothing tells of them."""
+    """Whether the next run has to read the same inputs again: their contents count, and no listing shows them."""
     num_to_compare: int = 0
     """Of the removed rows: those whose inputs may still hold the same bytes."""
 
     @property
     def may_keep_rows(self) -> bool:
-        """Whether a row of the older version may stand in the new one, as far as is known before anything is read."""
+        """Whether a row of the older version may be reused in the new one, as far as is known before anything
+        is read.
+        """
         return self.num_unchanged > 0 or self.rows is not None
 
 
@@ -103,7 +105,7 @@ class Compared:
                 yield ListingBatch(listed.select(LISTED_SCHEMA.names), ids_N=ids_N)
 
     def changes(self) -> Changes:
-        """What is left of the older version."""
+        """The rows that remain of the older version."""
         kept = np.split(self._is_found_N, np.cumsum(self._rows.sizes)[:-1]) if self._rows.sizes else []
         shards = tuple(ShardRows(copies, each) for copies, each in zip(self._shards, kept, strict=True))
         num_unchanged = int(self._is_found_N.sum())

@@ -1,4 +1,4 @@
-"""The rows of an older version, found again by what a listing says of their sources.
+"""Finds the rows of an older version that belong to the sources of a new listing.
 
 For each row 25 bytes are in memory: a 128-bit digest of key, size, times, class and extra columns, its place, and
 whether it was found. If the source names splits it is 27 bytes; if contents are compared, 56 more.
@@ -101,7 +101,7 @@ class _Splits:
 
     actual_N: np.ndarray
     of_content_N: np.ndarray
-    """What its content would have decided; empty if the listing names the split of every image."""
+    """Split by content of each row; empty if the listing names the split of every image."""
 
     def are_of(self, rows_N: np.ndarray, named: pa.ChunkedArray) -> np.ndarray:
         """Whether each row is in the split that its image is listed in: the named one, or that of its content."""

@@ -1,4 +1,4 @@
-"""What an older version refused, beside what is listed now: 17 bytes of each rejection are in memory, and no key."""
+"""Compares an older version's rejections with the new listing: keeps 17 bytes per rejection in memory, and no key."""
 
 from __future__ import annotations
 

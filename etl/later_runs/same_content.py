@@ -1,4 +1,4 @@
-"""Sources with another size or time than before whose bytes, once a task has read them, were those of their rows."""
+"""Handles sources whose size or time changed but whose bytes, once a task has read them, equal those of their rows."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""A listing's segments by ranges of cells, whatever the order of its images: a work unit reads what is its own."""
+"""Orders a listing's segments by ranges of cells, so that a work unit reads only its own images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a build once its source is listed: no image at all, or no labels though the source has some."""
+"""Fails a build after its source was listed: no image at all, or no labels although the source has some."""
 
 from __future__ import annotations
 

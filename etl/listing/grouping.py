@@ -1,4 +1,4 @@
-"""A group-by over rows of a dataset, or of a listing: those that share a digest are brought together.
+"""Groups rows of a dataset, or of a listing, that share a digest.
 
 Two functions say what is asked, and each engine runs them in its own way: on one machine through files on disk, on
 Spark through its shuffle. Which rows are in which part follows from their digests alone, so all answers are the same.
@@ -38,22 +38,25 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class GroupBy:
-    """What is asked of all rows that share a digest. It travels to tasks, so its functions are those of a module."""
+    """A group-by over all rows that share a digest. It is sent to tasks, so its functions are
+    module-level functions.
+    """
 
     uri: str
     """The store that holds the segments."""
     segments: tuple[Segment, ...]
     schema: pa.Schema
-    """What is read of each segment; reading all of a row segment takes three times as long as two columns."""
+    """The columns to read of each segment; reading all of a row segment takes three times as long as two columns."""
     pick: Callable[[pa.Table, int], pa.Table]
-    """What a segment's rows contribute, given the segment's place; the first column is the digest: 32 bytes of it, or 8
-    as int64."""
+    """Selects the contribution of a segment's rows, given the segment's position; the first column is the digest: 32
+    bytes of it, or 8 as int64.
+    """
     picked: pa.Schema
     fold: Callable[[pa.Table], pa.Table]
     """The answer of one part: contributions of which every digest's rows are all there, in the order of segments."""
     folded: pa.Schema
     scratch_dir: str = ""
-    """Where one machine spills; empty for the temporary folder."""
+    """Spill folder of the local machine; empty for the temporary folder."""
     rows_per_part: int = ROWS_PER_PART
     dataset_uri: str = ""
     """A store that every task sees, if `uri` is a folder of the driver's machine; empty: they see `uri`."""
@@ -69,7 +72,7 @@ class GroupBy:
         return max(1, -(-self.num_rows // self.rows_per_part))
 
     def contribution(self, store: Store, place: int) -> pa.Table:
-        """Of one segment. Raises IntegrityError if it is not what its index vouches for."""
+        """Of one segment. Raises IntegrityError if it does not match its index."""
         segment = self.segments[place]
         return self.pick(read_segment(store, segment.file, self.schema, segment.num_rows), place)
 

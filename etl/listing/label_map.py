@@ -1,4 +1,4 @@
-"""The label map: given by the config or found in the listing; from version to version it only grows."""
+"""The label map: set by the config or found in the listing; it only grows from version to version."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

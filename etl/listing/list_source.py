@@ -1,4 +1,4 @@
-"""From a source's batches to a `Listing`: images stream into segments on disk, and sums of them stay in memory."""
+"""Converts a source's batches to a `Listing`: images stream into segments on disk, and only sums stay in memory."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -201,7 +201,7 @@ class _Segments:
             self.multi_labels.update((split, label) for label in names_of(text))
 
     def _choose_probes(self, images: pa.Table, cells_N: np.ndarray) -> None:
-        """Keep the files of the smallest cells: the same ones in whatever order the listing comes."""
+        """Keep the files of the smallest cells: the same ones for any order of the listing."""
         for place in np.argsort(cells_N, kind="stable")[:_NUM_PROBES].tolist():
             path = images.column("container")[place].as_py() or images.column("key")[place].as_py()
             if all(path != known for _, known in self.probes):

@@ -1,4 +1,4 @@
-"""What the driver knows of a source: counts, sums and names of files. It does not grow with the number of images.
+"""The driver's view of a source: counts, sums and names of files. It does not grow with the number of images.
 
 An image belongs to a *cell*, an unsigned 64-bit hash: of its sample id, or of its block if it lies in a container. A
 work unit is a range of cells, so that a listing that has grown leaves the old members of a unit together.
@@ -27,7 +27,7 @@ NUM_BUCKETS = 1 << 16
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Listing:
-    """What the driver knows of a source: counts, sums and the segments' ranges; the images are in the segments."""
+    """The driver's view of a source: counts, sums and the segments' ranges; the images are in the segments."""
 
     folder: Path
     """A local folder that goes with this value."""
@@ -90,7 +90,7 @@ class Listing:
 
     @property
     def fingerprint(self) -> str:
-        """Equal listings (keys, sizes, times, labels, splits) have equal fingerprints, in whatever order they came."""
+        """Equal listings (keys, sizes, times, labels, splits) have equal fingerprints, in any order."""
         refused = (key_hash(f"{each.key}\0{each.reason}\0{each.size_bytes}") for each in self.rejections)
         parts = (format_digest(sum_limbs(self.facts_by_bucket)), format_digest(sum(refused) % DIGEST_MODULUS))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -24,7 +24,7 @@ from shardmill.storage import Store, join_uri
 
 SEGMENT_SCHEMA = pa.schema([*LISTED_SCHEMA, pa.field("sample_id", pa.int64()), pa.field("cell", pa.uint64())])
 SEGMENT_ROWS = 1_000_000
-"""How many rows are in memory at a time, at about 300 bytes each while they are sorted."""
+"""Number of rows in memory at a time, at about 300 bytes each while they are sorted."""
 _ROW_GROUP_ROWS = 8_192
 
 
@@ -149,7 +149,9 @@ def _as_numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def find_sorted(values_M: np.ndarray, wanted_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each wanted value is among ascending ones, and whether it is there; if not, its place means nothing."""
+    """Find the position of each wanted value among ascending ones, and whether it exists; otherwise the position has no
+    meaning.
+    """
     if not len(values_M):
         return np.zeros(len(wanted_N), np.int64), np.zeros(len(wanted_N), bool)
     places_N = np.searchsorted(values_M, wanted_N).clip(max=len(values_M) - 1)

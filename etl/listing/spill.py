@@ -1,4 +1,4 @@
-"""Rows on disk, in parts of which each fits in memory: what a group-by and a look-up by shard stand on."""
+"""Spills rows to disk in parts that each fit in memory, for group-bys and look-ups by shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from shardmill.storage_errors import as_storage_error
 
 ROWS_PER_PART = 500_000
-"""How many rows, of 100 to 200 bytes, are in memory at once."""
+"""Number of rows, of 100 to 200 bytes each, in memory at once."""
 
 
 class SpilledRows:

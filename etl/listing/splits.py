@@ -1,4 +1,4 @@
-"""Which split an image belongs to: the one that the source names, or what a hash of its group or content decides."""
+"""Assigns images to splits: the split that the source names, or a hash of the image's group or content."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""Splits with the configured shares in every class: what `etl.stratified_splits` asks for.
+"""Assigns splits with the configured shares in every class, for `etl.stratified_splits`.
 
 A hash of each image alone cannot do it: of 20 images of a class, 10 % are one to four. So the source is listed twice.
 The first pass counts the classes and cuts each one, in hash order, where its quotas end; the second names the splits.
@@ -138,7 +138,7 @@ class WithStratifiedSplits:
 
 
 def whole_quotas(ideals: Sequence[float], num_images: int) -> list[int]:
-    """How many images of a class each split should hold: `ideals`, which add up to `num_images`, in whole images.
+    """Round `ideals`, which add up to `num_images`, to whole numbers of images per split.
 
     By largest remainders. The caller adds what rounding took away to the next class's ideals; so each class is within
     two images of its shares, and the whole dataset within two, even if all classes are small.
@@ -153,7 +153,9 @@ def whole_quotas(ideals: Sequence[float], num_images: int) -> list[int]:
 
 
 def share_out(wanted: Sequence[int], held: Sequence[int], num_new: int) -> list[int]:
-    """How the new images of a class are shared out: what is missing, and no more than there are."""
+    """Assign the new images of a class to splits: fill missing shares first, and never assign more than there are new
+    images.
+    """
     missing = [max(0, want - have) for want, have in zip(wanted, held, strict=True)]
     total = sum(missing)
     if total == num_new:

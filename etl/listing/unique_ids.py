@@ -1,4 +1,4 @@
-"""Sample ids made unique: what a listing names twice is refused once, and two keys with one id get two.
+"""Makes sample ids unique: a key that is listed twice is rejected once, and two keys with one id get two ids.
 
 Both are asked of an engine's group-by. The driver reads the segments again only if some id occurs twice, and rewrites
 those that it occurs in; what it holds is 8 bytes for each such id.

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class SourceReader(Protocol):
-    """What a task reads images with; it may keep a container open from one image to the next."""
+    """Reads images in a task; may keep a container open between images."""
 
     num_parallel: int
-    """How many threads may call `read` at once: 1, unless images are far away and in no container."""
+    """Number of threads that may call `read` at once: 1, unless images are remote and not in a container."""
 
     def read(self, image: SourceImage) -> bytes | Rejection:
         """The image's bytes, or why this one is refused.

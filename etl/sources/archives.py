@@ -35,18 +35,18 @@ def _head_of(file: BinaryIO, member: ArchiveMember, num_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveFormat:
-    """How the archives of one kind are listed; each function raises IntegrityError for damage."""
+    """The listing functions of one archive format; each raises IntegrityError for damage."""
 
     unpack: Callable[[BinaryIO], BinaryIO]
     """The file -> the bytes in which members have their places: another file if it is compressed as a whole."""
     members: Callable[[BinaryIO, StoredFile, bool], Iterator[ArchiveMember]]
     """Every member of an unpacked archive, in its order; the last argument says whether it was compressed."""
     check_end: Callable[[BinaryIO], None] = lambda stream: None
-    """What remains to be checked behind the last member."""
+    """Checks the rest of the archive after its last member."""
     packed_block_images: int = BLOCK_IMAGES
     """Images in a block of an archive that is compressed as a whole."""
     head: Callable[[BinaryIO, ArchiveMember, int], bytes] = _head_of
-    """The first so many bytes of a member, asked for while the listing stands at it; empty if they cannot be read."""
+    """The first so many bytes of a member, read when the listing reaches it; empty if they cannot be read."""
 
 
 class Archives:

@@ -1,4 +1,4 @@
-"""Classes that records give as a number and a text: the number says which class it is, the text what it is called.
+"""Classes that records give as a number and a text: the number identifies the class, and the text names it.
 
 ImageNet has two classes whose text is "crane", a bird and a machine.
 """
@@ -29,7 +29,7 @@ def joined(number: str, text: str) -> str:
 
 
 class ClassTexts:
-    """What all records say; `named` then makes the labels of `joined` class names."""
+    """Collects the class texts of all records; `named` then turns the labels into `joined` class names."""
 
     def __init__(self) -> None:
         self._texts: dict[str, set[str]] = {}

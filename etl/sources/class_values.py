@@ -1,4 +1,4 @@
-"""What one value says of an image's class: a text or a number of a record, or of a member beside the image."""
+"""Reads an image's class from one value: a text or a number of a record, or of a member beside the image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of a table that its user wrote: found by their usual names, or by the config's; values as class names."""
+"""Finds the columns of a user's table by their usual names or by the config, and reads values as class names."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -71,7 +71,7 @@ def _called(wanted: str, names: Sequence[str]) -> list[str]:
 def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -> tuple[str, ...]:
     """A warning for each usual column that is missing beside one of nearly its name, which is then ignored.
 
-    `used`: usual name -> the column that stands for it, or None.
+    `used`: usual name -> the column used for it, or None.
     """
     found = []
     for usual, column in used.items():

@@ -1,4 +1,4 @@
-"""Files that hold many images: found below a URI, opened at any place, checked against what the listing saw."""
+"""Files that contain many images: found below a URI, opened at any offset, checked against the listing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """What a folder holds."""
+    """The files found in a folder."""
 
     containers: tuple[StoredFile, ...]
     others: tuple[StoredFile, ...]
@@ -39,7 +39,7 @@ class FoundFiles:
 
 
 class Containers:
-    """What `source.uri` names: a folder, one file, or a pattern of files (see `etl/sources/patterns.py`).
+    """The files that `source.uri` names: a folder, one file, or a pattern of files (see `etl/sources/patterns.py`).
 
     Nothing is read before `find`. Paths are relative to `store`: the folder itself, or the fixed part of the pattern.
     """
@@ -173,7 +173,7 @@ def image_file(file: StoredFile) -> SourceImage:
 
 
 def gone(file: StoredFile) -> Rejection:
-    """What becomes of a container that vanished behind the list of files, with all that it held."""
+    """Return the rejection of a container that vanished after the listing, for all images that it contained."""
     return image_file(file).rejected(RejectReason.MISSING, "gone while the source was listed", "list")
 
 

@@ -1,4 +1,4 @@
-"""Images from the web: bounded in time, size and number, honouring opt-outs, and never from a private network."""
+"""Downloads images from the web: bounded in time, size and number, honouring opt-outs, never from a private network."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Downloader:
             connected.close()
 
     def _connect(self, parts: urllib.parse.SplitResult, timeout_seconds: float) -> socket.socket | NotDownloaded:
-        """A connection to an address that was looked at: a name may stand for a machine behind our firewall."""
+        """A connection to an address that was looked at: a name may resolve to a machine behind our firewall."""
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         found = [str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         if not all(map(self.may_ask, found)):
@@ -166,7 +166,7 @@ class Downloader:
 def _split(url: str, base: str) -> tuple[urllib.parse.SplitResult, str] | None:
     """Its parts, and of these the host; None for what is no URL of the web.
 
-    That is another scheme, a port that is no number, or a host that can be no name.
+    That is another scheme, a port that is not a number, or an invalid host name.
     """
     try:
         parts = urllib.parse.urlsplit(urllib.parse.urljoin(base, url))

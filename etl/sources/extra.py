@@ -1,4 +1,4 @@
-"""Extra columns: what `source.extra_columns` asks a source for, with the one type that each has in all of its files."""
+"""Reads the columns of `source.extra_columns`, with one type for each column across all files."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -48,7 +48,7 @@ class ExtraColumns:
 
     def __init__(self, configured: Sequence[str], label_kind: SourceLabelKind = "class") -> None:
         self.target = None if label_kind in ("class", "none") else Target(label_kind)
-        """Labels that are no class; they are a column, named `LABEL`."""
+        """Labels that are not classes; they are a column, named `LABEL`."""
         self.given = dict(map(parse_extra, configured))
         """Name -> type, empty if the values tell it."""
         if self.target is not None:
@@ -66,7 +66,7 @@ class ExtraColumns:
     def of_rows(self, rows: pa.Table, where: str, label: str | None = None) -> tuple[pa.Array, pa.Array]:
         """The text of each row of a table, and its problem, null if it has none; a column that it lacks is null.
 
-        `label` is the table's own name of the column of labels, if they are no classes.
+        `label` is the table's own name of the column of labels, if they are not classes.
 
         Raises UsageError for a column of another type than in the files before, or of one that no dataset has.
         """

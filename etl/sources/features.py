@@ -1,4 +1,4 @@
-"""The features of a tf.Example record: which of them are image, class and key, and what they say."""
+"""Finds image, class and key among the features of a tf.Example record, and reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FeatureNames:
     image: str
     label: str | None
     text: str | None
-    """What a class is called, if `label` is its number."""
+    """Name of the class, if `label` is its number."""
     key: str | None
     has_classes: bool
     """Whether classes are asked for."""

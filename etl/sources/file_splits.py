@@ -1,6 +1,7 @@
 """Finds the splits in the names of a source's files and folders, such as `set-train-00000.tar`.
 
-A split is the word that differs between the names: `test_tube-train-0.tar` and `test_tube-val-0.tar` are no test set.
+A split is the word that differs between the names: `test_tube-train-0.tar` and `test_tube-val-0.tar` are not a test
+set.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Words:
 
     @property
     def splits(self) -> Counter[str]:
-        """How often each word that names a split occurs."""
+        """Number of occurrences of each word that names a split."""
         return Counter(word for word in self.all if word in SPLIT_OF_NAME)
 
     def places(self) -> dict[tuple[str, int], str]:

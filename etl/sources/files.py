@@ -1,4 +1,4 @@
-"""The reader of sources whose images are files of their own."""
+"""The reader of sources in which each image is a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the folders of all images say together: which level of them names the classes, and which the splits.
+"""Infers from the folders of all images which folder level names the classes and which names the splits.
 
 A level of folders is one of splits if `train` is among its names beside others (`train`, `val`), or alone. Above it may
 be one wrapping folder on each level (`photos/train/cat`), or the folders of several collections or classes.
@@ -36,10 +36,10 @@ _MAX_FOLDERS_OF_SPLITS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class FolderRule:
-    """How a source's folders are read where they leave a choice."""
+    """Resolves ambiguous folder structures of a source."""
 
     label_level: int
-    """Which folder names the class, counted from the top or from split folders at the top; 0: see `is_innermost`."""
+    """Level of the class folders, counted from the top or from split folders at the top; 0: see `is_innermost`."""
     is_innermost: bool
     """Whether the class is the folder that an image lies in, as in archives, or the outermost one."""
     takes_labels: bool = True
@@ -75,7 +75,7 @@ class _Place:
     """-1: the innermost folder below the split."""
 
     def judge(self, names: list[str]) -> _Folder:
-        """What a folder says of the images that lie directly in it."""
+        """Return the label and split that a folder gives to the images directly in it."""
         split_name = names[self.split] if self.split is not None and len(names) > self.split else ""
         split = SPLIT_OF_NAME.get(split_name.lower())
         if self.split is not None and split is None:
@@ -213,7 +213,7 @@ class _Folders:
         return image.rejected(RejectReason.BAD_LABEL, self.place.judge(path.split("/") if path else []).fault, "list")
 
     def warnings(self) -> Iterator[str]:
-        """What looks wrong and ends nothing."""
+        """Warnings that do not end the build."""
         if self.deeper is not None:
             label = self.place.judge(_folder_of(self.deeper).split("/")).label
             yield (

@@ -1,4 +1,6 @@
-"""Signs of labels in an archive's folders, if texts beside the images kept the folders from being taken as classes."""
+"""Detects labels in an archive's folders if text files beside the images kept the folders from being used
+as classes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class FolderSigns:
             self._folders.add(image.rpartition("/")[0].removeprefix("./"))
 
     def found(self) -> Iterator[str]:
-        """A phrase if two or more folders have names that are no numbers and no splits."""
+        """A phrase if two or more folders have names that are neither numbers nor splits."""
         folders = [folder.split("/") for folder in sorted(self._folders) if folder]
         has_splits = names_splits({folder[0] for folder in folders})
         levels: dict[str, int] = {}

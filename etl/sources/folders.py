@@ -1,4 +1,4 @@
-"""A class-per-folder tree, listed by ourselves: Spark's `binaryFile` silently skips names that people really use.
+"""Lists a class-per-folder tree without Spark's `binaryFile`, which silently skips file names that people really use.
 
 `cats/001.jpg` has the class `cats`; `train/cats/001.jpg` beside a `val/` or `test/` folder has the split `train` and
 the class `cats`. A folder of images without class folders makes a dataset without labels.

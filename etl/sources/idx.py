@@ -1,4 +1,4 @@
-"""IDX files, the format of MNIST and its family: bare pixels in one file, the classes' numbers in another beside it."""
+"""IDX files, the format of MNIST and similar datasets: raw pixels in one file, class numbers in another beside it."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""One IDX file: a header of type and shape, then bare numbers, the largest byte first.
+"""Reads one IDX file: a header of type and shape, then raw big-endian numbers.
 
 Format: http://yann.lecun.com/exdb/mnist/
 """
@@ -48,7 +48,7 @@ class IdxFile:
         return np.frombuffer(data, np.uint8).reshape(self.shape[1:])
 
     def num_whole(self, size_bytes: int) -> int:
-        """How many images a file of this size really holds.
+        """Number of images that a file of this size really contains.
 
         A packed one is read to its end, where its checksum is compared.
         """

@@ -1,4 +1,4 @@
-"""Signs of labels that a source holds and does not take: by the names of columns, and by what is in them."""
+"""Detects labels that a source contains but does not use: by the names of columns, and by their values."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

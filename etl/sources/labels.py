@@ -1,4 +1,4 @@
-"""Class names out of a column of any type: equal values are one class, whatever the table's format makes of them."""
+"""Converts a column of any type to class names: equal values are one class in every table format."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

@@ -41,9 +41,9 @@ class ListingBatch:
     """Columns of `LISTED_SCHEMA`; the fields of `SourceImage` of the same names."""
     rejections: tuple[Rejection, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What looks wrong to the source and ends nothing: one sentence each."""
+    """Warnings that do not end the build: one sentence each."""
     label_signs: tuple[str, ...] = ()
-    """Where the source seems to hold labels that it does not take: a phrase each. They end a build without labels."""
+    """Places of labels that the source does not use: one phrase each. They end a build without labels."""
     groups: pa.Array | None = None
     """A string for each image, null for none: images of one group are not to be in different splits."""
     keys_N32: np.ndarray | None = None
@@ -53,7 +53,7 @@ class ListingBatch:
     extra_types: Mapping[str, str] = field(default_factory=dict)
     """The type of each extra column of the source, as far as its values have told; see `ARROW_TYPES`."""
     num_found_ahead: int = 0
-    """How many images the source has found by now that are in later batches: whoever waits sees them counted."""
+    """Number of images already found that are in later batches, for progress output."""
 
 
 def batches_of(

@@ -1,4 +1,4 @@
-"""Signs of labels among the files beside images: what an archive's layout, or a folder's, does not take."""
+"""Detects labels in files beside the images that an archive's or a folder's layout does not use."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def with_found(batches: Iterable[ListingBatch], found: Callable[[], Iterable[str
 
 
 def with_table_signs(batches: Iterable[ListingBatch], store: Store) -> Iterator[ListingBatch]:
-    """A listing of files, with the signs in the first tables among those that are no images."""
+    """A listing of files, with the signs in the first tables among those that are not images."""
     signs = TableSigns()
 
     def looking() -> Iterator[ListingBatch]:

@@ -1,4 +1,4 @@
-"""What a name says before any byte is read: whether it may be an image's, a table's or an archive's."""
+"""Classifies files by their names, before any byte is read: possible images, tables and archives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are compressed as a whole, told by their first bytes: a name may say something else."""
+"""Detects files that are compressed as a whole by their first bytes, not by their names."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _LONGEST_MAGIC = max(len(each.magic) for each in _PACKINGS)
 
 
 def packing_of(file: BinaryIO) -> Packing | None:
-    """How the file is compressed; None if it is not. It is left at its beginning."""
+    """Return the compression of a file, None if it has none. The file is left at its beginning."""
     file.seek(0)
     head = file.read(_LONGEST_MAGIC)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Columns of a Parquet file, in batches that stay small whatever the file claims."""
+"""Reads columns of a Parquet file in batches that stay small, whatever the file claims."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""How a table writes the paths of its files: from its own folder, with Windows' backslashes, or as ids and no paths."""
+"""Detects how a table writes the paths of its files: relative to its folder, with Windows' backslashes, or as ids."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

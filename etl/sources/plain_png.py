@@ -1,4 +1,4 @@
-"""Bare pixels as PNG bytes that depend on nothing but the pixels: stored, not compressed.
+"""Writes raw pixels as PNG bytes that depend only on the pixels: stored, not compressed.
 
 A compressor's next release would make other bytes, and with them other content hashes and so other splits.
 """

@@ -1,4 +1,4 @@
-"""What kind of source a URI names, by looking: `shardmill run SOURCE` needs no `source.kind`."""
+"""Recognises the kind of source behind a URI by reading it, so that `shardmill run SOURCE` needs no `source.kind`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _kind_of(uri: str) -> str | None:
 
 
 def _suffix_kind(name: str) -> str | None:
-    """The kind whose files hold the images themselves. (A table beside a folder's images is no reason to read it.)"""
+    """The kind whose files hold the images themselves. (A table beside a folder's images is not read.)"""
     entries = SOURCES.entries.items()
     return next((kind for kind, entry in entries if entry.suffixes and is_named(name, entry.suffixes)), None)
 

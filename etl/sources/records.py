@@ -22,11 +22,11 @@ class Record:
     start: int
     data: bytes
     is_intact: bool
-    """Whether the data have the checksum that stands behind them."""
+    """Whether the data match the checksum that follows them."""
 
 
 def packing_of_records(file: BinaryIO) -> Packing | None:
-    """How a file is compressed; None if it is not, which the checksum of its first length shows.
+    """Return the compression of a file, None if it has none, detected by the checksum of its first length.
 
     A length may look like the first bytes of a compressed file. The file is left at its beginning.
     """

@@ -1,4 +1,4 @@
-"""Several piles of images as one source: each part has a name, which precedes the keys of its images."""
+"""Several sources as one: each part has a name, which precedes the keys of its images."""
 
 from __future__ import annotations
 

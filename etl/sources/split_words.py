@@ -1,4 +1,4 @@
-"""Folders that are named like splits: `train`, or what only looks like it, such as `seg_train` beside `seg_test`."""
+"""Recognises folders that are named like splits, such as `train`, or `seg_train` beside `seg_test`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that wait in a local file until a source knows what to make of them: a listing never waits in memory."""
+"""Keeps tables in a local file until a source can interpret them, so that a listing never waits in memory."""
 
 from __future__ import annotations
 

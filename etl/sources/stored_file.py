@@ -1,4 +1,4 @@
-"""A stored file that a format's reader can seek in, wherever it lies."""
+"""Opens a stored file, on any storage, as a seekable file for a format's reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table of `uri,label[,split][,key]`: columns from end to end, so that ten million rows are listed in seconds."""
+"""A table of `uri,label[,split][,key]`, processed by columns, so that ten million rows are listed in seconds."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false

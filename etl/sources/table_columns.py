@@ -1,4 +1,4 @@
-"""Which columns of a table are used for what; those of JSON lines come to light only row by row."""
+"""Chooses the columns of a table and their roles; columns of JSON lines appear only row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs of labels in tables beside images: one column names the images, and another one may name their classes."""
+"""Detects labels in tables beside images: one column names the images, and another may name their classes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _may_be_classes(name: str, values: Sequence[str]) -> bool:
 
 
 def _rows_of(head: bytes, key: str) -> list[list[str]]:
-    """The rows of a table's beginning, its line of names first; none if it is no text."""
+    """The rows of a table's beginning, its line of names first; none if it is not text."""
     text = _decoded(head)
     if len(head) >= HEAD_BYTES:
         # The last line is cut.
@@ -110,7 +110,7 @@ def _rows_of(head: bytes, key: str) -> list[list[str]]:
 
 
 def _decoded(head: bytes) -> str:
-    """Empty if it is no text."""
+    """Empty if it is not text."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return head.decode("utf-16", "ignore")
     if b"\0" in head:

@@ -34,7 +34,7 @@ class ArchiveMember:
     size_bytes: int
     is_folder: bool = False
     fault: str = ""
-    """Why it is no file whose bytes can be read: a link, encrypted, ...; empty if it is one."""
+    """Why its bytes cannot be read as a file: a link, encrypted, ...; empty if it is one."""
 
     @property
     def is_file(self) -> bool:
@@ -44,8 +44,8 @@ class ArchiveMember:
 def tar_members(file: BinaryIO, max_bytes: int, *, follows_links: bool = True) -> Iterator[ArchiveMember]:
     """Every member in order. Between two of them the caller may read the latest one's data.
 
-    A hard link has the place of its target, if that is among the latest files; without `follows_links` it is no file.
-    Raises IntegrityError at the first header that is none, if the archive ends without its end marker, because members
+    A hard link has the place of its target, if that is among the latest files; without `follows_links` it is not a
+    file. Raises IntegrityError at the first invalid header, if the archive ends without its end marker, because members
     may be missing, or if it reaches past `max_bytes`. What was yielded before is sound.
     """
     position = 0
@@ -83,7 +83,7 @@ def _member(header: bytes, extended: dict[str, str], start: int, size_bytes: int
 
 
 def _link_of(header: bytes, extended: dict[str, str]) -> str:
-    """The path that a hard link stands for; empty for every other member."""
+    """The path to which a hard link points; empty for every other member."""
     is_link = header[156:157] == _HARD_LINK
     return (extended.get("linkpath") or _text(header[157:257].split(b"\0", 1)[0])) if is_link else ""
 

@@ -27,14 +27,14 @@ _MAX_SAMPLE_MEMBERS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class TarLayout:
-    """Where the images and classes of an archive are."""
+    """Positions of images and classes in an archive's samples."""
 
     image_suffixes: tuple[str, ...]
-    """What may follow an image's name; empty: any suffix that images have."""
+    """Suffixes of image members; empty: any image suffix."""
     label_field: str
     """A member's suffix (`cls`), a field of a JSON member (`json.class.name`), FOLDER_LABELS, or empty for none."""
     extra_fields: Mapping[str, str] = field(default_factory=dict)
-    """What else is wanted of a sample: a column's name -> where its value is, as for a label."""
+    """Other values to read of a sample: a column's name -> its position, as for a label."""
 
     @property
     def read_suffixes(self) -> frozenset[str]:
@@ -50,7 +50,7 @@ class TarLayout:
 
 @dataclass(frozen=True, slots=True)
 class TarImage:
-    """An image with what its sample says of it."""
+    """An image with the other members of its sample."""
 
     member: ArchiveMember
     label: str | None
@@ -62,7 +62,7 @@ class TarImage:
 
 @dataclass(frozen=True, slots=True)
 class TarReject:
-    """A member that is no part of an image's sample."""
+    """A member that is not part of an image's sample."""
 
     member: ArchiveMember
     reason: RejectReason
@@ -70,7 +70,7 @@ class TarReject:
 
 
 def suffix_of(name: str) -> str:
-    """What follows the first dot of a member's own name, in lower case: `a/0001.SEG.png` -> `seg.png`."""
+    """Return the suffix after the first dot of a member's base name, in lower case: `a/0001.SEG.png` -> `seg.png`."""
     return name.rpartition("/")[2].partition(".")[2].lower()
 
 
@@ -163,7 +163,7 @@ class _Texts:
         return (None, f"no {place} beside it") if value is None else class_of([value], place)
 
     def value(self, image: str, place: str) -> Any:
-        """What a member says, or a part of its JSON; None if there is none."""
+        """Return the value of a member, or of a part of its JSON; None if there is none."""
         value = self._found(image, place)
         return (text_of(value) or value.decode("utf-8", "replace")).strip() if isinstance(value, bytes) else value
 
@@ -197,5 +197,5 @@ def _last_stem(name: str) -> str:
 
 
 def last_suffix(name: str) -> str:
-    """What follows the last dot, in lower case: `a/img.v1.CLS` -> `cls`."""
+    """Return the suffix after the last dot, in lower case: `a/img.v1.CLS` -> `cls`."""
     return name.rpartition("/")[2].rpartition(".")[2].lower()

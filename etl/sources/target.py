@@ -1,4 +1,4 @@
-"""Labels that are no single class: read as a column of values, and checked to be what `source.label_kind` says."""
+"""Reads labels that are not a single class as a column of values, and checks them against `source.label_kind`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a CSV file is written: its delimiter, its names, and whether spaces stand around its values."""
+"""Detects how a CSV file is written: its delimiter, its names, and spaces around its values."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -22,7 +22,7 @@ _QUOTED = r'^"(.*)"$'
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """How the lines of a table are read."""
+    """The form of a table's lines."""
 
     delimiter: str
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A table of text as UTF-8, whatever Unicode encoding it is in; any other encoding ends with one line that says so."""
+"""Reads a text table as UTF-8 from any Unicode encoding; other encodings fail with a one-line error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _HEAD_BYTES = 512
 
 
 def utf8_stream(stream: BinaryIO, table: str) -> io.BufferedReader:
-    """The text without its byte order mark. Reading raises UsageError at the first bytes that are no such text."""
+    """The text without its byte order mark. Reading raises UsageError at the first bytes that are not in
+    this encoding.
+    """
     return io.BufferedReader(_Utf8(stream, table), _READ_BYTES)
 
 

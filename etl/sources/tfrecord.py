@@ -172,7 +172,7 @@ def _image_at(file: StoredFile, start: int, number: int, block: int) -> SourceIm
 
 
 def _features_of(record: Record | None, wanted: Collection[str]) -> Features:
-    """Raises IntegrityError if the record is gone, has another checksum, or is no tf.Example."""
+    """Raises IntegrityError if the record is gone, has another checksum, or is not a tf.Example."""
     if record is None or not record.is_intact:
         raise IntegrityError("its record has another checksum" if record else "the file ends before its record")
     return decode_lists(memoryview(record.data), wanted)

@@ -86,7 +86,7 @@ class UriReader:
 
 
 def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
-    """What is wrong with each URI of a table in `store`, as text; null if nothing is."""
+    """Describe the problem of each URI of a table in `store`, as text; null if there is none."""
     schemes = pa.nulls(len(uris), pa.string())
     if pc.any(pc.match_substring(uris, "://")).as_py():
         schemes = pc.struct_field(pc.extract_regex(uris, r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://"), "scheme")

@@ -1,4 +1,4 @@
-"""One rule of text for a value, whatever type a file or a parser gives it: two files of one table must agree on names.
+"""Converts a value to text by one rule, whatever type a file or parser gives it, so that two files of a table agree.
 
 Whole numbers have no fraction (`1` for 1.0), dates and times no zeros that say nothing (`2020-01-01` for its midnight),
 truth is `true` or `false`; a text is what it is.

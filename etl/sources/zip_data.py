@@ -32,7 +32,7 @@ _UNREAD = {
 
 
 def unread_method(method: int) -> str:
-    """What a member is packed with (4.4.5), if that is not read; empty if it is."""
+    """Return the compression method of a member (4.4.5) if it is not supported; empty if it is."""
     if method in (_STORED, *_UNPACKERS):
         return ""
     name = _UNREAD.get(method, f"method {method}")

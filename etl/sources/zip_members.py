@@ -36,8 +36,8 @@ class _Directory:
     start: int
     num_members: int
     prefix_bytes: int
-    """What stands before the archive in its file (a program that unpacks it, an HTTP header); all places count from
-    behind it.
+    """Number of bytes before the archive in its file (a self-extractor, an HTTP header); all offsets count
+    from there.
     """
 
 

@@ -1,4 +1,4 @@
-"""What a task does for a shard of an older version that lost rows: it copies those that stay, and decodes none."""
+"""Copies the remaining rows of an older version's shard that lost some rows, without decoding any image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardmill.stores import open_store
 def copy_rows(unit: CopyUnit, task: UnitTask) -> UnitResult:
     """New shards with the rows that stay, and a record as `write_unit` leaves one. Safe to run twice, also at once.
 
-    Raises IntegrityError if the shard or its row segment is not what the older version vouches for.
+    Raises IntegrityError if the shard or its row segment does not match the older version's record.
     """
     store = open_store(task.dataset_uri)
     bits = np.frombuffer(base64.b64decode(unit.kept), np.uint8)

@@ -1,4 +1,4 @@
-"""Whether every machine of a build makes the driver's pixels: asked of executors before any work, and in every unit."""
+"""Checks that every machine of a build decodes the driver's pixels: on executors before any work, and in every unit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def decoders_here(config: EtlConfig, _: Iterable[object] = ()) -> Iterator[tuple
 
 
 def check_decoders(expected: str, decoder_by_host: Mapping[str, str]) -> None:
-    """Raises UsageError if a host decodes with anything but `expected`: it names all such hosts, and how to go on."""
+    """Raises UsageError if a host decodes with anything but `expected`: it names all such hosts, and the fix."""
     others = {host: found for host, found in sorted(decoder_by_host.items()) if found != expected}
     if not others:
         return

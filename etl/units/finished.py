@@ -1,4 +1,4 @@
-"""What finished units left, as the driver keeps it: on disk, but for a few bytes of each unit."""
+"""Keeps the results of finished units in the driver: on disk, except for a few bytes of each unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large stored images become if the config does not say it: a look at some sources, so that few are enlarged.
+"""Chooses the size of stored images if the config does not: reads some sources so that few images are enlarged.
 
 The same listing and seed give the same sources to look at, so every run chooses the same size.
 """
@@ -35,7 +35,7 @@ _CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """What `etl.image_size` stands for in one build."""
+    """The resolved value of `etl.image_size` in one build."""
 
     pixels: int
     reason: str = ""
@@ -45,7 +45,7 @@ class ImageSize:
 def choose_image_size(
     listing: Listing, source: SourceConfig, config: EtlConfig, continued: Manifest | None
 ) -> ImageSize:
-    """That of the version which is continued, if there is one: rows of both must be alike.
+    """Return the size of the version that is continued, if there is one: rows of both must have the same size.
 
     Else reads up to 32 sources, none that a table names by URL.
     """

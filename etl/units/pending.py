@@ -1,6 +1,6 @@
 """Records of finished work units: kept for the next run after a crash, removed after the commit.
 
-A record vouches for shards that nobody has read since: it is used only if it is whole and so is every byte of them.
+A record refers to shards that nobody has read since: it is used only if it is whole and so is every byte of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
 
 
 class Unit(Protocol):
-    """What a record is of."""
+    """The content of a record."""
 
     @property
     def index(self) -> int: ...
@@ -48,7 +48,7 @@ def keep_result(store: Store, unit: Unit, result: UnitResult) -> None:
 
 
 def kept_results(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
-    """What an earlier run left of these very units and may be committed as it is; the other units must run.
+    """Return the results of these exact units from an earlier run that may be committed; the other units must run.
 
     Records that cannot be used are removed: while units run, a record says that its unit has finished.
     """
@@ -79,7 +79,7 @@ def _recorded(store: Store, units: Sequence[Unit]) -> list[Unit]:
 
 
 def kept_result(store: Store, unit: Unit) -> UnitResult | None:
-    """What an earlier run left of this very unit, if its refusals still hold and its files are what it wrote.
+    """Return the result of this exact unit from an earlier run, if its rejections and its files are still valid.
 
     A damaged record or file counts as absent: the unit is run again.
     """
@@ -105,7 +105,7 @@ def _still_holds(rejection: Rejection) -> bool:
 
 
 def clear_pending(store: Store, units: Sequence[Unit], version: int) -> None:
-    """Delete the records that nobody will ask for again, now that `version` holds these units.
+    """Delete records that are no longer needed, because `version` has these units.
 
     These units' own, those that a kill left behind an earlier commit, and what was abandoned. Records of a build
     with other units that was interrupted, or runs at this moment, stay: it need not repeat them.
@@ -127,7 +127,7 @@ def clear_pending(store: Store, units: Sequence[Unit], version: int) -> None:
 def _committed_shards(store: Store, version: int) -> frozenset[str]:
     """Paths of the shards of a version and of its parent, which was the latest one when our run began.
 
-    Empty if the parent is damaged: `verify` says so; tidying up is no reason to fail.
+    Empty if the parent is damaged: `verify` says so; a failed clean-up must not fail the build.
     """
     try:
         manifest = read_manifest(store, version)

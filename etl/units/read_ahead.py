@@ -24,7 +24,7 @@ def read_ahead(
 ) -> Iterator[tuple[SourceImage, Data]]:
     """Each image with what `read` gives or raises, in order; at most `num_threads` of them wait in memory.
 
-    With one thread, `read` runs in the caller's, and as long as reads wait for a disk, `expect` is told of each image
+    With one thread, `read` runs in the caller's, and as long as reads wait for a disk, `expect` receives each image
     some time before.
     """
     if num_threads == 1:

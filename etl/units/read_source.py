@@ -1,4 +1,4 @@
-"""The bytes of listed images, as a task reads them. A source that is gone is another fault than a file that is gone."""
+"""Reads the bytes of listed images in a task, and distinguishes a missing source from a missing file."""
 
 from __future__ import annotations
 

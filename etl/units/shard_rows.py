@@ -1,4 +1,4 @@
-"""Some rows of a published shard: copied into shards of their own, and added up as a work unit would have."""
+"""Copies some rows of a published shard into new shards, and sums them as a work unit would have."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -51,7 +51,7 @@ class RowCopier:
     def copy(self, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None) -> tuple[Copies, ...]:
         """Shards with some rows of a shard that is there in several formats, their sources stated as in `result_of`.
 
-        Raises IntegrityError if the shard or its row segment is not what its index vouches for.
+        Raises IntegrityError if the shard or its row segment does not match its index.
         """
         attempt = uuid.uuid4().hex[:12]
         rows = _restate(read_stored_rows(self.store, copies[0], self._schema), restated)
@@ -70,7 +70,7 @@ class RowCopier:
     def result_of(
         self, unit_index: int, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None
     ) -> UnitResult | None:
-        """What a unit that had written the kept rows of a shard would have returned; None if there are none.
+        """Return the result of a unit that would have written the kept rows of a shard; None if there are none.
 
         A shard of which all are kept stays as it is. `restated`: what is to be said now of the sources of some rows,
         as in `ShardRows`; row segments alone say it, so only these are written anew. Raises IntegrityError as `copy`

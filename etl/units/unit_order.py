@@ -1,4 +1,6 @@
-"""Rows in the order of their unit, if they were read in another one; what does not fit in memory waits in a file."""
+"""Restores the order of a unit's rows if they were read in another one; rows that do not fit in memory wait in
+a file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class _Waiting:
     row: StoredRow
     """Without its image, if that is in the file."""
     start: int = 0
-    """Where its image begins in the file."""
+    """Offset of its image in the file."""
     num_bytes: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Rows of a work unit become shards while later ones are decoded: what waits in memory does not grow with the unit."""
+"""Writes rows of a work unit to shards while later ones are decoded, so that memory does not grow with the unit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UnitShards:
     """Shards of one unit. All splits together hold `shard_max_bytes` of images, and while a shard is written its file.
 
     Where rows are cut follows from their order and sizes alone. A chunk that would exceed the limit closes the largest
-    shard, of whatever split: the order of the chunks, and so the layout, is the same wherever shards end.
+    shard of any split: the order of the chunks, and so the layout, is the same wherever shards end.
     """
 
     def __init__(self, store: Store, unit_index: int, task: UnitTask) -> None:

@@ -1,4 +1,4 @@
-"""From a listing to work units, by arithmetic alone: they do not depend on the size of the cluster."""
+"""Divides a listing into work units by arithmetic alone; they do not depend on the size of the cluster."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CopyUnit:
 
 @dataclass(frozen=True, slots=True)
 class ListingPlace:
-    """Where the tasks find the listing's segments."""
+    """Location of the listing's segments, for tasks."""
 
     uri: str
     segments: tuple[ListingSegment, ...]
@@ -82,7 +82,7 @@ class ListingPlace:
 
 @dataclass(frozen=True, slots=True)
 class UnitTask:
-    """What all units of a build share; it travels to the executors once."""
+    """The values that all units of a build share; sent to the executors once."""
 
     source: SourceConfig
     dataset_uri: str
@@ -101,7 +101,7 @@ class UnitTask:
 def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> list[WorkUnit]:
     """Cut the cells into equal ranges, a power of two of them, with about equal estimated output.
 
-    A grown listing has the same ranges until it needs twice as many. `config_fingerprint` stands for all of the config
+    A grown listing has the same ranges until it needs twice as many. `config_fingerprint` identifies all of the config
     that decides what a unit produces (see `fingerprint_config`).
     """
     num_units = _num_units(listing, config)
@@ -169,7 +169,7 @@ def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
 
 
 def stored_image_bytes(listing: Listing, config: EtlConfig) -> int:
-    """What a stored image may take in one format, on average: a guess, which balances work units and bounds nothing."""
+    """Estimate the average size of a stored image in one format; it balances work units and limits nothing."""
     num_values = config.image_size**2 * config.num_channels
     of_size = max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
     listed = listing.source_bytes // max(1, listing.num_images)

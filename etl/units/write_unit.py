@@ -1,4 +1,4 @@
-"""What a task runs, the same on every engine: one work unit in, published shards and a `UnitResult` out."""
+"""Runs one work unit, the same on every engine: publishes its shards and returns a `UnitResult`."""
 
 from __future__ import annotations
 

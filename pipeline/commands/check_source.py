@@ -31,7 +31,9 @@ def check_source(context: typer.Context, source_or_config: SourceArgument) -> No
 
 
 def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceCheck, ShardmillError | None]:
-    """What was found, and the error that `etl` would end with because of it. Raises what `etl` would raise before."""
+    """Return the findings, and the error with which `etl` would end because of them. Raises errors that `etl` would
+    raise earlier.
+    """
     from etl.checks.source_check import check_source_images
     from etl.config import EtlTree
 

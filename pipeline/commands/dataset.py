@@ -1,4 +1,4 @@
-"""What the commands on datasets share: how their argument names one."""
+"""The dataset argument that several commands share."""
 
 from __future__ import annotations
 

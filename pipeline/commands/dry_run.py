@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a build would start with."""
+    """The plan with which a build would start."""
 
     num_listed: int
     num_images: int
@@ -35,7 +35,7 @@ class DryRun:
     num_unchanged: int
     """Its rows that would stay."""
     num_removed: int
-    """Its rows that would go: their inputs are gone, have changed, or are made anew with all others."""
+    """Its rows that would go: their inputs are gone, have changed, or are rebuilt with all others."""
     num_to_compare: int
     """Its rows whose inputs would be read first, to see whether their bytes are the same; then they stay."""
     num_to_process: int
@@ -50,11 +50,11 @@ class DryRun:
     seconds: float
 
     def document(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The document of `--json`."""
         return dataclasses.asdict(self)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """What a person reads."""
+        """The rows for people."""
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.by_reason.items())
         return [
             ("inputs", f"{self.num_listed:,} listed, {self.num_images:,} images, {self.num_rejected:,} rejected"),

@@ -1,4 +1,4 @@
-"""The command `plan`: what a training would choose and cost, before anything trains."""
+"""The command `plan`: the choices and cost of a training, before anything trains."""
 
 from __future__ import annotations
 

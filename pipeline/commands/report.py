@@ -1,4 +1,4 @@
-"""The command `report`: the page of a run, written again."""
+"""The command `report`: writes the report page of a run again."""
 
 from __future__ import annotations
 

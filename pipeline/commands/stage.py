@@ -1,4 +1,4 @@
-"""What the commands of single stages share: they take what earlier stages of the same run id have left."""
+"""Runs a single stage as a command, with the results of earlier stages of the same run id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def print_stage(common: Common, run: Run) -> None:
-    """What the stage did that ended last."""
+    """Print the result of the stage that ended last."""
     print_record(common, run.record.ended[-1])
 
 

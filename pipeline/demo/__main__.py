@@ -1,4 +1,4 @@
-"""The first half of `make demo`: its images, written into ./demo-work, on which `shardmill run` then works."""
+"""The first half of `make demo`: writes its images into ./demo-work, where `shardmill run` then works."""
 
 from __future__ import annotations
 

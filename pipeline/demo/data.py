@@ -45,12 +45,12 @@ class OddFile:
     expected_reason: RejectReason | None = None
     """None if the file is accepted."""
     expected_note: str | None = None
-    """What the accepted sample must carry, or None if it carries no note."""
+    """Note that the accepted sample must have, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoImages:
-    """What lies in the demo's folder."""
+    """The images in the demo's folder."""
 
     folder: Path
     num_digits: int

@@ -20,7 +20,7 @@ SPLIT, WINDOW = "train split", "train.reading.window_budget_bytes"
 def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     """Of the committed version, if there is one: what a training on it would be refused for, or how it is shared out.
 
-    In a config with a source it is no more than a warning: a run builds another version first.
+    In a config with a source it is only a warning: a run builds another version first.
     """
     from shardmill.dataset.open import has_version, open_dataset
     from train.planning.make import plan_training

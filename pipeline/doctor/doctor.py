@@ -1,4 +1,4 @@
-"""`shardmill doctor`: what would stop a run on this machine, found before the run starts, each with its fix."""
+"""`shardmill doctor`: finds what would stop a run on this machine, each with its fix, before the run starts."""
 
 from __future__ import annotations
 

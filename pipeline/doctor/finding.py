@@ -1,4 +1,4 @@
-"""What one check of `shardmill doctor` came to."""
+"""The result of one check of `shardmill doctor`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finding:
     found: str
     fix: str = ""
     is_transient: bool = False
-    """What fails is a store, a host or a port, and not the config: the next try may succeed."""
+    """A store, a host or a port fails, not the config: the next try may succeed."""
 
 
 def failed(subject: str, error: ShardmillError) -> Finding:

@@ -1,5 +1,6 @@
-"""The rows of `shardmill doctor` about the network: the name of this host, where ranks and executors would call it, the
-ports that the config fixes for that, the Spark master, and the paths that its executors must see."""
+"""The rows of `shardmill doctor` about the network: this host's name, the addresses at which ranks and executors
+connect, ports fixed by the config, the Spark master, and the paths that executors must see.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, and whether the
-model builds that each of them would train."""
+"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, and whether their
+model builds.
+"""
 
 from __future__ import annotations
 

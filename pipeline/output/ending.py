@@ -1,4 +1,4 @@
-"""How the command line ends: always with an exit code, and on failure with one line on stderr (and JSON on stdout)."""
+"""Ends the command line with an exit code and, on failure, one line on stderr (and JSON on stdout)."""
 
 from __future__ import annotations
 

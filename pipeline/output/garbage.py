@@ -1,4 +1,4 @@
-"""How the result of `shardmill gc` is shown."""
+"""Shows the result of `shardmill gc`."""
 
 from __future__ import annotations
 

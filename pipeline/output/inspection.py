@@ -63,7 +63,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
 
 
 def headline_rows(facts: dict[str, Any]) -> Rows:
-    """What a person asks first of a version: how many images, which classes, how large."""
+    """The most important facts of a version: how many images, which classes, how large."""
     counts, image, names = facts["counts"], facts["image"], facts["class_names"]
     shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
     num_shards = sum(split["num_shards"] for split in facts["splits"].values())
@@ -149,7 +149,9 @@ def _operation(version: dict[str, Any]) -> str:
 
 
 def describe_difference(newer: Dataset, older_version: int) -> dict[str, Any]:
-    """What changed from a version of the same dataset to `newer`: counts by split and class, and every row."""
+    """Describe the difference between a version of the same dataset and `newer`: counts by split and class, and every
+    row.
+    """
     older = open_dataset(f"{newer.pin.uri}@{older_version}")
     changes = diff_versions(older, newer)
     return {
@@ -195,7 +197,7 @@ def list_near_duplicates(dataset: Dataset, max_bits: int) -> list[dict[str, Any]
 
 
 def near_duplicate_rows(groups: list[dict[str, Any]]) -> Rows:
-    """How many there are, then the first groups: leaks between splits lead."""
+    """Rows with the number of groups, then the first groups; leaks between splits come first."""
     if not groups:
         return [("none", "no two images look alike")]
     num_leaks = sum(group["crosses_splits"] for group in groups)
@@ -252,7 +254,9 @@ def list_rejections(uri: str) -> list[dict[str, Any]]:
 
 
 def rejection_rows(found: list[dict[str, Any]]) -> Rows:
-    """How many there are of each reason, the commonest first; then every rejected input in that order."""
+    """Rows with the number of rejections per reason, the most frequent first; then every rejected input in
+    that order.
+    """
     counts = Counter(each["reason"] for each in found)
     places = {reason: place for place, (reason, _) in enumerate(counts.most_common())}
     reasons = ", ".join(f"{reason} {times:,}" for reason, times in counts.most_common())

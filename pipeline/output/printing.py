@@ -21,14 +21,14 @@ Rows = list[tuple[str, ...]]
 
 
 def summary_rows(summary: dict[str, Any]) -> Rows:
-    """A whole run: the sections of its summary that a person asks for first."""
+    """A whole run: the sections of its summary that people need first."""
     evaluation = _evaluation_rows(summary) or [("evaluation", "no split for it")]
     report = [("report", summary["report"]["path"])] if summary.get("report") else []
     return [*_dataset_rows(summary), *_training_rows(summary), *evaluation, *_decision_rows(summary), *report]
 
 
 def stage_title(record: StageRecord) -> str:
-    """What a stage by itself has done; for one that was skipped, whose result its rows show."""
+    """The title of a single stage's result; for a skipped stage, the rows show its earlier result."""
     if record.status != "skipped":
         # That it is done, and in how many seconds, is on stderr already.
         return record.stage

@@ -1,4 +1,4 @@
-"""What a person sees while a run works, on stderr: bars on a terminal, an occasional plain line elsewhere."""
+"""Shows progress of a run on stderr: bars on a terminal, occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RunProgress:
             sys.stderr.write(f"{line}\n")
 
     def finish(self, line: str) -> None:
-        """What the bars counted has ended; one line says how."""
+        """Remove the bar of a finished activity and print one line."""
         self._clear()
         self.say(line)
 
@@ -99,7 +99,7 @@ class RunProgress:
         self._advance("inspect", num_done, num_images, "images")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        """What a stage reports; frequent progress moves the bars, the rest is recorded."""
+        """Show a stage's event; frequent progress moves the bars, other events are recorded."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         match name:
             case "list.progress":

@@ -212,20 +212,20 @@ def legend(names: Sequence[str]) -> Markup:
 def text(
     x: float, y: float, words: str, *, anchor: str = "start", fill: str, weight: int = 400, tip: str = ""
 ) -> Markup:
-    """Words at a place."""
+    """Text at a position."""
     title = Markup("<title>{}</title>").format(tip) if tip else ""
     shown = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}" fill="{}" font-weight="{}">{}{}</text>')
     return shown.format(x, y, anchor, fill, weight, words, title)
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, tip: str, look: Markup | str = "") -> Markup:
-    """A box at a place; its tip shows when one points at it. `look`: further attributes."""
+    """A box at a position; its tip shows when one points at it. `look`: further attributes."""
     box = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}"{}><title>{}</title></rect>')
     return box.format(x, y, width, height, fill, look, tip)
 
 
 def turned(part: Markup, degrees: int, x: float, y: float) -> Markup:
-    """A part turned around a place."""
+    """A part rotated around a position."""
     return Markup('<g transform="rotate({} {:.1f} {:.1f})">{}</g>').format(degrees, x, y, part)
 
 

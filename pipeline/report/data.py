@@ -1,4 +1,4 @@
-"""What the report shows: the values that its page is made from."""
+"""The values that the report page shows."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _environment() -> Environment:
 
 
 def _cards(data: ReportData) -> list[tuple[str, str]]:
-    """Names and values of the figures that a person looks for first."""
+    """Names and values of the figures that people look for first."""
     summary = data.summary
     counts = (summary.get("dataset") or {}).get("counts", {})
     num_refused = sum(group.count for group in data.rejected) if data.rejected else counts.get("rejected")

@@ -132,7 +132,7 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
 
 
 def reader_of_run(config_toml: str, kind: str, uri: str) -> SourceReader | None:
-    """What reads this source as the tasks did, by the run's own config; None if it is gone, or cannot be opened.
+    """Return a reader of this run's source, by the run's own config; None if the source is gone or cannot be opened.
 
     None for a user's own source, unless that config names it: a dataset must not make a report import what it names.
     A report fetches nothing from the web.

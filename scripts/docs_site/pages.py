@@ -1,4 +1,4 @@
-"""The pages of the documentation that nobody writes, by their path below docs/: each is made from what it describes."""
+"""The generated pages of the documentation, by their path below docs/."""
 
 from __future__ import annotations
 

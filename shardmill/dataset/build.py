@@ -1,4 +1,4 @@
-"""What the driver knows of a build before its units ran; the commit adds what they produced."""
+"""Facts of a build that the driver knows before its units run; the commit adds their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What the driver knows of a build before its units ran."""
+    """Facts of a build that the driver knows before its units run."""
 
     run_id: str
     source: SourceRef

@@ -1,4 +1,4 @@
-"""Chunk number -> verified bytes -> rows: the only place where a reader touches storage."""
+"""Reads a chunk of a shard as verified bytes and rows: the only place where a reader touches storage."""
 
 from __future__ import annotations
 

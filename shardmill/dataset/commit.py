@@ -1,4 +1,4 @@
-"""The commit: from the results of all work units to one manifest that appears at once, or not at all.
+"""Commits the results of all work units as one manifest that appears at once, or not at all.
 
 Only the driver commits, from the results of the successful attempts, and only if every listed input is accepted or
 rejected exactly once. No manifest names the leftovers of lost attempts, so they are never read.

@@ -1,4 +1,4 @@
-"""Published shards -> the rows that they were written from: a new version copies images and decodes nothing."""
+"""Reads published shards back as rows, so that a new version copies images without decoding them."""
 
 from __future__ import annotations
 

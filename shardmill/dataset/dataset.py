@@ -1,4 +1,4 @@
-"""A committed dataset version for reading: its manifest, and nothing that the manifest does not vouch for."""
+"""A committed dataset version for reading: its manifest, and only files that the manifest verifies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Dataset:
         self, split: str, *, seed: int, global_batch_size: int, num_streams: int,
         window_budget_bytes: int = 256_000_000, shuffle: bool = True,
     ) -> PlanSpec:  # fmt: skip
-        """What fixes every epoch over `split`; equal in every format. Raises UsageError for what cannot be planned."""
+        """Return the values that determine every epoch over `split`; equal in every format. Raises UsageError for an
+        impossible plan.
+        """
         index = self.index(split)
         return PlanSpec(
             layout_digest=self.manifest.layout_digest,

@@ -1,4 +1,4 @@
-"""The rules of a version that only its bytes prove: each is read, each image decoded, each sum recomputed."""
+"""Verifies the rules of a version that need its bytes: reads every chunk, decodes every image, recomputes every sum."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from shardmill.values import ShardInfo
 
 
 class ChangeKind(StrEnum):
-    """What became of a row."""
+    """The kind of change of a row."""
 
     ADDED = "added"
     REMOVED = "removed"
@@ -22,7 +22,7 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where a version holds an image."""
+    """Position of an image in a version."""
 
     split: str
     class_name: str | None
@@ -46,7 +46,7 @@ class RowChange:
 
     @property
     def place(self) -> RowPlace:
-        """Where the row is counted: where it is now, or was until it was removed."""
+        """The position at which the row is counted: its current one, or the last one of a removed row."""
         place = self.after or self.before
         assert place is not None
         return place
@@ -76,7 +76,7 @@ def diff_versions(older: Dataset, newer: Dataset) -> list[RowChange]:
 
 
 def count_changes(changes: list[RowChange]) -> Counter[tuple[ChangeKind, RowPlace]]:
-    """How many rows of each split and class were added, removed or changed."""
+    """Count the added, removed and changed rows of each split and class."""
     return Counter((change.kind, change.place) for change in changes)
 
 

@@ -1,4 +1,4 @@
-"""How often the same source bytes were accepted under several names, under several classes, and in several splits."""
+"""Counts how often the same source bytes were accepted under several names, several classes, and in several splits."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
 
 
 def shard_file(shard: ShardInfo) -> ChecksummedFile:
-    """The shard itself, as its index vouches for it."""
+    """The shard file, with the size and digest of its index."""
     return ChecksummedFile(shard.path, shard.size_bytes, shard.sha256)
 
 

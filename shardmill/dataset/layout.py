@@ -1,4 +1,4 @@
-"""The layout of a version, the order of its chunks: counted and hashed shard by shard, for a commit or a check."""
+"""Counts and hashes the layout of a version, the order of its chunks, shard by shard."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Leases: who works with a dataset at this moment, as small files that their holder renews and that lapse if it dies.
+"""Leases record who works with a dataset: small files that their holder renews and that expire if it dies.
 
 Two rules stand on them. `gc` deletes nothing while a writer works, because no manifest names a writer's files yet; and
 it keeps the files of a version that a reader has leased. Each side first writes its own lease and then looks for the
 other's, so of two that start at once at least one sees the other. A writer whose lease has lapsed may be suspended and
-go on at any time: the commit keeps it out (see `shardmill.dataset.commit.publish`).
+continue at any time: the commit keeps it out (see `shardmill.dataset.commit.publish`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 class LeaseKind(StrEnum):
-    """What a holder does."""
+    """The activity of a lease's holder."""
 
     WRITER = "writer"
     READER = "reader"

@@ -1,4 +1,4 @@
-"""The rejects ledger: every refused input with its reason, as a table behind the manifest."""
+"""The rejects ledger: every rejected input with its reason, as a table that the manifest refers to."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def ledger_digest(rejections: Iterable[Rejection]) -> str:
 
 
 def ledger_term(rejection: Rejection) -> int:
-    """What a rejection adds to the ledger's digest."""
+    """Return the term that a rejection adds to the ledger's digest."""
     return key_hash(f"{rejection.key}\0{rejection.reason}")
 
 

@@ -21,11 +21,12 @@ from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_k
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
 DIGEST_RULE = 2
-"""How the digests of a new version cover its classes (see `digested_classes`)."""
+"""Rule by which the digests of a new version cover its classes (see `digested_classes`)."""
 
 Operation = Literal["full", "incremental", "append", "compact", "expire", "rollback"]
-"""What made a version: a `full` build of its source, an `incremental` one of what had changed, an `append` of a source
-to all that was there, or a rearrangement of an older version's rows."""
+"""The operation that created a version: a `full` build of its source, an `incremental` build of its changes, an
+`append` of another source, or a rearrangement of an older version's rows.
+"""
 
 
 class SplitInfo(Section):
@@ -62,7 +63,7 @@ class Counts(Section):
 
 
 class SourceRef(Section):
-    """What was listed."""
+    """The source that was listed."""
 
     uri: str
     """Of several sources, their names."""
@@ -82,7 +83,7 @@ class SourceRef(Section):
         return ", ".join(f"{name} ({uri})" for name, uri in self.parts.items()) or self.uri
 
     def is_same_place(self, other: SourceRef) -> bool:
-        """Whether both name one source, whatever it holds by now."""
+        """Whether both name one source, even if its content has changed."""
         return (self.kind, self.uri, self.parts) == (other.kind, other.uri, other.parts)
 
     def continues(self, earlier: SourceRef) -> bool:
@@ -116,7 +117,7 @@ class Manifest(Section):
     expired_versions: tuple[VersionRange, ...] = ()
     """All versions that had expired when this one was committed: their manifests stay, their files may be deleted."""
     digest_rule: Literal[1, 2] = 1
-    """How both digests cover the classes; 1 in a version that an older shardmill committed."""
+    """Rule by which both digests cover the classes; 1 in a version from an older shardmill."""
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")
     layout_digest: str = Field(pattern="^[0-9a-f]{64}$")
     columns: dict[str, str]
@@ -175,7 +176,7 @@ class Manifest(Section):
 
     @property
     def row_schema(self) -> RowSchema:
-        """What is equal for all rows of the version."""
+        """The schema that all rows of the version share."""
         extra = (ExtraColumn(name, kind) for name, kind in self.columns.items() if name not in OWN_COLUMNS)
         return RowSchema(
             self.normalize.encoding,
@@ -212,7 +213,7 @@ class Manifest(Section):
 
 
 def manifest_path(version: int) -> str:
-    """Where version `version` lives below the dataset root."""
+    """Return the path of version `version` below the dataset root."""
     return f"{MANIFESTS}/{version:08d}.json"
 
 

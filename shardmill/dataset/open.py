@@ -1,4 +1,4 @@
-"""Open a dataset version by its URI, or exactly the one that a job's driver has resolved."""
+"""Opens a dataset version by its URI, or exactly the version that a job's driver resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refused inputs of a build while it runs: many of them are on disk, and what is counted of them is in memory."""
+"""Stores the rejections of a running build: the rows on disk, their counts in memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RejectionLog:
 
     @property
     def digest(self) -> str:
-        """What `ledger_digest` gives for all of them."""
+        """The `ledger_digest` of all of them."""
         return format_digest(self._ledger_sum)
 
     def _write(self) -> None:

@@ -1,4 +1,6 @@
-"""The rules of a version that its records prove: manifest, index, row segments and ledger against each other."""
+"""Verifies the rules of a version that its records prove: manifest, index, row segments and ledger against
+each other.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardmill.values import ShardInfo
 
 RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
-"""What to do about a damaged file, for an error that names it."""
+"""The fix for a damaged file, for an error that names it."""
 
 # Ours expand 5 to 50 times; a bomb is a file whose few bytes become gigabytes in memory.
 _MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 1000, 16_000_000
@@ -51,7 +51,7 @@ def put_segment(store: Store, folder: str, table: pa.Table) -> ChecksummedFile:
 
 
 def rows_file(shard: ShardInfo) -> ChecksummedFile:
-    """A shard's row segment, as its index vouches for it."""
+    """A shard's row segment, with the size and digest of its index."""
     return ChecksummedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
 
 

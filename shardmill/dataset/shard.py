@@ -1,4 +1,4 @@
-"""Rows -> a published, immutable shard with its row segment and every checksum that a reader will ask for."""
+"""Writes rows as a published, immutable shard with its row segment and all checksums that readers need."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class SizeCounts(Section):
 
 
 class ImageSizes(Section):
-    """What the images of a version, or of a part of it, were and are."""
+    """Sizes of the images of a version, or of a part of it, before and after normalization."""
 
     source: SizeCounts = SizeCounts()
     """Upright, before they were cropped and resized. Rows that a shardmill without these counts wrote are not in it."""

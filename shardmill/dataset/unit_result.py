@@ -1,4 +1,4 @@
-"""What one finished work unit returns to the driver, and keeps until the commit: that is made from these alone."""
+"""The result of one finished work unit, which the driver keeps until it commits from these results alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class UnitResult:
 
 
 def count_notes(results: Iterable[UnitResult]) -> dict[str, int]:
-    """How many accepted images of all units have each note, by name."""
+    """Count the accepted images of all units with each note, by name."""
     notes: Counter[str] = Counter()
     for result in results:
         notes.update(dict(result.note_counts))
@@ -99,7 +99,9 @@ def write_pending(store: Store, path: str, result: UnitResult) -> None:
 
 
 def read_pending(store: Store, path: str) -> UnitResult:
-    """What `write_pending` wrote. Raises IntegrityError if it is damaged, FileNotFoundError if it is not there."""
+    """Read the result of `write_pending`. Raises IntegrityError if it is damaged, FileNotFoundError if it does not
+    exist.
+    """
     return decode_unit_result(verified_body(store.read(path), path))
 
 

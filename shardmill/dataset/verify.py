@@ -1,4 +1,4 @@
-"""Check a committed version against every rule of contract 1, from its manifest down to (with `deep`) every byte."""
+"""Checks a committed version against every rule of contract 1, from its manifest down to (with `deep`) every byte."""
 
 from __future__ import annotations
 

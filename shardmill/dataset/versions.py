@@ -1,4 +1,4 @@
-"""Which versions a dataset has. Commits are also recorded apart from the manifests, so that a lost one is noticed.
+"""Lists the versions of a dataset. Commits are also recorded apart from the manifests, so that a lost one is noticed.
 
 A manifest's appearance is the commit. After it, `committed/<number>.json` is written, which nothing ever deletes: a
 number without a manifest was lost if it is recorded, or lies below one that exists. So nobody reads an older version by

@@ -1,4 +1,4 @@
-"""What may have started this process as one of several, and where it put it: one file for each environment."""
+"""Launch environments that may have started this process as one of several: one file for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Starter:
     rank: str
     world_size: str
     local: Callable[[Variables], tuple[int, int]]
-    """-> (local rank, number of ranks on this host). Raises ValueError or IndexError for what is no number."""
+    """-> (local rank, number of ranks on this host). Raises ValueError or IndexError if a value is not a number."""
     first_host: Callable[[Variables], str] = _says_nothing
     """-> the host of rank 0, or empty if its variables do not say."""
 
@@ -33,7 +33,7 @@ class Starter:
 
     @property
     def if_left(self) -> str:
-        """What to do if nothing has started this process: its variables may be left from another program."""
+        """The fix if nothing has started this process: its variables may be left over from another program."""
         return (
             f"if {self.rank} and {self.world_size} are left from another program, `unset {self.rank} {self.world_size}`"
         )
@@ -58,7 +58,7 @@ ENVIRONMENTS: Registry[Starter] = Registry(
 
 
 def find_place(variables: Variables) -> tuple[Starter, Place] | None:
-    """(what started this process, its place), or None if nothing says so. Raises UsageError for what is no place."""
+    """(what started this process, its place), or None if nothing says so. Raises UsageError for an invalid place."""
     for starter in ENVIRONMENTS.values():
         if starter.rank not in variables or starter.world_size not in variables:
             continue

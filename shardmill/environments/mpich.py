@@ -1,4 +1,4 @@
-"""Processes of mpiexec, as MPICH and Intel MPI have it (their process manager is Hydra)."""
+"""Processes of mpiexec, for MPICH and Intel MPI (their process manager is Hydra)."""
 
 from __future__ import annotations
 

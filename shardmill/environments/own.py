@@ -1,4 +1,4 @@
-"""Processes whose starter sets our own variables, as our launchers do for their ranks."""
+"""Processes whose launcher sets shardmill's own variables, as shardmill's launchers do for their ranks."""
 
 from __future__ import annotations
 

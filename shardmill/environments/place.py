@@ -16,7 +16,7 @@ class Place:
     ranks_per_node: int
 
     def environment(self) -> dict[str, str]:
-        """What `place_from_environment` reads."""
+        """Return the variables that `place_from_environment` reads."""
         return {name: str(value) for name, value in zip(OURS, astuple(self), strict=True)}
 
 

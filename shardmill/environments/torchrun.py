@@ -1,4 +1,4 @@
-"""Processes of torchrun, and of whatever else sets PyTorch's variables (Kubeflow's PyTorchJob, for instance)."""
+"""Processes of torchrun, and of other launchers that set PyTorch's variables (such as Kubeflow's PyTorchJob)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PNG_COMPRESSION_LEVEL = 3
 
 @dataclass(frozen=True, slots=True)
 class StoredEncoding:
-    """How one stored encoding is written and read."""
+    """Reads and writes one stored encoding."""
 
     encode: Callable[[np.ndarray, NormalizeOptions], bytes]
     decode: Callable[[bytes | memoryview, tuple[int, int, int]], np.ndarray]
@@ -42,9 +42,9 @@ def encode_image(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
 
 
 def decode_stored(data: bytes | memoryview, encoding: str, shape_HWC: tuple[int, int, int]) -> np.ndarray:
-    """What `encode_image` wrote, as uint8 pixels of `shape_HWC` (read-only for `raw`).
+    """Decode the output of `encode_image` to uint8 pixels of `shape_HWC` (read-only for `raw`).
 
-    This is the reader's hot path. Raises IntegrityError for bytes that are no image of this encoding and shape.
+    This is the reader's hot path. Raises IntegrityError for bytes that are not an image of this encoding and shape.
     """
     stored = ENCODINGS[encoding]
     try:

@@ -1,4 +1,4 @@
-"""Fields of a protocol buffers message as bytes: what tf.Example records and TensorBoard's events are made of.
+"""Reads and writes fields of protocol buffers messages, for tf.Example records and TensorBoard's events.
 
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """

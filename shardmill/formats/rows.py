@@ -1,4 +1,4 @@
-"""What every shard format writes and reads, and the one rule that cuts rows into chunks and shards.
+"""The rows that every shard format writes and reads, and the one rule that cuts rows into chunks and shards.
 
 Where rows are cut follows from the stored image bytes alone, so all formats of a dataset have the same chunks.
 """
@@ -25,7 +25,7 @@ OWN_FEATURES = (
     "image/encoded", "image/format", "image/height", "image/width", "image/channels", "image/filename",
     "image/key/sha256", "image/notes", "image/sample_id", "image/class/label", "image/class/text",
 )  # fmt: skip
-"""The features of tf.Example that stand for them."""
+"""The features of tf.Example that store them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True)
 class RowSchema:
-    """What is equal for all rows of a dataset."""
+    """The properties that all rows of a dataset share."""
 
     encoding: str
     one_shape_HWC: tuple[int, int, int] | None
@@ -70,7 +70,7 @@ class RowSchema:
 
     @property
     def label_kind(self) -> LabelKind:
-        """What a label is; a dataset without labels has the kind `class`, and no class names."""
+        """Kind of the labels; a dataset without labels has the kind `class`, and no class names."""
         if vector_size(self.label_type):
             return "float_vector"
         return next(kind for kind, name in LABEL_TYPES.items() if name == self.label_type)
@@ -105,7 +105,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """Where a format put the chunks and the footer."""
+    """Positions of the chunks and the footer that a format wrote."""
 
     chunks: tuple[ByteRange, ...]
     footer: ByteRange

@@ -37,7 +37,9 @@ def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
 
 
 def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
-    """The first value of each bytes or int64 feature that has one. Raises IntegrityError if `data` is no tf.Example."""
+    """The first value of each bytes or int64 feature that has one. Raises IntegrityError if `data` is not
+    a tf.Example.
+    """
     found: dict[str, bytes | memoryview | int] = {}
     try:
         for _, features in _fields(data):
@@ -56,7 +58,7 @@ def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
 def decode_lists(data: memoryview, wanted: Collection[str] | None = None) -> dict[str, FeatureList]:
     """All values of every feature, or of those `wanted`, empty ones included.
 
-    Raises IntegrityError if `data` is no tf.Example.
+    Raises IntegrityError if `data` is not a tf.Example.
     """
     found: dict[str, FeatureList] = {}
     try:

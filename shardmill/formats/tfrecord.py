@@ -88,7 +88,7 @@ TFRECORD = ShardFormat("tfrecord", write_shard, open_footer, read_chunk)
 
 
 def _labels(examples: list[dict[str, FeatureList]], schema: RowSchema) -> np.ndarray:
-    """Labels that are no classes."""
+    """Labels that are not classes."""
     found = [_value_of(example.get(_label_feature(schema)), _list_type(schema.label_type)) for example in examples]
     return label_array(found, schema.label_type)
 
@@ -144,7 +144,7 @@ def _value_of(feature: FeatureList | None, type_name: str) -> Value:
 
 
 def frame(data: bytes) -> bytes:
-    """A record with its length and checksums, as it stands in a file."""
+    """A record with its length and checksums, as stored in a file."""
     length = struct.pack("<Q", len(data))
     return length + _FOOTER.pack(masked_crc(length)) + data + _FOOTER.pack(masked_crc(data))
 

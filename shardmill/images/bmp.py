@@ -1,4 +1,6 @@
-"""BMP to pixels, by Pillow; run lengths by OpenCV, because Pillow fills up what a damaged file lacks."""
+"""Decodes BMP with Pillow; run-length encoded files with OpenCV, because Pillow fills in missing data of a damaged
+file.
+"""
 
 from __future__ import annotations
 

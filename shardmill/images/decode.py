@@ -1,4 +1,4 @@
-"""Bytes of any supported format to upright uint8 pixels, by content and never by name."""
+"""Decodes bytes of any supported format to upright uint8 pixels, by content and never by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sandbox and its child say to each other of an image, in messages of `shardmill.messages`."""
+"""Messages about one image between the sandbox and its child, in the format of `shardmill.messages`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def pack_outcome(outcome: ImageSample | Rejection | None) -> tuple[bytes, bytes]
 
 
 def unpack_outcome(source: SourceImage, header: dict[str, Any], body: bytes) -> ImageSample | Rejection:
-    """What `pack_outcome` packed. What the parent knows of the source is not taken from the child."""
+    """Unpack the outcome of `pack_outcome`. Facts that the parent knows about the source are not taken from
+    the child.
+    """
     if "reason" in header:
         return source.rejected(RejectReason(header["reason"]), header["detail"], "decode", header["source_sha256"])
     lists = ("channel_sums", "channel_square_sums", "notes")

@@ -1,4 +1,4 @@
-"""What pixels depend on, as one string: the rules of this package, the versions of the libraries, the kernel.
+"""Identifies everything that pixels depend on as one string: the rules of this package, library versions, the kernel.
 
 It is part of the normalization fingerprint, and executors refuse to work beside a driver with another one. It has a
 module of its own so that a driver can name the decoders without loading them.

@@ -100,7 +100,9 @@ def directory_at(data: bytes, order: str, start: int) -> Directory:
 
 
 def next_directory(data: bytes, order: str, start: int) -> int:
-    """Where the directory after the one at `start` lies, 0 if there is none; reads no entry, so a chain is cheap."""
+    """Return the offset of the directory after the one at `start`, 0 if there is none; reads no entry, so a chain is
+    cheap.
+    """
     end = start + 2 + 12 * _count_entries(data, order, start)
     # EXIF writers often leave out the pointer to a next directory.
     return struct.unpack_from(order + "I", data, end)[0] if end + 4 <= len(data) else 0
@@ -132,7 +134,7 @@ def orient_by_exif(pixels_HWC: np.ndarray, exif: bytes | None, notes: list[str])
 
 
 def read_orientation(exif: bytes | None) -> int:
-    """What EXIF says, 1 (upright) without it; any other than 1 to 8 counts as upright, and has its note."""
+    """Return the EXIF orientation, 1 (upright) by default; values outside 1 to 8 count as upright, and have a note."""
     if not exif:
         return 1
     try:
@@ -151,7 +153,7 @@ def orient(pixels_HWC: np.ndarray, orientation: int, notes: list[str]) -> np.nda
 
 
 def count_mpo_images(mpf: bytes) -> int:
-    """How many images an MPO file holds, from its MPF segment; 0 if that is unknown."""
+    """Return the number of images of an MPO file, from its MPF segment; 0 if unknown."""
     try:
         return read_directory(mpf).integer(MPO_IMAGE_COUNT_TAG, default=0)
     except BadDirectory:

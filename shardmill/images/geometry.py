@@ -1,4 +1,4 @@
-"""Which part of a source is kept and how large it is stored, as integer arithmetic on sizes; no pixels here.
+"""Computes which part of a source is kept and how large it is stored: integer arithmetic on sizes, without pixels.
 
 It also decides when a JPEG may be decoded at a reduced scale: libjpeg gives the mean of each block of 2 x 2, 4 x 4 or
 8 x 8 pixels then, rounding aside, so the result differs only where a stored pixel covers part of a block.
@@ -23,7 +23,7 @@ LEAST_REDUCED_SIDE = 8
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is kept of one side, in pixels."""
+    """The kept range of one side, in pixels."""
 
     start: int
     length: int

@@ -1,4 +1,4 @@
-"""GIF to the pixels of its first frame, by Pillow; OpenCV's wheels read no GIF before 4.12."""
+"""Decodes the first frame of a GIF with Pillow; OpenCV's wheels read no GIF before 4.12."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedded colour profiles: what they describe becomes sRGB, by LittleCMS (it comes with Pillow).
+"""Converts embedded colour profiles to sRGB with LittleCMS (included in Pillow).
 
 An image without a profile is taken for sRGB. So is one whose profile moves no colour by more than rounding does: most
 photos embed some edition of sRGB, and their pixels stay as they are. Shape legend: H height, W width, C channels.

@@ -1,5 +1,5 @@
-"""RGB profiles of three curves and a matrix as integer tables: with them the native kernel converts to sRGB in the very
-arithmetic of LittleCMS, so that not a bit of a pixel depends on which of the two converts (tests compare every colour).
+"""Converts RGB profiles of three curves and a matrix to integer tables, with which the native kernel reproduces
+LittleCMS bit by bit (tests compare every colour).
 
 LittleCMS makes such tables itself, but spends three times as long on each pixel. What it puts into them follows from
 its version, which is part of the decoder id. Profiles whose curves are tables, and any that comes out otherwise on a

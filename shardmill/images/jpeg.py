@@ -1,4 +1,4 @@
-"""JPEG to pixels: our own walk over the markers decides what is refused, libjpeg-turbo decodes with warnings as errors.
+"""Decodes JPEG: a walk over the markers decides what is rejected, then libjpeg-turbo decodes with warnings as errors.
 
 simplejpeg's `strict=True` turns every libjpeg warning into an error.
 """

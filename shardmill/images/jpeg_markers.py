@@ -1,4 +1,4 @@
-"""The walk over a JPEG's markers: what is refused before libjpeg sees the file, and what is metadata.
+"""Walks over a JPEG's markers: rejects files before libjpeg sees them, and finds metadata.
 
 It exists because libjpeg would start to allocate before we know the size, fills the missing part of a cut file with
 grey, and does not tell trailing bytes.
@@ -42,7 +42,7 @@ MAX_SEGMENTS = 10_000
 
 @dataclass(slots=True)
 class JpegHeader:
-    """What the markers before the first scan declare."""
+    """The declarations of the markers before the first scan."""
 
     height: int = 0
     width: int = 0

@@ -1,4 +1,4 @@
-"""A JPEG straight to the shrunk pixels of its kept part, by the native kernel: one pass, and no pixel more than needed.
+"""Decodes a JPEG directly to the downscaled pixels of its kept part with the native kernel, in one pass.
 
 It declines whatever it cannot do as the wheels would, every file that libjpeg objects to among it; the wheels decide
 then. So rejections and notes never depend on it. Shape legend: H height, W width, C channels.
@@ -41,7 +41,7 @@ class Shrink:
 def decode_shrunk(
     data: bytes, shape_HWC: tuple[int, int, int], scale: int, orientation: int, options: NormalizeOptions
 ) -> np.ndarray | None:
-    """What `normalize` would make of the decoded pixels, gray or RGB, not yet upright; None if the kernel declines.
+    """Return the pixels that `normalize` would compute, gray or RGB, not yet upright; None if the kernel declines.
 
     `shape_HWC` is what the file's header states; of it, a pixel of each `scale` x `scale` is decoded.
     """

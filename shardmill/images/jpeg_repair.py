@@ -1,4 +1,4 @@
-"""JPEGs that libjpeg warns of though all of their pixels are whole: written again without what it warns of, each with a
+"""Rewrites JPEGs that libjpeg warns about although all pixels are intact, without the cause of the warning, each with a
 note.
 
 So every kernel decodes them as strictly as any other file. docs/rejects.md lists all of libjpeg's warnings.

@@ -76,7 +76,7 @@ class Component:
     is_set: bytearray
     """Of a progressive frame: 1 for each coefficient that a scan has given a value."""
     bits_left: list[int] = field(default_factory=lambda: [1] * NUM_COEFFICIENTS)
-    """How many bits of each coefficient later scans have to give; 1 before the first scan."""
+    """Number of bits of each coefficient that later scans must provide; 1 before the first scan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class Scan:
 
 @dataclass(slots=True)
 class Frame:
-    """What the segments read so far declare."""
+    """The declarations of the segments read so far."""
 
     components: dict[int, Component] = field(default_factory=dict)
     is_progressive: bool = False

@@ -1,4 +1,4 @@
-"""Which kernel shrinks JPEGs: the wheels', or the optional native one (the folder `native/`) if it is installed."""
+"""Chooses the kernel that downscales JPEGs: the wheels', or the optional native one (folder `native/`) if installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOW_TO_INSTALL = "`pip install ./native` in a clone of shardmill; it needs a C c
 
 
 def resolve_kernel(wish: Literal["auto", "wheels", "native"]) -> Kernel:
-    """What `auto` means on this machine. Raises UsageError for `native` if it is not installed."""
+    """Resolve `auto` for this machine. Raises UsageError for `native` if it is not installed."""
     if wish == "native" and not NATIVE_ID:
         raise UsageError(
             "etl.kernel is native, but the package shardmill-native is not installed here",

@@ -1,4 +1,4 @@
-"""Upright pixels to the one size and colour of the dataset.
+"""Converts upright pixels to the one size and colour of the dataset.
 
 The geometry decides stored pixels (docs/images.md): the centre square is cut out first and resized then. Only kernels
 that give the same integers on every CPU are used: OpenCV's AREA to shrink and LINEAR_EXACT to enlarge (its cubic kernel

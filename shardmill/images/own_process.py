@@ -1,4 +1,4 @@
-"""`process_image` under the sandbox's limits in this very process: faster, for a process that may be lost.
+"""Runs `process_image` under the sandbox's limits in this process: faster, for a process that may be lost.
 
 An image that breaks a limit of time, or crashes a decoder, ends the process; whoever started it repeats the work with
 a `DecodeSandbox`, which finds out which image it was. One that runs out of memory goes to a sandbox at once.
@@ -27,7 +27,7 @@ _Image = tuple[SourceImage, bytes]
 
 
 class OwnProcessDecoder:
-    """What `DecodeSandbox` does, without a child as long as no image needs one. For the main thread."""
+    """A `DecodeSandbox` that starts a child only when an image needs one. For the main thread."""
 
     def __init__(self, limits: DecodeLimits) -> None:
         self._limits = limits

@@ -1,4 +1,4 @@
-"""Pillow as a decoder: one plugin at a time, on bytes whose format is known, and its errors as refusals.
+"""Decodes with Pillow: one plugin at a time, on bytes of a known format, with its errors as rejections.
 
 So no other plugin is reached. Its limit on pixels is a global that knows nothing of our options; callers check sizes.
 """

@@ -1,4 +1,4 @@
-"""What every format's decoder shares: how it refuses, the limits it checks first, and exact pixel arithmetic.
+"""Helpers that all decoders share: rejections, the limits that are checked first, and exact pixel arithmetic.
 
 Shape legend: H height, W width, C channels.
 """
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class Complaint(Refused):
-    """What libjpeg warns of, of a JPEG whose pixels may all be whole: `jpeg_repair` finds out."""
+    """A warning of libjpeg about a JPEG whose pixels may all be intact: `jpeg_repair` decides."""
 
     def __init__(self, detail: str, *, is_of_scans: bool = False) -> None:
         """`is_of_scans`: there are bytes behind a scan."""
@@ -65,7 +65,7 @@ class DecodedImage:
     pixels_HWC: np.ndarray
     """One channel (gray) or three (RGB)."""
     notes: tuple[str, ...]
-    """What was changed on the way here; `docs/rejects.md` lists them all."""
+    """Changes made so far; `docs/rejects.md` lists them all."""
     bare_file: bytes | None = None
     """With `keep_bytes`: the file without metadata, in its own format. Unless a profile or an orientation was applied
     (the notes say so), it decodes to these very pixels. None if it could not be stored like that."""
@@ -155,8 +155,8 @@ def scale_to_8_bit(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Samples of 8 bits as they are, of 16 by those of their bits that are used.
 
-    Cameras and scanners of 10, 12 or 14 bits store their samples in 16. `declared_bits` is what the file says of it (0:
-    nothing); it counts if no sample has more.
+    Cameras and scanners of 10, 12 or 14 bits store their samples in 16. `declared_bits` is the value declared by the
+    file (0: nothing); it counts if no sample has more.
     """
     if color_HWC.dtype == np.uint8:
         return color_HWC, alpha_HW

@@ -1,4 +1,4 @@
-"""PNG to pixels: every chunk's checksum is checked here, and libpng gets only the chunks that make pixels.
+"""Decodes PNG: checks the checksum of every chunk, and passes only the chunks that form pixels to libpng.
 
 Dropping the others disarms metadata bombs, and keeps gamma, EXIF and animation from changing what is decoded.
 """
@@ -45,7 +45,7 @@ MAX_CHUNKS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class PngHeader:
-    """What the IHDR chunk declares."""
+    """The declarations of the IHDR chunk."""
 
     height: int
     width: int
@@ -61,7 +61,7 @@ class Chunk:
     type: bytes
     start: int
     end: int
-    """Where the whole chunk lies in the file, length and checksum included."""
+    """Offset of the end of the whole chunk, including length and checksum."""
 
     def payload(self, data: bytes) -> bytes:
         return data[self.start + 8 : self.end - 4]

@@ -1,4 +1,4 @@
-"""One source image in, one sample or one rejection out: the pure function at the heart of the ETL and of `predict`.
+"""Converts one source image to one sample or one rejection: the pure function at the heart of the ETL and of `predict`.
 
 It needs no Spark and touches no file:
 
@@ -97,7 +97,7 @@ def _bytes_to_keep(
 
 
 def _channel_sums(image_HWC: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the values, and of their squares: the same exact integers, whatever adds them up."""
+    """Of the values, and of their squares: the same exact integers in any order of addition."""
     if _native_sums is not None:
         return _native_sums(np.ascontiguousarray(image_HWC))
     prepare_opencv()

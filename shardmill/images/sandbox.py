@@ -1,4 +1,4 @@
-"""`process_image` under limits of time and memory, in a child process: no image can hang, crash or starve its task.
+"""Runs `process_image` under limits of time and memory in a child process: no image can hang, crash or starve its task.
 
     with DecodeSandbox() as sandbox:
         outcome = sandbox.process(SourceImage(key="cat.jpg", size_bytes=len(data)), data, NormalizeOptions())
@@ -262,7 +262,7 @@ class _Child:
         return RejectReason.DECODER_CRASH, f"ends the decoding process with status {status}"
 
     def _expect_hello(self) -> None:
-        """Its imports take a moment; a process that cannot import is no image's fault."""
+        """Its imports take a moment; a failed import is not the fault of an image."""
         decoders = ""
         if self._readable.poll(1000 * _START_SECONDS):
             try:

@@ -1,4 +1,4 @@
-"""The format of some bytes by their content alone, or the reason why they are not decoded."""
+"""Detects the format of bytes by content alone, or gives the reason why they are not decoded."""
 
 from __future__ import annotations
 

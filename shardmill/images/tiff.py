@@ -1,4 +1,4 @@
-"""TIFF to the pixels of its photo: layout, planes and colours here, Pillow and zlib decompress the strips.
+"""Decodes the photo of a TIFF: handles layout, planes and colours here; Pillow and zlib decompress the strips.
 
 OpenCV silently leaves the rest of a damaged strip black and mixes up planes of 16 bits; here every strip must give
 exactly its bytes. Whatever the samples are, to a decompressor a row is a row of bytes.
@@ -45,7 +45,7 @@ PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the samples of a page lie in its strips."""
+    """The layout of a page's samples in its strips."""
 
     height: int
     width: int

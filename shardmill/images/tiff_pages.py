@@ -1,4 +1,4 @@
-"""Which page of a TIFF is the photo: raw photos and some scanners put a small preview first.
+"""Finds the page of a TIFF that is the photo: raw photos and some scanners put a small preview first.
 
 Pages are the directories of the chain that every reader follows, and those that one of them names as its own (SubIFDs).
 """
@@ -39,7 +39,7 @@ class Photo:
     has_larger_behind: bool
     """Another page may be the photo of which this one is the preview, though the file does not say so."""
     place: str
-    """Where the page is; empty for the first one."""
+    """Position of the page; empty for the first one."""
 
 
 def choose_page(data: bytes) -> Photo:

@@ -1,4 +1,4 @@
-"""WebP to the pixels of its first frame: the container is walked here, libwebp gets one plain image out of it."""
+"""Decodes the first frame of a WebP: walks over the container here, and passes one plain image to libwebp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host's name leads to, and whether that is this host alone: for launchers, Spark's driver and doctor."""
+"""Resolves a host's name and detects loopback addresses, for launchers, Spark's driver and doctor."""
 
 from __future__ import annotations
 

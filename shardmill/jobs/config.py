@@ -67,7 +67,7 @@ class SparkApplicationConfig(Section):
 
 
 class SparkConfig(Section):
-    """How the two Spark applications start. Under `spark-submit`, its `--master` takes precedence."""
+    """Settings with which the two Spark applications start. Under `spark-submit`, its `--master` takes precedence."""
 
     master: str = "local[*]"
     """Spark master URL; `local[*]` uses all cores of this machine."""

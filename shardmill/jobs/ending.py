@@ -1,4 +1,4 @@
-"""How a process ends: with whoever started it, if they belong together; and always with one line and an exit code."""
+"""Ends a process: together with its parent if they belong together, and always with one line and an exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end_with_parent() -> None:
 def end_with_script() -> None:
     """`end_with_parent` if that is a script, or what else runs this command in its foreground.
 
-    In the background, below nohup or setsid, and as a job of an interactive shell a command goes on: to the last one
+    In the background, below nohup or setsid, and as a job of an interactive shell a command continues: to the last one
     comes the hangup of its terminal.
     """
     is_ignored = signal.SIG_IGN in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP))

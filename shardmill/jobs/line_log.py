@@ -1,4 +1,4 @@
-"""Growing files in any store: `events.jsonl`, `steps.jsonl` and the scalars of a run."""
+"""Appends lines to files in any store: `events.jsonl`, `steps.jsonl` and the scalars of a run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def warn_on_stderr(sentence: str) -> None:
 
 
 def pause_seconds(seconds: float) -> float:
-    """How long to leave a store alone after a call of so many seconds, which held up the work that is logged."""
+    """Return how long to pause after a store call of so many seconds, which delayed the logged work."""
     return max(1.0, seconds / REWRITE_SHARE)
 
 
 class Outage:
-    """What a log makes of a store that refuses it: one warning until a call succeeds again, and a pause before that."""
+    """Tracks a store that fails: one warning until a call succeeds again, and pauses between calls."""
 
     def __init__(self, warn: Warn, clock: Callable[[], float] = time.monotonic) -> None:
         self._warn = warn
@@ -71,8 +71,8 @@ class GrowingFile:
     A store has no append; rewriting costs time that grows with the file, so its rate is held to a share of it. It
     covers the parts so far, which are deleted then.
 
-    A store that refuses it (a full disk, an outage) does not end what is logged: `warn` is told once, and what is
-    missing is tried again with later appends and at the end.
+    A store that refuses it (a full disk, an outage) does not end what is logged: `warn` is called once, and missing
+    lines are retried with later appends and at the end.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GrowingFile:
             self._write(f"{self._path} cannot be written; it will be retried")
 
     def flush(self) -> None:
-        """What was appended outlives this process from here on, unless the store refuses it."""
+        """Store all appended lines durably, unless the store fails."""
         if self._file is None and self._unsaved and self._outage.may_call():
             data = b"".join(self._unsaved)
             with self._outage.reported(f"{self._path} cannot be written; it will be retried"):

@@ -1,4 +1,4 @@
-"""How a stage reports what happens while it happens; the run's log, a terminal and a scheduler's log are observers."""
+"""Observers receive a stage's events as they happen: the run's log, a terminal or a scheduler's log."""
 
 from __future__ import annotations
 

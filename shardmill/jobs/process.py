@@ -1,4 +1,4 @@
-"""A process of ours: how it is asked to end, its temporary folder, and what the processes it starts may import."""
+"""Manages a shardmill process: requests to end, its temporary folder, and the import path of its children."""
 
 from __future__ import annotations
 
@@ -152,12 +152,12 @@ def request_stop() -> None:
 
 
 def stop_in_order() -> None:
-    """What is `stopping_in_order` now is to end as after a SIGTERM; no signal has come, and the process goes on."""
+    """End the block inside `stopping_in_order` as after a SIGTERM; no signal has arrived, and the process continues."""
     _stop_requests[-1].make()
 
 
 def was_signalled() -> bool:
-    """Whether this process was asked to end, whatever has become of that."""
+    """Whether this process was asked to end, even if it continued."""
     return bool(_received)
 
 

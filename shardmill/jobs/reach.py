@@ -1,4 +1,4 @@
-"""Does every host see the driver's storage: a nonce that the driver writes and every rank or task reads back.
+"""Checks that every host sees the driver's storage: the driver writes a nonce that every rank or task reads back.
 
 A local path is the same text everywhere and another folder on each machine. Without this check, that is noticed only
 when a task's shards are missing, or after the last epoch.

@@ -1,4 +1,4 @@
-"""What a run may write down: a secret loses its value, by the name that it goes under or by how the value looks.
+"""Redacts secrets in everything that a run writes: by the name of a value, or by its form.
 
 Everything that a run leaves for people (its config, events, records, lines of error) passes through here on its way
 out; the stages themselves work with what they were given.

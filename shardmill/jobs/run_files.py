@@ -1,4 +1,4 @@
-"""The files of a run, `<workdir>/runs/<run_id>/`: one record for each stage that it went through, and their summary.
+"""The files of a run, `<workdir>/runs/<run_id>/`: one record for each stage, and their summary.
 
 A stage may run in a process of its own (`spark-submit etl/job.py`, an Airflow task). Each leaves `<stage>.json`;
 `summary.json` is what those records say together, so that a scheduler can find out why a stage failed without trusting
@@ -36,7 +36,7 @@ _MAX_RUN_ID_BYTES = 255
 
 
 class StageRecord(Section):
-    """How one stage of one run ended, and what it adds to the summary."""
+    """The outcome of one stage of one run, and its part of the summary."""
 
     stage: str
     """Names the record's file, and the stage in the summary."""
@@ -45,7 +45,7 @@ class StageRecord(Section):
     exit_code: int = 0
     """The command line's exit code; 0 unless failed."""
     error: str = ""
-    """The one line that a person was shown; empty unless failed."""
+    """The one line that was shown to the user; empty unless failed."""
     started: float = 0.0
     """When the stage began, in seconds since 1970; records are read in this order."""
     seconds: float = 0.0
@@ -60,12 +60,12 @@ class StageRecord(Section):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How far a run has come, as its summary says."""
+    """The progress of a run, as its summary records it."""
 
     status: Literal["running", "partial", "ok", "failed"]
     """`partial`: all stages so far ended well, and the pipeline has others."""
     exit_code: int | None
-    """None while the run goes on."""
+    """None while the run continues."""
     error: str = ""
 
 
@@ -80,7 +80,9 @@ def new_run_id() -> str:
 
 
 def run_folder(run_id: str) -> str:
-    """Where a run's files are below the work directory. Raises UsageError for an id that cannot name a folder there."""
+    """Return the folder of a run below the work directory. Raises UsageError for an id that is not a valid
+    folder name.
+    """
     try:
         check_relative_path(run_id)
         is_name = not run_id.startswith(".") and "/" not in run_id and len(run_id.encode()) <= _MAX_RUN_ID_BYTES
@@ -184,7 +186,7 @@ def state_after(records: Sequence[StageRecord], whole: frozenset[str]) -> RunSta
 
 
 def read_run_state(workdir: str | Path, run_id: str, whole: frozenset[str] = frozenset()) -> RunState:
-    """How far a run has come, as its summary says, or else its stage records. Raises UsageError if there is no run.
+    """Return the progress of a run from its summary, or else its stage records. Raises UsageError if there is no run.
 
     `whole`: the stages after which a run is `ok`.
     """

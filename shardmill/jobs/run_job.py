@@ -1,4 +1,4 @@
-"""A `spark-submit` entry as a process: its arguments, its run record, and how it ends."""
+"""Runs a `spark-submit` entry as a process: its arguments, its run record, and its exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage runner: does one stage, records how it ended, and gives its value to the next one.
+"""Runs a stage, records how it ended, and passes its value to the next stage.
 
 `pipeline/run.py`, `etl/job.py` and `train/job.py` all run their stages through it.
 """
@@ -95,7 +95,7 @@ class RunRecord:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done inside counts in the seconds of no stage, although a stage calls it."""
+        """Exclude the time of the block from the seconds of the stage that calls it."""
         clock = time.monotonic()
         try:
             yield

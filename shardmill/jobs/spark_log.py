@@ -1,4 +1,4 @@
-"""A run's `spark.log`: what Spark's JVM writes, kept beside the run's record; known here without Spark itself."""
+"""A run's `spark.log`: the output of Spark's JVM, kept with the run's record; does not import Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Spark's Python workers do again for each task, and need not."""
+"""Avoids work that Spark's Python workers repeat for each task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Spark settings, from TOML and to a file for the JVM. Light, because Airflow imports it whenever it parses a DAG."""
+"""Converts Spark settings from TOML to a file for the JVM. Light, because Airflow imports it whenever it parses
+a DAG.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loader hands to a training loop: one batch, whose arrays are those of the framework."""
+"""One batch of a loader, with the arrays of the training loop's framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `shardmill.open_dataset` gives: a dataset version with its loaders."""
+"""The dataset version that `shardmill.open_dataset` returns, with its loaders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Reading(TypedDict, total=False):
-    """What every loader takes, by keyword."""
+    """The keyword arguments of every loader."""
 
     global_batch_size: Required[int]
     """Samples of a step over all ranks; a rank gets its share."""
@@ -47,7 +47,7 @@ class Reading(TypedDict, total=False):
     format: str
     """`parquet` or `tfrecord`; by default Parquet if the dataset has it."""
     num_threads: int
-    """That read, verify and decode; 2 if it is left out. It changes no batch."""
+    """Number of threads that read, verify and decode; 2 by default. It changes no batch."""
     shuffle: bool
     """False: each stream in stored order."""
     augment: AugmentOptions | None

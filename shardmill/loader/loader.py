@@ -1,4 +1,4 @@
-"""A loader: one rank's batches of a split, epoch after epoch, with the state that resumes them at any step.
+"""A loader: one rank's batches of a split, epoch after epoch, with a state that resumes at any step.
 
 The order is that of the epoch plan (`shardmill.epoch_plan`), so its whole state is (epoch, step): equal on every rank,
 and valid at every world size.
@@ -97,11 +97,13 @@ class Loader:
                 yield self._hand_over(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is: JSON, the same on every rank between two steps, for `load_state_dict`."""
+        """Return the position of the next batch as JSON, the same on every rank between two steps, for
+        `load_state_dict`.
+        """
         return {"version": STATE_VERSION, "epoch": self._epoch, "step": self._step, "plan": self.spec.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, by whatever number of ranks.
+        """Continue where `state_dict` was taken, at any number of ranks.
 
         Raises UsageError for the state of another dataset, split, seed, batch size, number of streams or window.
         """

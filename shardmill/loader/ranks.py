@@ -1,4 +1,4 @@
-"""Which rank of how many this process is: as it was given, else as the frameworks and launchers say."""
+"""Finds the rank and world size of this process: as passed, otherwise from frameworks and launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planned rows of an epoch as batches, in planned order whatever the reader threads do.
+"""Reads the planned rows of an epoch as batches, in planned order for any timing of the reader threads.
 
 The consuming thread plans; reader threads fetch, verify, decode and augment. Finished batches wait in a queue that is
 bounded in bytes, and a fault in any thread is raised in place of its batch. Shape legend: N batch, H height, W width,
@@ -31,7 +31,7 @@ from shardmill.values import Batch, Value
 
 @dataclass(frozen=True, slots=True)
 class ReaderOptions:
-    """How a reader works; nothing here changes what it yields."""
+    """Options of a reader's execution; they do not change its rows."""
 
     format: str = "auto"
     num_threads: int = 2
@@ -41,7 +41,7 @@ class ReaderOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReaderSeconds:
-    """What a reader's threads worked, all together; two threads work up to two seconds in one."""
+    """Working time of a reader's threads, summed; two threads work up to two seconds in one."""
 
     fetch: float = 0.0
     """Reading chunks from storage and verifying them."""
@@ -121,7 +121,7 @@ class BatchReader:
         self.close()
 
     def take_seconds(self) -> ReaderSeconds:
-        """What the threads have worked since the last call."""
+        """Return the working time of the threads since the last call."""
         with self._lock:
             taken, self._seconds = self._seconds, ReaderSeconds()
         return taken

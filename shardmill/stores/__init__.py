@@ -38,7 +38,7 @@ STORES: Registry[Callable[[str], Store]] = Registry(
 ANY_OTHER = "fsspec"
 """The entry for schemes that have none of their own."""
 _ALIASES = {"s3a": "s3"}
-"""What Hadoop's tools call a scheme -> its name here. One place has one spelling in every record."""
+"""Hadoop's names of a scheme -> its name here. A location has one spelling in every record."""
 _SHARED = {"https": "http"}
 """Schemes that are places of their own and have the entry of another."""
 

@@ -1,4 +1,4 @@
-"""A store of any kind that fsspec knows, to be read: other clouds, FTP, SFTP, WebHDFS, each by its own package."""
+"""A read-only store of any kind that fsspec supports: other clouds, FTP, SFTP, WebHDFS, each by its own package."""
 
 from __future__ import annotations
 

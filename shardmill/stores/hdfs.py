@@ -1,4 +1,4 @@
-"""A store on HDFS: hdfs-native talks to it without a JVM; a rename that replaces nothing makes the commit atomic."""
+"""A store on HDFS, through hdfs-native without a JVM; a rename that replaces nothing makes the commit atomic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardmill.storage import TEMPORARY_PREFIX, StoredFile, is_temporary
 from shardmill.storage_errors import as_storage_error
 
 CONNECT_TIMEOUT_SECONDS = 10.0
-"""How long a NameNode may take to accept the first connection; the client alone would try for minutes."""
+"""Time in which a NameNode must accept the first connection; the client alone would try for minutes."""
 REPEATED_SECONDS = 180.0
 """For so long the client repeats a request of which nobody answers the address; measured."""
 _BLOCK_BYTES = 1 << 22

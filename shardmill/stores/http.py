@@ -1,4 +1,4 @@
-"""A store on a web server, to be read: a file is a GET by its name, and there is no list of names."""
+"""A read-only store on a web server: a file is a GET by its name, and there is no list of names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from urllib3.response import BaseHTTPResponse
 
 DEADLINE_SECONDS = 120.0
-"""How long a request may take with all its repetitions."""
+"""Time limit of a request including all retries."""
 CONNECT_SECONDS = 10.0
 PIECE_BYTES = 1 << 24
-"""What one request transfers at most, so that a slow line needs no other deadline than a fast one."""
+"""Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
 _BLOCK_BYTES = 1 << 16
 _MAX_CONNECTIONS = 32
 # In an address as people write it; what else there is, spaces and other scripts, is escaped.
@@ -162,7 +162,7 @@ def _ask(
 ) -> tuple[BaseHTTPResponse, bytes]:
     """One request: the answer, and of its body little more than `most` bytes, by its status.
 
-    Raises FileNotFoundError, PermissionError, _Transient, and OSError for any other answer that is no data.
+    Raises FileNotFoundError, PermissionError, _Transient, and OSError for any other answer without data.
     """
     import urllib3
     from urllib3.exceptions import HTTPError

@@ -1,4 +1,4 @@
-"""A store in a folder of a POSIX file system: what is published is synced, then linked or renamed into place."""
+"""A store in a folder of a POSIX file system: published files are synced, then linked or renamed into place."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def bring_near(name: str) -> None:
-    """Let the disk begin to read a file that is opened soon. Raises nothing: whoever opens it sees what is wrong."""
+    """Let the disk begin to read a file that is opened soon. Raises nothing: opening it shows the problem."""
     with suppress(OSError):
         # A pipe has no reader to wait for.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

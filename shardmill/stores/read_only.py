@@ -1,4 +1,4 @@
-"""What stores have in common that can be read and not written to: each write is refused, with what would take it."""
+"""The base of read-only stores: each write is refused, with a hint at stores that support it."""
 
 from __future__ import annotations
 

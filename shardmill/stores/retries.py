@@ -1,4 +1,4 @@
-"""Requests to storage that are sent again: when, and how many, which a run's record says for each stage."""
+"""Decides when a storage request is retried, and counts retries for the run's record of each stage."""
 
 from __future__ import annotations
 

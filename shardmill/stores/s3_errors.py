@@ -1,4 +1,4 @@
-"""What a failed request to S3 means: may it succeed later, was it sent at all, and which OSError is it."""
+"""Classifies failed S3 requests: whether they may succeed later, whether they were sent, and their OSError."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_transient(error: BaseException) -> bool:
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """What a server refuses, as the OSError that a file system would raise, with the server's words."""
+    """Convert a server's refusal to the OSError that a file system would raise, with the server's words."""
     try:
         yield
     except botocore_errors.ClientError as error:

@@ -30,9 +30,9 @@ from shardmill.stores.s3_signed_get import SignedGets
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
 """Environment variable: seconds that a request may take including all retries; 120 if it is not set."""
 CONNECT_SECONDS = 10.0
-"""How long a server that has never answered this process is tried: its address is more likely wrong than it is away."""
+"""Time for which a server that has never answered this process is tried: its address is probably wrong."""
 PIECE_BYTES = 1 << 24
-"""What one request transfers at most, so that a slow line needs no other deadline than a fast one."""
+"""Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
 _BLOCK_BYTES = 1 << 20
 _SENT_WHOLE_BYTES = 1 << 17
 _PARALLEL = 4
@@ -157,7 +157,7 @@ class S3Requests:
     def _patiently(self, request: Callable[[float], Value]) -> Value:
         """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes.
 
-        It is told the deadline, of time.monotonic(). None begins after it; the last may stall beyond it, by an eighth.
+        It receives the deadline, of time.monotonic(). None begins after it; the last may stall beyond it, by an eighth.
         """
         failed: list[BaseException] = []
 
@@ -270,7 +270,7 @@ def _a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:
 
 
 def given_deadline_seconds() -> float:
-    """Raises UsageError for what the environment has, if that is no time."""
+    """Raises UsageError if the environment's value is not a number of seconds."""
     given = os.environ.get(DEADLINE) or "120"
     try:
         seconds = float(given)

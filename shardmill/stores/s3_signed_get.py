@@ -1,4 +1,4 @@
-"""A ranged GET that is signed here and sent on botocore's connections: how a reader gets its chunks from S3.
+"""Signs ranged GETs here and sends them on botocore's connections: how a reader gets its chunks from S3.
 
 A request of botocore's client takes 0.8 to 1.2 ms of processor time, most of it hooks, serializing and parsing; one of
 these takes 0.3 to 0.4. URL, credentials, signature and proxies are botocore's all the same.

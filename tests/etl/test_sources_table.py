@@ -241,7 +241,7 @@ def test_a_table_in_a_bucket_names_objects_and_no_file_of_this_machine(tmp_path:
 
 
 def test_what_is_no_table_ends_with_one_line(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"source .*/none.csv holds no \.parquet or \.csv"):
+    with pytest.raises(UsageError, match=r"source .*/none.csv contains no \.parquet or \.csv"):
         list_images(SourceConfig(uri=str(tmp_path / "none.csv"), kind="table"))
     source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"]})
     with pytest.raises(UsageError, match=r"the table t\.csv has the columns file; expected a column of URIs"):

@@ -192,7 +192,7 @@ def test_a_column_of_lists_of_images_is_named_as_what_it_is(kind: str, tmp_path:
     uri_field = "images" if kind == "table" else ""
     with pytest.raises(UsageError, match="lists of images|is list<") as caught:
         list_images(SourceConfig(uri=str(tmp_path / "t.parquet"), kind=kind, uri_field=uri_field))
-    assert "one row for each" in caught.value.fix
+    assert "a row for each" in caught.value.fix
 
 
 def read_first(source: SourceConfig) -> bytes:

@@ -64,7 +64,10 @@ def test_yarn_without_its_settings_is_refused_where_it_would_start(
             ["train.num_workers=4", "train.strategy=horovod", "train.launcher=horovod_spark", "spark.master=local[2]"],
             ["runs 2 task(s) at a time", "expected at least 4 slots"],
         ),
-        (['train.nics=["lo", "nosuch0"]'], ["train.nics: ", "no interface 'nosuch0'", "it has ", " lo", "name one"]),
+        (
+            ['train.nics=["lo", "nosuch0"]'],
+            ["train.nics: ", "no interface 'nosuch0'", "it has ", " lo", "name an interface"],
+        ),
         (["models.uri=/proc/nowhere"], ["/proc/nowhere"]),
         (["etl.resize_mode=shorter"], ["etl.resize_mode = 'shorter'", "one shape", "crop, pad or stretch"]),
         (

@@ -109,7 +109,11 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
             ["shard a.parquet was altered (rank 1", "expected CRC 1; run verify"],
         ),
         ("is_killed", "RankLost", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
-        ("is_stopped", "RankLost", ["rank 1", "went silent after step 0", "train.watch.silent_seconds = 3"]),
+        (
+            "is_stopped",
+            "RankLost",
+            ["rank 1", "stopped sending heartbeats after step 0", "train.watch.silent_seconds = 3"],
+        ),
         (
             "hangs",
             "RankLost",
@@ -158,7 +162,9 @@ def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, sai
 def test_dead_rank_elsewhere_ends_the_job_in_time(start, launcher, worker):
     driver = start(launcher, 2, f"{WORKERS}:{worker}", watch={"silent_seconds": 5})
     outcome = driver.outcome()
-    how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "went silent after step 0"}[worker]
+    how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "stopped sending heartbeats after step 0"}[
+        worker
+    ]
     assert outcome["error"] == "RankLost" and how in outcome["message"], outcome
     assert outcome["seconds_after_step"] < SHORTEST_PATIENCE_SECONDS
     assert worker != "is_killed" or 0 < outcome["named_after_step_seconds"] < DEAD_SECONDS

@@ -223,7 +223,10 @@ def test_roles_follow_from_the_numbers():
     ("config", "message"),
     [
         ({"launcher": "inline"}, r"it needs 3 processes: 1 chief, 1 worker and 1 server; set .* 'local'"),
-        ({"launcher": "local", "accumulation_steps": 2}, r"accumulation_steps = 2 .*; lower train.global_batch_size"),
+        (
+            {"launcher": "local", "accumulation_steps": 2},
+            r"accumulation_steps = 2 .*; remove it, or lower train.global_batch_size",
+        ),
         ({"launcher": "local", "mixed_precision": "float16"}, r"set train.mixed_precision = 'bfloat16'"),
         ({"launcher": "local", "non_finite": {"action": "skip"}}, "expected a strategy that can skip a batch"),
         ({"launcher": "local", "compression": "fp16"}, r"it has 'none'"),

@@ -1,4 +1,4 @@
-"""What a backend is: the owner of one framework, and of all code that imports it.
+"""The interface of a backend: it owns one framework and all code that imports it.
 
 Outside it, an image is a NumPy array, state is a list of NumPy arrays, and the tensors that pass between ranks are
 lists that nothing but the backend and its strategies look into.
@@ -36,7 +36,7 @@ class ServedModel:
 
     answers: Predict
     outputs: Predict
-    """What its loss is computed from: the logits behind probabilities if the export carries them, else the answers."""
+    """Inputs of the loss: the logits behind probabilities if the export contains them, else the predictions."""
     outputs_are_logits: bool
 
 
@@ -47,7 +47,7 @@ pass, on every rank in the same order. In a compiled step each has a name of its
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """What is subtracted from the pixels of each channel, and what they are then divided by; on the 0..255 scale."""
+    """Value subtracted from the pixels of each channel, and then their divisor; on the 0..255 scale."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -55,13 +55,13 @@ class InputScale:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a model is given and must answer; the same in training, export and serving."""
+    """Input and output shape of a model; the same in training, export and serving."""
 
     image_shape_HWC: tuple[int, int, int]
     labels: LabelSpec
     scale: InputScale
     class_weights: tuple[float, ...] = ()
-    """What the loss of a sample of each class counts; empty if all count alike."""
+    """Loss weight of each class; empty if all are equal."""
     steps_per_epoch: int = 0
     """Of the training; 0 if that is not known."""
 
@@ -90,7 +90,7 @@ def synthetic_batch(spec: ModelSpec, num_rows: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one update was, equal on every rank."""
+    """The outcome of one update, equal on every rank."""
 
     loss: float
     num_correct: float
@@ -180,15 +180,17 @@ class Learner(Protocol):
         ...
 
     def sum_moments_by(self, sum_in_step: SumInStep) -> None:
-        """How a strategy adds up batch norms' moments over ranks, if `train.sync_batch_norm` is set."""
+        """Set the function that sums batch norms' moments over ranks, if `train.sync_batch_norm` is set."""
         ...
 
     def moving_statistics(self) -> list[int]:
-        """Which of the arrays of `StatePart.OWN` are floating: averages over batches, that ranks can average again."""
+        """Return which arrays of `StatePart.OWN` are floating point: averages over batches that ranks can average
+        again.
+        """
         ...
 
     def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
-        """Name -> array of a file of weights. Raises UsageError for a file that is none; runs nothing in it."""
+        """Name -> array of a file of weights. Raises UsageError for an invalid file; runs nothing in it."""
         ...
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
@@ -236,7 +238,7 @@ class Learner(Protocol):
 
 
 class Recording(Protocol):
-    """What this process computes while it lasts, with times, in the form that the framework's own tools read."""
+    """Records the computations of this process, with times, in the format of the framework's own tools."""
 
     def step(self, global_step: int) -> AbstractContextManager[None]:
         """Marks one training step in it."""
@@ -258,11 +260,13 @@ class Backend(Protocol):
         ...
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> Learner:
-        """What `train.model` names, with fresh weights from `train.seed`. Raises UsageError if it does not fit."""
+        """Build the model that `train.model` names, with fresh weights from `train.seed`. Raises UsageError if it does
+        not fit.
+        """
         ...
 
     def load_served(self, folder: Path) -> ServedModel:
-        """What is inside an export."""
+        """Load the model of an export."""
         ...
 
     def record(self, folder: Path) -> Recording:

@@ -1,4 +1,4 @@
-"""`train.sync_batch_norm`: what every backend says when it cannot keep it, and how layers are changed for one step.
+"""Checks of `train.sync_batch_norm` that all backends share, and the exchange of layers for one step.
 
 A batch norm then takes the moments of the GLOBAL batch: count, sum and sum of squares of each channel, in float64, are
 added up over ranks, and so is the gradient of the moments. Rows of weight 0 (padding) do not count. The layers are

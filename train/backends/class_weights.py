@@ -1,4 +1,4 @@
-"""How much the loss of each class counts (`train.class_weights`), as numbers in the dataset's order of classes."""
+"""Converts `train.class_weights` to one loss weight per class, in the dataset's order of classes."""
 
 from __future__ import annotations
 

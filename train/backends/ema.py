@@ -1,4 +1,4 @@
-"""`train.ema_decay`: how fast the averages of the weights follow, in every backend.
+"""Computes the decay of `train.ema_decay` at each step, for every backend.
 
 An average that is evaluated in place of the last weights: Polyak, Juditsky, 10.1137/0330046.
 """

@@ -1,4 +1,4 @@
-"""`train.freeze`: which weights it names, and for which epochs they are frozen, each backend in its own way."""
+"""Resolves `train.freeze`: which weights it names, and for which epochs they are frozen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def freeze(learner: Learner, config: TrainConfig, cursor: Cursor) -> None:
 
 
 def step_activity(config: TrainConfig, epoch: int) -> Activity:
-    """What a step of that epoch is announced as. With more weights it is another one: it is traced again."""
+    """Return the activity of a step of that epoch. A step with more weights is another activity: it is traced again."""
     has_more = 0 < config.unfreeze_epoch <= epoch
     return Activity("a step with what was frozen" if has_more else "a step", repeats=True)
 
@@ -37,7 +37,7 @@ def step_activity(config: TrainConfig, epoch: int) -> Activity:
 def never_unfrozen(config: TrainConfig) -> str:
     """A warning if `train.unfreeze_epoch` lies behind the last epoch, else empty.
 
-    No error: a shorter training is how to try a config out, and a longer one may go on from it.
+    No error: a short training tests a config, and a longer one may continue it.
     """
     if config.unfreeze_epoch < config.epochs:
         return ""

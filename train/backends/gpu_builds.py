@@ -1,4 +1,4 @@
-"""Whether the installed frameworks can compute on GPUs at all, read from their packages: nothing is imported."""
+"""Checks whether the installed frameworks are built for GPUs, from their package metadata, without importing them."""
 
 from __future__ import annotations
 

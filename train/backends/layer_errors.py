@@ -1,4 +1,4 @@
-"""What a layer raises, as it raised it: Keras wraps it in what the layer was called with, TensorFlow in its trace."""
+"""Extracts the original error of a layer: Keras adds the call's arguments to it, and TensorFlow adds its trace."""
 
 from __future__ import annotations
 

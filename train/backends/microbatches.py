@@ -1,4 +1,4 @@
-"""A rank's batch cut into microbatches: gradients are accumulated over them, or the weights change after each."""
+"""Divides a rank's batch into microbatches: gradients are accumulated over them, or weights change after each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers of ours, each in every framework that has it."""
+"""The optimizers that shardmill names, built in every framework that has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model of classes gives logits or probabilities: what its outputs show, wherever in it a softmax is.
+"""Detects from a classifier's outputs whether they are logits or probabilities.
 
 Shape legend: N batch, H height, W width, C channels, K classes.
 """
@@ -25,7 +25,7 @@ _NOISE = (0.02, 0.1, 1.0, 1.0, 1.0)
 
 
 class OutputForm(Enum):
-    """What all outputs have in common that were looked at."""
+    """The form that all examined outputs have."""
 
     ANY = "any numbers"
     UNIT = "each from 0 to 1"
@@ -50,7 +50,7 @@ def are_logits(
     probe: Probe,
     compiled_for_logits: bool | None = None,
 ) -> bool:
-    """What `train.model_outputs` says; under `auto` what the model's compiled loss says, else what the outputs show.
+    """Return `train.model_outputs`; for `auto` the form of the model's compiled loss, otherwise of its outputs.
 
     False for numbers. Raises UsageError if the outputs cannot be what is said, or are neither.
     """

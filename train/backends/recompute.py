@@ -1,4 +1,4 @@
-"""Activation checkpointing in the backends: what is said of a model that has nothing to recompute.
+"""The error of activation checkpointing for a model without parts to recompute.
 
 Of a block only its inputs are kept for the backward pass, which computes the rest a second time: less memory, more
 time, the same gradients.

@@ -1,4 +1,4 @@
-"""Which weights `train.weight_decay` shrinks, in every framework: those that multiply, and no others."""
+"""Selects the weights that `train.weight_decay` shrinks, the same in every framework: only those that multiply."""
 
 from __future__ import annotations
 

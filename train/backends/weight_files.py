@@ -1,4 +1,4 @@
-"""Files of named arrays, read as data: nothing in them is unpickled, imported or executed, and sizes are bounded.
+"""Reads files of named arrays as data: nothing is unpickled, imported or executed, and sizes are bounded.
 
 `.safetensors` (its header is JSON), HDF5 as Keras writes it, and the HDF5 file inside a `.keras` archive. PyTorch's own
 files are the backend's to read (train/backends/torch/names.py).
@@ -31,7 +31,7 @@ _DTYPES = {
 
 
 def read_arrays(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
-    """Name -> array. Raises UsageError for a file that is none of its kind."""
+    """Name -> array. Raises UsageError for a file of another kind."""
     try:
         if suffix == ".safetensors":
             return _safetensors(data)

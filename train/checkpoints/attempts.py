@@ -1,4 +1,4 @@
-"""Attempts at one training are numbered: only the newest publishes, however long an older one keeps running.
+"""Numbers the attempts at one training: only the newest may publish, however long an older one keeps running.
 
 <training_dir>/attempts/00000002.json     who claimed number 2; `put_if_absent` gives each number to one attempt
 
@@ -23,7 +23,7 @@ ATTEMPTS = "attempts"
 
 
 class AttemptRecord(Section):
-    """Who claimed a number."""
+    """The process that claimed an attempt number."""
 
     host: str
     process: int

@@ -1,4 +1,4 @@
-"""Resumable training state: what a checkpoint is, which ones are complete, and which stay.
+"""Resumable training state: the checkpoint format, which checkpoints are complete, and which are kept.
 
 <training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2 (train/checkpoints/attempts.py)
     weights.npz  optimizer.npz      written by rank 0
@@ -32,7 +32,7 @@ _DAMAGED = "restore it from a backup, or train again: a training resumes from it
 
 @dataclass(frozen=True, slots=True)
 class TrainingIdentity:
-    """What a checkpoint belongs to: it may be resumed only by the same training."""
+    """The training that a checkpoint belongs to: only the same training may resume it."""
 
     dataset: DatasetPin
     plan_fingerprint: str
@@ -87,7 +87,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """Where one attempt at a training keeps its checkpoints."""
+    """The checkpoint folder of one attempt at a training."""
 
     attempt: Attempt
     """Equal on all ranks."""
@@ -109,7 +109,7 @@ def complete_checkpoints(
     store: Store, training_dir: str, on_discarded: Callable[[str, str], None] | None = None
 ) -> Iterator[FoundCheckpoint]:
     """The checkpoints of a training that are complete by marker and sizes, newest first: a newer attempt's before an
-    older one's, which may have gone on to later steps without anyone knowing.
+    older one's, which may have continued to later steps unnoticed.
 
     Their bytes are verified when they are read: a checkpoint can be large, and most of these are never read.
 

@@ -11,7 +11,7 @@ from train.settings.kinds import EXECUTION
 
 
 class CheckpointConfig(Section):
-    """Which checkpoints are kept; `checkpoint_every_steps` says when they are written."""
+    """Which checkpoints are kept; `checkpoint_every_steps` sets when they are written."""
 
     keep: Annotated[int, EXECUTION] = Field(default=2, ge=2)
-    """How many of the newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""

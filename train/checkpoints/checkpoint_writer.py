@@ -1,4 +1,4 @@
-"""Writes checkpoints behind the training: a moment's arrays are handed over, and the next step begins.
+"""Writes checkpoints in the background: the arrays of one moment are copied, and the next step begins.
 
 Every rank has a writer, with one thread, and hands over the same moments in the same order. At most one is being
 written; to hand over the next waits for it. The ranks' threads agree among themselves (`Member.gather_aside`), so that
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a checkpoint, equal but for the time on all ranks that write one together."""
+    """The outcome of a checkpoint; except for the time, equal on all ranks that write one together."""
 
     moment: Moment
     problem: str
@@ -89,7 +89,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """A training that failed gives what it has begun a short time to complete; one that was told to end, none."""
+        """A training that failed gives what it has begun a short time to complete; one that was asked to end, none."""
         if self._running is not None and error_type not in (KeyboardInterrupt, Terminated):
             wait([self._running], GRACE_SECONDS)
 
@@ -118,7 +118,7 @@ class CheckpointWriter:
         return self._running is not None and not self._running.done()
 
     def take(self) -> Written | None:
-        """What became of the one that was begun, once: waits for it. None if there is none.
+        """Wait for the checkpoint in progress and return its outcome, once. None if there is none.
 
         Raises what its thread raised: CommitConflict, on rank 0, if a newer attempt has begun.
         """
@@ -171,7 +171,7 @@ class CheckpointWriter:
         """Rank 0 publishes the marker when the files of all are there. -> why not, equal on all that gather.
 
         Empty if it is published. A store that refuses leaves the checkpoints before as they are. Afterwards the newest
-        `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever is older is
+        `keep_checkpoints` complete ones stay, with those of the best epochs that they name; older checkpoints are
         deleted, marker first.
         """
         of_all_ranks = [from_json(_Stored, part) for part in self._gather(to_json(_stored(self._folder.store, moment)))]

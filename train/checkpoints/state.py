@@ -1,4 +1,5 @@
-"""The state of a training as files: what each one of a replicated checkpoint is called, and arrays as bytes and back.
+"""Converts the state of a training to files: names of the files of a replicated checkpoint, and arrays as bytes and
+back.
 
 No framework is needed to read them, and npz files hold no code.
 """
@@ -28,7 +29,7 @@ def dump_arrays(arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def load_arrays(data: bytes) -> list[np.ndarray]:
-    """What `dump_arrays` wrote. Raises ValueError for an object array, which would have to be unpickled."""
+    """Read the output of `dump_arrays`. Raises ValueError for an object array, which would have to be unpickled."""
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
         return [stored[name] for name in sorted(stored.files)]
 

@@ -1,4 +1,4 @@
-"""What a rank does now, as it says with its heartbeats: how long that may take follows from it."""
+"""The activities of a rank that its heartbeats report; each has a time limit."""
 
 from __future__ import annotations
 

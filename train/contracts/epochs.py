@@ -1,4 +1,4 @@
-"""What reading gives the loop, whichever reader reads: epochs, and their batches."""
+"""The interface between readers and the training loop: epochs and their batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def take_seconds(self) -> ReaderSeconds:
-        """What was worked since the last call."""
+        """Return the working time since the last call."""
         ...
 
 
@@ -50,7 +50,7 @@ class Epoch(Protocol):
 
 
 def reader_options(config: TrainConfig) -> ReaderOptions:
-    """How our own reader works, by the section `train`."""
+    """Return the options of shardmill's own reader from the section `train`."""
     return ReaderOptions(
         format=config.format, num_threads=config.reading.threads, prefetch_bytes=config.reading.prefetch_bytes
     )

@@ -1,4 +1,4 @@
-"""How the ranks of a training divide it: an axis for each kind of parallelism, and the rows that each rank reads."""
+"""Divides a training over its ranks: one axis for each kind of parallelism, and the rows that each rank reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DataIndex:
-    """Which rows a rank reads: those of the streams of index `index` of `count`.
+    """The rows that a rank reads: the streams of index `index` of `count`.
 
     Ranks of one tensor or pipeline group hold one copy of the model together: they have the same index, and read the
     same rows.
@@ -94,7 +94,7 @@ class Mesh:
 
     @classmethod
     def one_reader(cls, config: TrainConfig) -> Mesh:
-        """One rank that reads every stream, whatever other processes there are."""
+        """One rank that reads every stream, independent of other processes."""
         return cls(num_streams=config.num_streams_at(1))
 
     @property
@@ -103,7 +103,7 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """How many indices there are among which the streams are shared out."""
+        """Number of indices among which the streams are divided."""
         return self.data * self.fsdp
 
     @property
@@ -132,7 +132,7 @@ class Mesh:
         return min(map(len, self.streams))
 
     def data_index(self, rank: int) -> DataIndex:
-        """What a rank reads. Raises UsageError if there is no such rank."""
+        """Return the rows that a rank reads. Raises UsageError if there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise UsageError(
                 f"rank {rank} of {self}", f"expected 0 to {self.num_ranks - 1}", "ranks are counted from 0"

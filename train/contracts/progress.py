@@ -1,4 +1,4 @@
-"""How far a training has come: the frozen value that changes from step to step, and goes into checkpoints whole."""
+"""The position of a training: a frozen value that changes with every step and is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EarlyStop:
 class BestEpoch:
     """The epoch with the lowest validation loss so far, the first of equal ones, and where its weights are.
 
-    One whose figure is that of guessing only counts as long as there is no other: a low loss is no merit then.
+    One whose figure is that of guessing only counts as long as there is no other: a low loss then means nothing.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""What the driver tells every rank to do; it crosses process and machine borders as JSON."""
+"""The task that the driver sends to every rank; it crosses process and machine borders as JSON."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class WorkerTask:
     allowed: tuple[str, ...] = ()
     """Settings of `train.*` in which that one may differ."""
     reach: Nonce | None = None
-    """What the driver wrote into `models_uri`, for every rank to read back before it works."""
+    """Nonce that the driver wrote into `models_uri`; every rank reads it back before it works."""

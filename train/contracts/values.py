@@ -23,7 +23,7 @@ PROFILES = "profiles"
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What a model is, beyond its name: the source of its factory, and the configuration of what the factory built.
+    """The identity of a model beyond its name: the source of its factory, and the configuration of the built model.
 
     The driver knows only the source, because it builds nothing. The configuration is compared when a training is
     resumed or exported: it also shows what the source does not (another layer library, a setting that it reads).
@@ -88,7 +88,7 @@ class ClassFigures:
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """How often each class was taken for which: the cells of the confusion matrix that are not 0, row by row.
+    """The cells of the confusion matrix that are not 0, row by row.
 
     Classes are numbers in the order of the dataset's class names; predicted may also be the number behind the last one,
     which stands for all classes that the dataset does not have.
@@ -158,7 +158,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Where the time of training went, as shares of 1, on rank 0."""
+    """Shares of the training time, which add up to 1, on rank 0."""
 
     input_wait: float = 0.0
     compute: float = 0.0
@@ -169,12 +169,12 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a finished training leaves behind; stored beside its checkpoints as `RESULT`."""
+    """The result of a finished training; stored beside its checkpoints as `RESULT`."""
 
     dataset: DatasetPin
     training_dir: str
     exported: Literal["best", "last"]
-    """Which weights this result speaks of: those of the best epoch, or of the last."""
+    """The exported weights: those of the best epoch, or of the last."""
     weights_epoch: int
     """The epoch after which they were saved, counted from 0."""
     checkpoint: str
@@ -207,14 +207,14 @@ class TrainResult:
     export_backend: str = "keras"
     """The backend that exports this model."""
     placement: tuple[RankDevices, ...] = ()
-    """Where the ranks of the last attempt computed, in rank order."""
+    """Hosts and devices of the last attempt's ranks, in rank order."""
     caution: str = ""
     """Why the gate must not let this model pass by itself; most often empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a rank reports after each step."""
+    """The report of a rank after each step."""
 
     rank: int
     epoch: int
@@ -237,7 +237,7 @@ OUTPUT = "output"
 
 
 class Reporter(Observer, ReportsActivity, Protocol):
-    """How a rank reports to its driver: events (`resumed`, `epoch`, `early_stop`, ...), steps, and what it does now.
+    """Sends a rank's reports to its driver: events (`resumed`, `epoch`, `early_stop`, ...), steps, and its activity.
 
     Launchers give each rank one.
     """

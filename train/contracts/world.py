@@ -1,4 +1,4 @@
-"""A process's place in a training: what it is for, which devices it has, and how it meets the others."""
+"""The place of a process in a training: its role, its devices, and how it connects to the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _always(global_step: int) -> bool:
 
 
 class Role(StrEnum):
-    """What a process of a training is for."""
+    """The role of a process in a training."""
 
     MEMBER = "member"
     """One of equals: runs the loop."""
@@ -46,7 +46,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """Where a rank computes."""
+    """The devices of a rank."""
 
     rank: int
     host: str
@@ -81,7 +81,7 @@ class World:
     files_uri: str = ""
     """A folder of this training in which ranks may leave files for each other."""
     role: Role = Role.MEMBER
-    """What this process is for."""
+    """Role of this process."""
 
     @property
     def devices(self) -> tuple[str, ...]:

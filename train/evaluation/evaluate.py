@@ -1,4 +1,4 @@
-"""Exact figures over one split: every sample counted once at any world size, summed over ranks, divided once.
+"""Computes exact metrics over one split: every sample counted once at any world size, summed over ranks, divided once.
 
 The loss is the negative log-likelihood of the labels (of numbers the mean squared error), whatever loss the training
 minimised, so that models compare. Shape legend: N batch, H height, W width, C channels, K outputs.
@@ -89,7 +89,7 @@ def write_confusion(store: Store, training_dir: str, confused: Confusion) -> Non
 
 
 def read_confusion(store: Store, training_dir: str) -> Confusion | None:
-    """What `write_confusion` wrote; None if there is none, or it was altered: it is for people to look at."""
+    """Read the file of `write_confusion`; None if there is none, or it was altered: it is for display only."""
     return read_if_whole(Confusion, store, f"{training_dir}/{CONFUSION}")
 
 

@@ -1,4 +1,4 @@
-"""`train.init_from`: where a training's first weights lie, which file that is, and its hash, which names the training.
+"""Resolves `train.init_from`: the file of a training's first weights and its hash, which is part of the training's id.
 
 Nothing here imports a framework: the driver finds and hashes the file, rank 0 reads it again and compares.
 """
@@ -34,7 +34,7 @@ _BEGINS = {
     ".pt": rb"PK\x03\x04|\x80\x02",
     ".pth": rb"PK\x03\x04|\x80\x02",
 }
-"""How a file of each kind begins: one that was saved as a web page is found before anything starts."""
+"""First bytes of each kind of file, which detect a saved web page before anything starts."""
 _LONGEST_BEGINNING = 64
 
 
@@ -65,7 +65,7 @@ class InitialFile:
         found = store.stat(name)
         if found is None:
             raise UsageError(
-                f"train.init_from = {self.uri!r}: there is no such file",
+                f"train.init_from = {self.uri!r}: no such file",
                 "expected a file of weights, or an export MODELS@N",
                 "check the path",
             )
@@ -125,14 +125,14 @@ def _place_of(given: str) -> tuple[Store, str]:
 
 
 def _instead_of(given: str) -> str:
-    """What to do about a file of no kind that the model takes, or a place that is no file."""
+    """The fix for a file of a kind that the model does not take, or a path that is not a file."""
     store, name = _place_of(given)
     if name and store.stat(name) is not None:
         return "convert the file, or choose another model"
     for models_uri in (given, join_uri(given, "models")):
         if numbers := record_numbers(open_store(models_uri), EXPORTS):
             return f"did you mean {models_uri}@{numbers[-1]}?"
-    return "check the path, too: there is no such file"
+    return "check the path, too: the file does not exist"
 
 
 def check_initial(config: TrainConfig) -> None:

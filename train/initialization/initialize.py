@@ -1,4 +1,4 @@
-"""The first weights of a training that has no checkpoint yet: those of `train.init_from`, into rank 0's model.
+"""Sets the first weights of a training that has no checkpoint yet: loads `train.init_from` into rank 0's model.
 
 The other ranks get them as they get fresh ones: by the broadcast with which every training starts.
 """
@@ -67,5 +67,5 @@ def _other_size(file: InitialFile, session: Session) -> str:
 
 
 def read_initialized(store: Store, training_dir: str) -> Initialized | None:
-    """What `initialize` took over; None if the training began with fresh weights, or from another training's end."""
+    """Read the record of `initialize`; None if the training began with fresh weights, or continues another training."""
     return read_if_whole(Initialized, store, f"{training_dir}/{INITIALIZED}")

@@ -1,4 +1,4 @@
-"""Which arrays of a file are which weights of a model: by name, below one common prefix; and what does not fit."""
+"""Matches the arrays of a file to the weights of a model by name, below one common prefix, and reports the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Initialized:
-    """What a training took over from `train.init_from`."""
+    """The weights that a training loaded from `train.init_from`."""
 
     source: str
     num_loaded: int

@@ -103,5 +103,5 @@ def is_on_spark(launcher: str) -> bool:
 
 
 def launcher_of(config: TrainConfig) -> Launcher | None:
-    """What `train.launcher` names; None if that is left open."""
+    """Return the launcher that `train.launcher` names; None if it is `auto`."""
     return None if config.launcher == "auto" else LAUNCHERS[config.launcher]

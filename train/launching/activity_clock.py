@@ -1,4 +1,4 @@
-"""How long a rank takes for what it repeats: it times itself, and its heartbeats say so; the clock is an argument."""
+"""Measures how long a rank's repeated activities take, for its heartbeats; the clock is an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNTIMED = 4
 
 
 class ActivityClock:
-    """What this rank does now, and its times. One thread at a time begins activities; any may look."""
+    """This rank's current activity and its times. One thread at a time begins activities; any thread may read."""
 
     def __init__(self, now: float) -> None:
         self.num_begun = 0
@@ -33,7 +33,7 @@ class ActivityClock:
         return ended
 
     def restart(self, now: float) -> None:
-        """What it does now counts from here: the time before was no measure of it."""
+        """Restart the time of the current activity, because the time so far was not representative."""
         self._began_seconds = now
 
     @property
@@ -42,7 +42,7 @@ class ActivityClock:
 
 
 def heartbeat_of(clock: ActivityClock) -> Heartbeat:
-    """What a rank's clock says now, whichever thread asks."""
+    """Return a heartbeat from a rank's clock, from any thread."""
     current, timed = clock.current, clock.timed
     # Read last: an activity that has begun meanwhile must not be judged by the pause before it.
     return Heartbeat(clock.num_begun, current, timed)

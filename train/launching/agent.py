@@ -1,4 +1,4 @@
-"""Starts the process of one rank, passes its output on, reports its exit, and kills it on abort."""
+"""Starts the process of one rank, forwards its output, reports its exit, and kills it on abort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher of processes that are there already: torchrun, SLURM, MPI or Kubernetes started this command N times.
+"""The launcher for processes that already exist: torchrun, SLURM, MPI or Kubernetes started this command N times.
 
 Rank 0's process is the driver; the others wait at its gate for their ranks to begin (`attached`). Each runs its rank as
 a child: a rank can end, or be killed, without the process that tells why. All end with the job's exit code.

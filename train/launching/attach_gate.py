@@ -1,4 +1,4 @@
-"""Rank 0's side of an attached job: the other processes of the same command wait at its gate from its start on.
+"""Rank 0's side of an attached job: the other processes of the same command wait at its gate until it starts them.
 
 A process that is there has proved the job's token, which all of them got by their environment; see connection.py.
 """

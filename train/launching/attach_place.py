@@ -11,7 +11,7 @@ from train.contracts.world import LOOPBACK
 
 
 def host_of_rank_0(variables: Variables, place: Place) -> str:
-    """Where rank 0's process can be called, or empty if nothing says so.
+    """Return the host at which rank 0's process can be reached, or empty if unknown.
 
     Another environment than the one that started the ranks may say it: SLURM, if mpirun runs in its allocation.
     """

@@ -105,7 +105,7 @@ class Connection:
         return self._socket.getsockname()[0]
 
     def set_timeout(self, until_seconds: float | None) -> None:
-        """What is sent and received must be done until then; None takes the deadline away. Raises TimeoutError."""
+        """Set the time until which sends and receives must finish; None removes it. Raises TimeoutError."""
         if until_seconds is None:
             self._socket.settimeout(None)
         elif (left_seconds := until_seconds - time.monotonic()) > 0:
@@ -134,7 +134,7 @@ def new_token() -> str:
 
 
 def proof_of(token: str, role: str, nonce: str) -> str:
-    """What shows knowledge of `token` for this role and nonce, without telling it."""
+    """Compute the proof that this role knows `token`, for a nonce, without revealing the token."""
     return hmac.new(token.encode(), f"{role}:{nonce}".encode(), hashlib.sha256).hexdigest()
 
 

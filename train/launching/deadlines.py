@@ -1,4 +1,4 @@
-"""What the driver knows about each rank, and which deadlines it has missed: pure, the clock is an argument.
+"""Tracks each rank's state and the deadlines that it has missed: pure, the clock is an argument.
 
 A rank is late in one of three ways: not started, silent (no heartbeat), or stalled (its main thread makes no progress).
 The limit of a stall depends on the activity: for activities that ranks repeat (a step, waiting for a batch) the usual

@@ -1,4 +1,4 @@
-"""Which device each rank computes on: the ONE resolver for all launchers, asked before any framework is imported.
+"""Assigns a device to each rank: the only resolver for all launchers, called before any framework is imported.
 
 On each host `devices_of_rank` shares out what the host shows, or takes what Spark gave the task; its process sees
 nothing else. The ranks then tell each other (`agree_on_devices`): a map that cannot be meant ends the job.
@@ -135,7 +135,7 @@ def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
 
 
 def devices_here(config: TrainConfig, num_ranks_here: int) -> tuple[RankDevices, ...]:
-    """What each of the ranks that start on this host would get. Raises as `check_devices` does."""
+    """Return the devices of the ranks that start on this host. Raises as `check_devices` does."""
     places = [Place(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
     ranks = tuple(RankDevices(place.rank, socket.gethostname(), devices_of_rank(place, config)) for place in places)
     check_devices(config.devices, _computing(ranks, config))
@@ -145,7 +145,9 @@ def devices_here(config: TrainConfig, num_ranks_here: int) -> tuple[RankDevices,
 def agree_on_devices(
     place: Place, config: TrainConfig, exchange: Callable[[bytes], list[bytes]], reporter: Reporter
 ) -> tuple[RankDevices, ...]:
-    """What every rank got, the same on all ranks; rank 0 reports it. Raises as `check_devices` does, on all alike."""
+    """Return the devices of all ranks, the same on all ranks; rank 0 reports them. Raises as `check_devices` does, on
+    all alike.
+    """
     mine = tuple(filter(None, os.environ.get(DEVICES_VARIABLE, "").split(",")))
     with during(reporter, waiting("the ranks' first meeting")):
         told = exchange(json.dumps([place.rank, socket.gethostname(), mine]).encode())

@@ -1,7 +1,7 @@
-"""What ranks exchange by way of the driver: the messages, the driver's side, and a rank's.
+"""Exchanges between ranks through the driver: the messages, the driver's side, and a rank's side.
 
 It needs no collective, so it works before the ranks have one, and beside it: a thread that writes checkpoints exchanges
-in a lane of its own, whatever the thread that trains is waiting for.
+in a separate lane, independent of the training thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong with a rank, which of several faults was the cause, and the error that reports it: pure."""
+"""Faults of ranks: selects the cause among several faults, and builds the error that reports it; pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_TRACEBACK_LINES = 30
 
 
 class FaultKind(StrEnum):
-    """How a fault appears to the driver."""
+    """The way in which a fault appears to the driver."""
 
     FAILED = "failed"
     """The rank's function raised, and the rank reported it."""
@@ -31,7 +31,7 @@ class FaultKind(StrEnum):
     ABSENT = "absent"
     """Ranks did not start in time."""
     LAUNCHER = "launcher"
-    """What started the ranks reports a failure, most often without its cause."""
+    """The program that started the ranks reports a failure, usually without its cause."""
     COLLECTIVE = "collective"
     """A survivor's "connection closed": a secondary error of another rank's fault."""
 
@@ -72,11 +72,13 @@ class RankLost(TrainingError):
     ranks: frozenset[int] = frozenset()
     """Empty if only the connection between ranks was lost."""
     last_step: Cursor | None = None
-    """What the rank that was the cause had done."""
+    """Last step of the rank that was the cause."""
 
 
 def failure_of(error: BaseException, secondary: re.Pattern[str] | None = None) -> Failure:
-    """What a rank sends to its driver when its function raises. `secondary`: `Strategy.secondary_error`."""
+    """Build the message that a rank sends to its driver when its function raises. `secondary`:
+    `Strategy.secondary_error`.
+    """
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
     place = line_of_user(error) or _last_line_of(error)
@@ -124,7 +126,7 @@ def root_cause(faults: Iterable[RankFault], secondary: re.Pattern[str]) -> RankF
 
 
 def error_of_all(faults: Collection[RankFault], secondary: re.Pattern[str]) -> ShardmillError:
-    """The error of the root cause; a RankLost if what is left could go on."""
+    """The error of the root cause; a RankLost if the remaining ranks could continue."""
     cause = root_cause(faults, secondary)
     error = error_of(cause)
     if not _is_loss(cause) and cause.kind is not FaultKind.COLLECTIVE:
@@ -193,7 +195,7 @@ def _sentence(fault: RankFault) -> str:
 
 
 def how_it_ended(returncode: int | None) -> str:
-    """Of a process that left no word, as people say it."""
+    """Describe the end of a process that reported nothing."""
     if returncode is None:
         return "was killed by an unknown signal"
     if returncode < 0:
@@ -210,6 +212,6 @@ def _last_line_of(error: BaseException) -> str:
 
 
 def last_line(text: str) -> str:
-    """What a process that ended wrote last, cut to what fits into a sentence."""
+    """Return the last line of an ended process's output, shortened to fit into a sentence."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""

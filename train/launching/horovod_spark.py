@@ -1,4 +1,4 @@
-"""The launcher of `horovod.spark.run`: one Spark task for each rank, which starts the rank's process on its executor.
+"""The launcher of `horovod.spark.run`: one Spark task per rank, which starts the rank's process on its executor.
 
 Driver and executors share nothing but the network: task, reports and result travel over the watchdog's connection.
 """
@@ -77,7 +77,7 @@ def launch_horovod_spark(
 
 
 def keep_rank_of_horovod() -> int:
-    """What Horovod runs in the process that it starts for each rank, on the executor.
+    """The function that Horovod runs in the process of each rank, on the executor.
 
     Horovod's key came with Spark's task. The token and the path to the rendezvous follow from it, and cross no wire.
     """

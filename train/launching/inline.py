@@ -1,4 +1,4 @@
-"""The launcher of one rank in this very process: the quickest start, and a debugger works."""
+"""The launcher of one rank in the current process: the fastest start, and debuggers work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python code prints while it trains in the command's own process: it goes to stderr, and is recorded as well.
+"""Records the Python output of a training in the command's own process, which also goes to stderr.
 
 Not to stdout, which belongs to the command's result: with `--json` a program reads it.
 

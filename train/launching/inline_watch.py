@@ -1,4 +1,4 @@
-"""The watch over a rank that runs in this very process: a thread tells of a long pause, and ends one that goes on.
+"""Watches a rank in the current process: a thread reports a long pause, and ends the process if the pause continues.
 
 The deadlines are those of ranks elsewhere (`train.launching.deadlines`), but for silence: nobody inside can tell it.
 """
@@ -39,7 +39,7 @@ class Stalled(BaseException):
 
 
 class InlineWatch:
-    """What is known of the only rank; `step` and `doing` are called by the thread that trains."""
+    """The state of the only rank; `step` and `doing` are called by the training thread."""
 
     def __init__(self, config: TrainConfig, observer: TrainObserver) -> None:
         self.fault: RankFault | None = None

@@ -1,4 +1,4 @@
-"""The launcher of processes on this machine: one for each rank, over the loopback interface."""
+"""The launcher of processes on this machine: one per rank, over the loopback interface."""
 
 from __future__ import annotations
 

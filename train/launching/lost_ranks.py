@@ -1,7 +1,7 @@
-"""Ranks without which the others go on (`Strategy.may_lose`, and all workers of a chief but the last): what happens to
-them is reported, and is not a fault of the job.
+"""Handles lost ranks that the others can continue without (`Strategy.may_lose`, and all but the last worker of a
+chief): they are reported, and are not a fault of the job.
 
-Only once training has begun: a rank that never made a step has a config or a place that is wrong.
+Only once training has begun: a rank that never made a step has a wrong config or host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAVE_SECONDS = 5.0
 
 
 class LostRanks:
-    """Which of the ranks that may be lost are; called from the watchdog's main thread."""
+    """The optional ranks that were lost; called from the watchdog's main thread."""
 
     def __init__(self, ranks: Sequence[RankState], may_lose: frozenset[int], observer: TrainObserver) -> None:
         self._ranks = ranks
@@ -37,11 +37,11 @@ class LostRanks:
         return rank in self._may_lose
 
     def is_away(self, rank: int) -> bool:
-        """Whether the others go on without it for now."""
+        """Whether the others currently continue without it."""
         return rank in self._away_since
 
     def takes(self, rank: RankState, fault: RankFault) -> bool:
-        """Whether the others go on in spite of `fault`. Told once."""
+        """Whether the others continue in spite of `fault`. Told once."""
         if rank.role is Role.WORKER:
             return self._takes_worker(rank, fault)
         if rank.number not in self._may_lose or rank.last_step is None:

@@ -1,4 +1,4 @@
-"""All that crosses the wire between the driver, its ranks and their agents: one frozen value a message.
+"""Messages between the driver, its ranks and their agents: one frozen value per message.
 
 `train.launching.connection` sends them, one line of JSON each, and tells them apart by `kind`. Driver, agents and ranks
 run the same code, so a message may change with them.
@@ -74,7 +74,7 @@ class Heartbeat:
     """Of `Reporter.doing` so far: a rank for which it does not grow makes no progress."""
     activity: Activity = field(default_factory=Activity)
     timed: tuple[Timed, ...] = ()
-    """How long this rank has taken for what it repeats."""
+    """Durations of this rank's repeated activities."""
     kind: Literal["heartbeat"] = "heartbeat"
 
 
@@ -124,7 +124,7 @@ class Failure:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it says all that a person needs."""
+        """Whether it contains all that the user needs."""
         return self.error_type in {kind.__name__ for kind in ERROR_BY_EXIT_CODE.values()}
 
     def as_raised(self, where: str = "") -> ShardmillError:
@@ -140,7 +140,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What this rank gives."""
+    """The contribution of this rank."""
 
     data_hex: str
     lane: Lane = "main"
@@ -188,7 +188,7 @@ class Stopped:
     """The rank has stopped, together with all others. Like `Finished` its last message."""
 
     what: str
-    """How far it came, for people."""
+    """Progress of the rank, for people."""
     kind: Literal["stopped"] = "stopped"
 
 

@@ -1,4 +1,4 @@
-"""What the process of a rank prints: passed on line by line as it comes, and the end of it kept for an error."""
+"""Forwards the output of a rank's process line by line, and keeps its end for an error message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutputLines:
         self._tail: collections.deque[bytes] = collections.deque(maxlen=NUM_TAIL_LINES)
 
     def add(self, data: bytes) -> None:
-        """What comes next. User code may print anything, without line ends too."""
+        """Add the next output. User code may print anything, including text without line ends."""
         *lines, unfinished = (self._unfinished + data).split(b"\n")
         self._unfinished = unfinished[-MAX_LINE_BYTES:]
         self._take(lines)
@@ -53,7 +53,7 @@ class OutputLines:
 
 
 class RankOutput:
-    """What comes out of the pipe of one process, read until it ends."""
+    """The output of one process's pipe, read until it ends."""
 
     def __init__(self, pipe: io.BufferedReader, emit: Callable[[str], None]) -> None:
         """`emit`: as that of `OutputLines`."""

@@ -1,4 +1,6 @@
-"""One rank's process, `python -m train.launching.rank PARENT`: gets its task from the driver, and never outlives it."""
+"""The process of one rank, `python -m train.launching.rank PARENT`: gets its task from the driver, and never outlives
+it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ EXIT_ABORTED = 3
 
 
 class Worker(Protocol):
-    """What a rank runs."""
+    """The function that a rank runs."""
 
     def __call__(self, task: WorkerTask, world: World, reporter: Reporter) -> TrainResult: ...
 

@@ -1,4 +1,4 @@
-"""Resuming with fewer ranks from the last complete checkpoint, after some were lost.
+"""Resumes with fewer ranks from the last complete checkpoint after some ranks were lost.
 
 The epoch plan gives the same global batches at every world size, so the training stays the one that was begun.
 """
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """One time that a training went on after it had lost ranks."""
+    """One restart of a training after it had lost ranks."""
 
     cause: str
     """The error's first part, which names rank and host."""
     last_step: Cursor | None
-    """That the lost rank had done; None: not even its first."""
+    """Last step of the lost rank; None if it had not finished its first."""
     lost_ranks: tuple[int, ...]
     world_size: int
-    """With which it went on."""
+    """Number of ranks with which it continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,9 @@ def _stop_if_asked() -> None:
 
 
 def _without(plan: TrainingPlan, lost_ranks: frozenset[int]) -> TrainingPlan | None:
-    """The plan for the ranks that are left; at least one, because the driver's own host is there. None if there is no
-    world so small."""
+    """The plan for the ranks that are left; at least one, because the driver's own host is there. None if no smaller
+    world works.
+    """
     strategy = STRATEGIES[plan.config.strategy]
     world_size = max(1, plan.config.num_workers - len(lost_ranks))
     while world_size and not strategy.allows_world_size(world_size):

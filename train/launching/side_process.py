@@ -1,4 +1,4 @@
-"""A piece of work in a process of its own, where a framework or a user's code may print, crash, hang or leave.
+"""Runs work in a separate process, because a framework or a user's code may print, crash, hang or exit.
 
 That process is `python -m MODULE PARENT ANSWER`: its task comes on stdin, its answer goes into the file ANSWER.
 """
@@ -45,11 +45,11 @@ class Question:
     """In addition to this process's own."""
     timeout_seconds: float | None
     key: str = ""
-    """What sets that time, for people."""
+    """Config key of that time limit, for people."""
 
 
 def ask(question: Question, kind: type[Value], refusal: Callable[[str], ShardmillError]) -> Value:
-    """What `answer` gives in the other process, which is gone on return, with all that it started.
+    """Return the answer of `answer` from the other process, which has ended on return, with all its children.
 
     Raises a ShardmillError of its work as it was raised there, and `refusal(how it ended)` for any other end. Traceback
     and last output are notes of either.

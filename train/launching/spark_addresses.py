@@ -1,4 +1,4 @@
-"""The addresses on which a driver on Spark listens for its ranks: those of the application's own driver."""
+"""Finds the addresses on which a driver on Spark listens for its ranks: those of the application's own driver."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def launch_spark_barrier(
 
 
 def check_barrier(world_size: int, spark: SparkConfig) -> None:
-    """What is known from the config: slots for all ranks, and no dynamic allocation. Raises UsageError."""
+    """Check the config: slots for all ranks, and no dynamic allocation. Raises UsageError."""
     check_configured_slots(world_size, spark)
     check_no_dynamic_allocation(spark.train.conf)
 

@@ -1,4 +1,4 @@
-"""How many ranks Spark can run at the same time: as far as that is known before it starts, and once it runs."""
+"""Finds how many ranks Spark can run at the same time: estimated before Spark starts, and measured once it runs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def num_slots_of(master: str, conf: dict[str, str], *, is_all: bool = False) -> 
 
 def num_places_of(master: str, conf: dict[str, str]) -> int | None:
     """Ranks that a cluster has room for: one for each GPU that it assigns, else one for each executor, which gives it
-    all its cores. None if the settings do not say; a local master is no cluster."""
+    all its cores. None if the settings do not say; a local master is not a cluster.
+    """
     if is_local_master(master):
         return None
     if GPUS_OF_TASK in conf:
@@ -150,7 +151,7 @@ def num_places_of(master: str, conf: dict[str, str]) -> int | None:
 
 
 def why_no_places(master: str, conf: dict[str, str]) -> str:
-    """What keeps `num_places_of` from telling a number above 0, and which settings would; empty if it does."""
+    """Explain why `num_places_of` returns no number above 0, and which settings would change it; empty if it does."""
     if is_local_master(master) or (num_places := num_places_of(master, conf)):
         return ""
     if num_places == 0:
@@ -179,7 +180,7 @@ def _has_defaults(master: str) -> bool:
 
 
 def _number(conf: dict[str, str], name: str, default: str = "") -> int:
-    """Raises UsageError for what is no whole number above 0."""
+    """Raises UsageError unless it is a whole number above 0."""
     value = conf.get(name, default)
     if not re.fullmatch(r"0*[1-9]\d*", value):
         raise UsageError(f"{name} = {value!r}", "expected a whole number above 0", "correct it in the Spark settings")

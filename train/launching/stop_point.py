@@ -1,4 +1,4 @@
-"""Before which step a training stops that SIGTERM asks to end: agreed between driver and ranks, the same on all ranks.
+"""Chooses the step before which a training stops after SIGTERM: agreed with the driver, the same on all ranks.
 
 The agreement needs no collective, so it holds for every strategy. The driver sends `Hold`; each rank's listening thread
 answers at once with the last step that the rank has begun, and from then on the rank begins no other. The largest of
@@ -37,7 +37,7 @@ class StopPoint:
             return self._begun
 
     def stop_after(self, global_step: int) -> None:
-        """All ranks go on to the end of this step, and no further."""
+        """All ranks continue to the end of this step, and no further."""
         with self._changed:
             self._last = global_step
             self._changed.notify_all()

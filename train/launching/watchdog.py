@@ -104,7 +104,9 @@ class Watchdog:
             self._receive_output(self._inbox.get())
 
     def environment(self) -> dict[str, str]:
-        """What a rank's process needs to find its driver and to be believed. Secret: never on a command line."""
+        """Return the variables with which a rank's process finds its driver and authenticates. Secret: never on a
+        command line.
+        """
         return {ADDRESS_VARIABLE: self._address, TOKEN_VARIABLE: self._token}
 
     def report_exit(self, rank: int, note: RankExit) -> None:
@@ -116,7 +118,7 @@ class Watchdog:
         self._inbox.put(Received("agent", rank, Output(text), time.monotonic()))
 
     def report_launcher_failure(self, what: str, output_tail: str = "") -> None:
-        """What should start the ranks failed as a whole. From any thread."""
+        """Report that the launcher of the ranks failed as a whole. From any thread."""
         self._inbox.put(RankFault(FaultKind.LAUNCHER, -1, "", time.monotonic(), what, output_tail=output_tail))
 
     def watch(self) -> TrainResult:
@@ -214,7 +216,7 @@ class Watchdog:
                 return
 
     def _receive_output(self, received: Received | RankFault) -> None:
-        """Of what comes when all is done: the end of a process is no fault any more."""
+        """Of what comes when all is done: the end of a process is no longer a fault."""
         if isinstance(received, Received) and isinstance(received.message, Output):
             self._handle(received)
         elif isinstance(received, Received) and isinstance(received.message, RankExit):

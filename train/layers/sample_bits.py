@@ -1,4 +1,4 @@
-"""Random bits for each sample of a batch, the same wherever and whenever it is trained: what `SampleDropout` draws.
+"""Random bits for each sample of a batch, independent of rank, position and attempt: the source of `SampleDropout`.
 
 The bits of a sample are words of 64, a function of its place in the training and of nothing else (`shardmill.mix`):
 
@@ -46,7 +46,7 @@ def words_of(keys_N: Any, place: int, counters_W: Any, shift_right: ShiftRight) 
 
 
 def low_bits(num_bits: int) -> int:
-    """What is left of ones when zeros come from the left."""
+    """Return a mask of the bits that can be set after a logical right shift by `num_bits`."""
     return (1 << (64 - num_bits)) - 1
 
 
@@ -97,7 +97,7 @@ def number_layers(layers: Iterable[Any]) -> int:
 def keys_here(place: int | None, shape: Sequence[Any]) -> tuple[Any, int]:
     """The keys of the rows that a layer is called with, and how many elements each of them has.
 
-    Raises UsageError outside a training step, and for rows that are no samples.
+    Raises UsageError outside a training step, and for rows that are not samples.
     """
     keys_N = _in_thread.get(_in_process)
     if keys_N is None or place is None:

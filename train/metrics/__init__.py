@@ -1,4 +1,4 @@
-"""What ranks add up over a split, by the kind of its labels: a registry."""
+"""The metrics for each kind of labels, summed over ranks: a registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a metrics is: what a rank adds up over a split, and from the sums of all ranks the figures."""
+"""The interface of metrics: sums that a rank accumulates over a split, and the figures of all ranks' sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.contracts.values import Evaluation
 
 
 class Exchange(Protocol):
-    """What a metrics needs of the other ranks; a `Member` has it, and a world of one."""
+    """The collective operations that metrics need; implemented by a `Member`, and by a world of one."""
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         """The sum over all ranks, in the array's own type."""

@@ -1,4 +1,4 @@
-"""Several classes an image: average precision of each class, exact, from the probabilities of all samples.
+"""Metrics for several classes per image: exact average precision of each class, from the probabilities of all samples.
 
 They are kept (5 bytes for each sample and class) and gathered class by class, so a rank holds its own part and a
 block of everyone's. Shape legend: N batch, K classes, B classes of a block.

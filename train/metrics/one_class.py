@@ -1,4 +1,4 @@
-"""One class an image: accuracy, top five, and how often each class was taken for which, kept sparse.
+"""Metrics for one class per image: accuracy, top five, and a sparse confusion matrix.
 
 A model may answer with a class that the dataset does not have: all such count as one more, behind the dataset's.
 Shape legend: N batch, K classes, C columns of the model's classes, P pairs of a true and a predicted class that occur.

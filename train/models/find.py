@@ -1,4 +1,4 @@
-"""Whether `train.model` names a model at all, found out without importing TensorFlow or a user's module."""
+"""Checks that `train.model` names a model, without importing TensorFlow or a user's module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model is the one that it was: on every rank, in a checkpoint, in an export."""
+"""Checks that a model is still the same: on every rank, in a checkpoint, in an export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own model, `package.module:function`: its source hashed, and its factory called.
+"""Loads a user's own model, `package.module:function`: hashes its source and calls its factory.
 
 The driver chooses the folder of a training before any rank has started, and must import neither TensorFlow nor a user's
 code for it: so the source of a model is hashed as bytes.
@@ -52,7 +52,7 @@ def imported_packages(name: str) -> set[str]:
 
 
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:
-    """What the factory returns. Raises UsageError if it raises."""
+    """Call the factory and return its model. Raises UsageError if it raises."""
     factory: Any = MODELS[name]
     if not callable(factory):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What `auto` stands for: ranks, strategy and launcher, by tables of rules, from what is known beforehand."""
+"""Resolves `auto`: chooses ranks, strategy and launcher by tables of rules, from facts known before the start."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def resolve(asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = No
 
 
 def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
-    """How many the first row gives that applies, and why; fewer, if only fewer have equal shares of a step and rows."""
+    """Return the ranks of the first row that applies, and why; fewer, if only fewer have equal shares of a step and
+    rows.
+    """
     rule = next(rule for rule in RANKS_RULES if rule.applies(facts))
     most, because = rule.num_ranks(facts) or 1, rule.because.format(**asdict(facts))
     if rule.choice in ("started", "named"):

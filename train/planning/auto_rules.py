@@ -1,4 +1,4 @@
-"""The tables of rules by which `auto` chooses, and the facts that they look at: pure."""
+"""The rule tables of `auto`, and the facts that they read: pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Facts:
     """More than `num_workers` if a strategy that is set needs other processes, too."""
     local_steps: int
     backend: str
-    """That of the config, or of the model's own code; `keras` if either would do."""
+    """Backend of the config, or of the model's own code; `keras` if both would work."""
     is_keras_model: bool
     num_devices: int
     """`train.mirrored.num_devices`, or the GPUs that this process may use."""
@@ -33,7 +33,9 @@ class Facts:
     num_named: int = 0
     """Ranks that the config names one by one: silos, or weights of ranks."""
     only_one: str = ""
-    """The setting with which several ranks are impossible, or for a person to ask for; empty if there is none."""
+    """The setting that makes several ranks impossible, or that requires the user to ask for them; empty if there is
+    none.
+    """
     num_gpus: int = 0
     """Of this machine, for ranks that take one each."""
     may_use_cluster: bool = True
@@ -41,7 +43,7 @@ class Facts:
     num_places: int | None = None
     """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
     why_no_places: str = ""
-    """What keeps a cluster's `num_places` from being known, or above 0."""
+    """Reason why a cluster's `num_places` is unknown or 0."""
     num_steps: int | None = None
     """Of the whole training; None as long as there is no dataset."""
     num_rows: int | None = None

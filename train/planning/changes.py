@@ -1,7 +1,7 @@
-"""A training that was begun, asked for with other settings: refused with each difference, or gone on with if safe.
+"""Checks a resume with changed settings: rejected with each difference, or continued if the changes are safe.
 
-Other settings are another training, in another folder, and most often that is what is meant. Not so when the same run
-is tried again, and when `--allow-change` asks to go on: then what was begun is looked for, and compared.
+Other settings are another training, in another folder, and most often that is what is meant. The exceptions are a retry
+of the same run, and `--allow-change`: then what was begun is looked for, and compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _LENGTH = re.compile(r"/epochs-(\d+)-(\w+)(?:/fresh-\d+)?$")
 
 @dataclass(frozen=True, slots=True)
 class BegunTraining:
-    """Which training a run has begun: a file of the run, in JSON. Its name does not end so, as stage records do."""
+    """The training that a run has begun: a JSON file of the run. Its name does not end in `.json`, as those of stage
+    records do.
+    """
 
     store: Store
     path: str
@@ -51,12 +53,12 @@ class BegunTraining:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What may become of a training that was begun before."""
+    """The possible fates of an existing training."""
 
     fresh: bool = False
-    """Train from step 0 whatever there is."""
+    """Train from step 0 even if a result exists."""
     allow_change: tuple[str, ...] = ()
-    """Settings in which an unfinished training may differ, to go on from it."""
+    """Settings in which an unfinished training may differ if it is resumed."""
     begun: BegunTraining | None = None
 
     def begin(self, models_uri: str, training_dir: str) -> None:
@@ -98,8 +100,8 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
 def going_on(
     store: Store, choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, again: Again
 ) -> tuple[TrainingChoice, TrainingPlan]:
-    """`choice`, to go on from another unfinished training if that is asked for and safe; and the plan for it, which
-    keeps the streams of that one.
+    """`choice`, resuming another unfinished training if that is requested and safe; and the plan for it, which keeps
+    the streams of that one.
 
     Raises UsageError that lists each difference.
     """
@@ -186,7 +188,7 @@ def _continued(
 
 
 def _way_to_allow(changed: Changed) -> str:
-    """How to go on from it, if every difference is safe."""
+    """How to resume it, if every difference is safe."""
     safe = settings_of(RESUMABLE) | settings_of(DURATION)
     named = [re.match(r"train\.([\w.]+):", each) for each in changed.differences]
     names = [match[1] for match in named if match]

@@ -1,4 +1,4 @@
-"""Which backend trains: what config or model name, else the first that the strategy has."""
+"""Chooses the backend: the one that the config or the model names, otherwise the strategy's first."""
 
 from __future__ import annotations
 

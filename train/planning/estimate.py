@@ -1,4 +1,6 @@
-"""`shardmill plan`: what a training would do at a world size, its memory, and its speed, before anything trains."""
+"""Estimates a training for `shardmill plan`: its choices at a world size, its memory and its speed, before anything
+trains.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from train.tree import TrainTree
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What was planned and what it costs. Seconds and work are measured here, the rest is arithmetic."""
+    """The plan of a training and its cost. Seconds and work are measured here; the rest is arithmetic."""
 
     dataset: str
     strategy: str
@@ -50,7 +52,7 @@ class Estimate:
     fit: Fit | None
     """Into the memory that a rank may use here; None if that is not known."""
     exchange: Weighed | None
-    """What the exchange takes of a step; None for one worker, and with servers."""
+    """Share of the exchange in a step; None for one worker, and with servers."""
 
     @property
     def needed_bytes(self) -> int:
@@ -58,7 +60,7 @@ class Estimate:
         return self.cost.state_bytes + self.cost.work_bytes
 
     def document(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The document of `--json`."""
         return {
             **asdict(self),
             "needed_bytes": self.needed_bytes,
@@ -66,7 +68,7 @@ class Estimate:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """What a person reads."""
+        """The rows for people."""
         cost = self.cost
         exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms (of {size_of(cost.sent_bytes)})"
         exchange = exchange if self.exchange_seconds else ""

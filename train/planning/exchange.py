@@ -1,4 +1,4 @@
-"""What the exchange between ranks takes of a step, from a training's own first steps, and what `auto` makes of it."""
+"""Weighs the share of a step that ranks spend in exchange, from a training's own first steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExchangeFacts:
     """Of the rank that came last, and waited for none; only what the computation did not hide."""
     num_ranks: int
     measured: str
-    """How, in words."""
+    """Source of the measurement, in words."""
 
     @property
     def share(self) -> float:
@@ -51,7 +51,7 @@ EXCHANGE_RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What a rule says."""
+    """The decision of a rule."""
 
     choice: str
     reason: str
@@ -75,7 +75,7 @@ class FirstSteps(StepSums):
         self._is_reported = False
         self._of_gradients = ""
         self.reason = ""
-        """What was found; empty until then."""
+        """The finding; empty until it exists."""
 
     def step(self, step: GlobalStep) -> None:
         if self._is_reported:

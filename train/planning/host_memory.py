@@ -1,4 +1,4 @@
-"""What the ranks of a training may use of a memory: that of this machine, of its GPUs, or as much as was set."""
+"""Computes the memory that the ranks of a training may use: of this machine, of its GPUs, or as configured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What may be used of a memory."""
+    """The usable amount of a memory."""
 
     device: str
     """Whose it is, in words."""
@@ -30,7 +30,9 @@ class Limit:
 
 
 def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
-    """What ranks may use: as set, else of this machine; None if they run elsewhere, or it does not say."""
+    """Return the memory that ranks may use: as set, or of this machine; None if they run elsewhere, or it
+    is unknown.
+    """
     gpus = gpus_here(config, config.backend)
     if config.memory.budget_bytes:
         return Limit("train.memory.budget_bytes", config.memory.budget_bytes, on_gpu=bool(gpus))
@@ -49,7 +51,7 @@ def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
 
 
 def free_bytes(root: Path) -> int:
-    """What the host could give to processes, or what this container is still allowed, if that is less; 0: not told."""
+    """Return the host's available memory, or this container's remaining limit if lower; 0 if unknown."""
     found = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     group = root / "sys/fs/cgroup"
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")

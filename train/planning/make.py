@@ -1,4 +1,4 @@
-"""The one function that plans a training: what `auto` stands for, as it was begun if it was, and checked."""
+"""Plans a training: resolves `auto`, keeps the choices of an earlier attempt, and checks the result."""
 
 from __future__ import annotations
 

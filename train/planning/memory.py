@@ -1,4 +1,4 @@
-"""The memory of a training's ranks: looked at once, before the first step, and kept in its folder for every resume."""
+"""Plans the memory of a training's ranks once, before the first step, and stores it for every resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GPU_FRAMEWORK_BYTES = 2**30
 
 
 WindowBytes = Callable[[TrainConfig], int]
-"""What the shuffle windows of one rank hold at most."""
+"""The maximum size of one rank's shuffle windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Fitted:
     fit: Fit | None
     """None if there was nothing to choose, or nothing was measured."""
     available: str = ""
-    """What a rank may use; empty if that is not known."""
+    """Memory that a rank may use; empty if unknown."""
     ample: str = ""
     """Why nothing was measured, with the numbers; empty for any other reason than that it is ample."""
 
@@ -63,14 +63,14 @@ def _not_known(config: TrainConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of the memory of a training; for every world size that it may go on with."""
+    """The memory of a training, for every world size at which it may continue."""
 
     record: MemoryRecord | None
     """None if it was not measured."""
     spark: SparkConfig
     window_bytes: WindowBytes
     limit: Limit | None = None
-    """What there is, where nothing was measured; None if that is not known."""
+    """Available memory, if nothing was measured; None if unknown."""
     ample: Callable[[TrainConfig], str] = _not_known
     """See `Fitted`."""
 
@@ -96,7 +96,7 @@ def look_at_memory(
     begun: MemoryRecord | None,
     has_begun: bool,
 ) -> Memory:
-    """What an earlier attempt has found (`begun`), else what a rank of this training needs and has, in seconds.
+    """Return the memory found by an earlier attempt (`begun`), otherwise measure what a rank needs and has, in seconds.
 
     Nothing is measured if nothing is left to choose, memory is ample or not known, or the training has steps already
     (`has_begun`): what was begun without looking continues so, because in microbatches numbers differ by rounding.
@@ -114,7 +114,7 @@ def look_at_memory(
 
 
 def model_size(store: Store, checkpoint: str) -> str:
-    """What the model takes, by the files of a checkpoint; empty if that is not there any more."""
+    """Return the size of the model, from the files of a checkpoint; empty if they no longer exist."""
     try:
         files = open_checkpoint(store, checkpoint).marker.files
     except ShardmillError:
@@ -146,7 +146,7 @@ def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
 def measured(
     limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig, window_bytes: int
 ) -> MemoryRecord:
-    """What a few steps of a rank take, and what follows for the precision. Raises what building the model raises."""
+    """Measure some steps of a rank, and derive the precision. Raises the errors of building the model."""
     task = ProbeTask(
         # At once, whatever was set: the images are few. And alone.
         decided(config, 1, to_bfloat16=False).model_copy(update={"accumulation_steps": 1, "sync_batch_norm": False}),
@@ -164,7 +164,7 @@ def measured(
 def considered(
     limit: Limit, task: ProbeTask, cost: StepCost, config: TrainConfig, window_bytes: int, spark: SparkConfig
 ) -> MemoryRecord:
-    """What `task` cost against what there is; the precision as it is.
+    """Compare the cost of `task` with the available memory, at the given precision.
 
     Where nothing else fits, the step is measured once more, with activations that are computed twice.
     """
@@ -195,7 +195,7 @@ def _recomputed(record: MemoryRecord, limit: Limit, task: ProbeTask, config: Tra
 
 
 def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
-    """What was measured against what there is."""
+    """Build the record of the measurement and the available memory."""
     in_process = cost.process_bytes + cost.weights_bytes + cost.base_bytes + cost.state_bytes
     return MemoryRecord(
         device=limit.device,
@@ -210,7 +210,7 @@ def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
 
 
 def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark: SparkConfig) -> MemoryFacts:
-    """What the rules look at, for so many ranks."""
+    """Return the facts for the rules, for so many ranks."""
     in_host = 0 if record.on_gpu else window_bytes + config.reading.prefetch_bytes
     is_spread = record.on_gpu and STRATEGIES[config.strategy].devices_per_rank == "all"
     num_gpus = len(gpus_here(config, config.backend)) if is_spread else 0
@@ -240,7 +240,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
 
 
 def _ample(limit: Limit, dataset: Dataset, spark: SparkConfig, config: TrainConfig) -> str:
-    """Why it is, with the numbers; empty if it is not, or if a person has set how much there is."""
+    """Why it is, with the numbers; empty if it is not, or if the user has set the limit."""
     height, width, channels = dataset.manifest.normalize.image_shape_HWC
     pixel_bytes = 4 * height * width * channels * images_at_once(config)
     if config.memory.budget_bytes or AMPLE * pixel_bytes > _bytes_of_a_rank(limit, config, spark):

@@ -1,4 +1,4 @@
-"""The section `train.memory` of the config: how much memory a rank may use, and what it does to need less."""
+"""The section `train.memory` of the config: how much memory a rank may use, and how it may save memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.settings.kinds import EXECUTION
 
 
 class MemoryConfig(Section):
-    """How much memory a rank may use for a step, and what is done to need less; see also `accumulation_steps`."""
+    """How much memory a rank may use for a step, and how it may save memory; see also `accumulation_steps`."""
 
     budget_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """Memory of the GPU, or of the host, that a rank may use; 0: all of it, shared equally by the host's ranks."""

@@ -1,5 +1,6 @@
-"""How a step fits into the memory of a rank: fewer images at a time, then sixteen bits, then activations that are
-computed twice, each where that is allowed; pure."""
+"""Fits a step into the memory of a rank: first smaller microbatches, then bfloat16, then recomputed activations, as far
+as the config allows; pure.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from train.config import TrainConfig
 
 HALF = 0.5
-"""What an image's activations take in bfloat16, of what they take in float32; an assumption, not a measurement."""
+"""Memory of an image's activations in bfloat16 relative to float32; an assumption, not a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,11 @@ class MemoryFacts:
     device: str
     """Whose memory it is, in words."""
     device_bytes: int
-    """What a rank may use."""
+    """Memory that a rank may use."""
     fixed_bytes: int
-    """What it needs whatever the batch: the framework, weights, gradients, optimizer, buffers."""
+    """Memory for any batch size: the framework, weights, gradients, optimizer, buffers."""
     image_bytes: int
-    """What each image of a step needs more, while it is computed."""
+    """Additional memory per image of a step, while it is computed."""
     num_images: int
     """Of a step on a rank, were it computed at once."""
     max_microbatches: int = 2**31
@@ -33,7 +34,7 @@ class MemoryFacts:
     is_halved: bool = False
     """The precision was changed before, and stays so: an image needs `HALF` of `image_bytes`."""
     recomputed_fixed_bytes: int = 0
-    """What both are if activations are computed twice."""
+    """Both values with recomputed activations."""
     recomputed_image_bytes: int = 0
     """0: that is not allowed, or was not measured."""
     why_not_recomputed: str = ""
@@ -79,7 +80,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a rule chose."""
+    """The choice of a rule."""
 
     choice: str
     num_microbatches: int
@@ -183,7 +184,7 @@ def _done(facts: MemoryFacts, rule: FitRule, num_microbatches: int) -> str:
 
 
 def _way_out(facts: MemoryFacts) -> str:
-    """What a person can do if nothing fits."""
+    """The fixes if nothing fits."""
     way_out = "smaller images or a smaller model"
     if facts.max_microbatches < facts.num_images:
         way_out = f"a lower train.global_batch_size (starts a new run), or {way_out}"

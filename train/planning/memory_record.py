@@ -1,4 +1,4 @@
-"""What was measured of a training's memory before its first step."""
+"""The record of a training's memory, measured before its first step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shardmill.section import Section
 
 
 class MemoryRecord(Section):
-    """What was found before a training's first step. A resume decides by these numbers, not by those of its own day."""
+    """The measurements before a training's first step. A resume uses these numbers, and does not measure again."""
 
     device: str
     rank_bytes: int
@@ -14,7 +14,7 @@ class MemoryRecord(Section):
     """As in `train.planning.host_memory.Limit`."""
     on_gpu: bool
     fixed_bytes: int
-    """What a rank needs whatever the batch, without its windows."""
+    """Memory of a rank for any batch size, without its windows."""
     image_bytes: int
     """Per image that is computed at a time, in the precision that the config asked for."""
     to_bfloat16: bool

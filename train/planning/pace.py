@@ -1,4 +1,4 @@
-"""How fast a rank trains with its real input, measured for some seconds, and the speed of all epochs that follows."""
+"""Measures for some seconds how fast a rank trains with its real input, and derives the speed of all epochs."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Pace:
     """Seconds of one rank with its real input, alone on its share of the machine."""
 
     compile_seconds: float
-    """What the first step took beyond the second."""
+    """Time of the first step beyond that of the second."""
     step_seconds: float
     """Mean of a step, with the wait for its batch and its share of the start of an epoch."""
     input_wait_seconds: float
     """Of that, the wait for the batch."""
     first_validation_seconds: float = 0.0
-    """What the first validation batch took beyond the others, because the model's outputs are compiled then."""
+    """Time of the first validation batch beyond that of the others, because the model's outputs are compiled then."""
     validation_seconds: float = 0.0
     """Of this rank's validation batches after each epoch; 0 without a validation split."""
 

@@ -1,4 +1,4 @@
-"""How a training is carried out: the settings as they were asked for, and what was decided where they are open.
+"""The plan of a training: the settings as configured, and the choices made where they are open.
 
 A plan is made once, in the driver, by `train.planning.make.plan_training`; everything after it reads the plan.
 """
@@ -40,17 +40,17 @@ class TrainingPlan:
     streams_reason: str = ""
     """Likewise of `train.num_streams`."""
     numbers: tuple[str, ...] = ()
-    """What there is: devices, places, data; empty if nothing was left to choose."""
+    """Observed facts: devices, places, data; empty if nothing was left to choose."""
     memory: Memory | None = None
-    """What is known of the memory of this training, for any number of ranks; None if nobody has looked yet."""
+    """Memory of this training, for any number of ranks; None if it was not examined yet."""
     fitted: Fitted | None = None
-    """What follows from it for these ranks."""
+    """Its consequence for these ranks."""
     chosen_anew: str = ""
     """Why the training does not resume as it was begun; most often empty."""
 
     @property
     def config(self) -> TrainConfig:
-        """What ranks receive: `asked` with every decision filled in."""
+        """The config that ranks receive: `asked` with every decision filled in."""
         return self.fitted.config if self.fitted else self.spread
 
     @property
@@ -87,7 +87,7 @@ class TrainingPlan:
 
     @property
     def in_short(self) -> str:
-        """What was chosen, with the one reason that decided most, for a person who watches."""
+        """Summarize the choice with its main reason, for people."""
         num_ranks = self.spread.num_workers
         ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
         why = self.ranks_reason or self.strategy_reason

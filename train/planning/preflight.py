@@ -1,4 +1,4 @@
-"""What must hold before a training starts: the driver checks it, so that no rank is started only to fail."""
+"""Checks a training before it starts, so that no rank is started only to fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WindowMemory:
-    """What the shuffle windows of one rank hold at most."""
+    """The maximum size of one rank's shuffle windows."""
 
     streams_per_rank: int
     """Of the rank that owns most."""
@@ -185,7 +185,7 @@ def _check_compression(config: TrainConfig) -> None:
 
 
 def check_schema(config: TrainConfig, gate: GateConfig | None, schema: RowSchema) -> None:
-    """What needs no dataset but its classes and labels, which the listing of a source tells before the ETL works.
+    """Check the classes and labels of a dataset, which the listing of a source gives before the ETL works.
 
     Raises UsageError for what they do not have.
     """
@@ -244,13 +244,13 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
 
 
 def check_ranks(config: TrainConfig, dataset: Dataset) -> WindowMemory:
-    """What must hold again if fewer ranks go on. Raises UsageError."""
+    """Check again before fewer ranks continue. Raises UsageError."""
     reader_of(config).check(config, dataset)
     return window_memory(config, dataset)
 
 
 def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
-    """What the windows need on the largest of `train.num_workers` ranks. Raises UsageError beyond the budget.
+    """Return the window memory of the largest of `train.num_workers` ranks. Raises UsageError beyond the budget.
 
     The window itself follows from budget, streams and chunks alone: it is part of the plan, which must be the same at
     every world size. Only what a rank holds of it depends on how many ranks share the streams.

@@ -1,4 +1,4 @@
-"""What one rank's step costs on this machine, measured on random images in a process of its own."""
+"""Measures the cost of one rank's step on this machine, with random images in a separate process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXACT_PEAK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """What is measured."""
+    """The step to measure."""
 
     config: TrainConfig
     """Without `auto`."""
@@ -48,7 +48,7 @@ class ProbeTask:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step of one rank took; bytes are those of this machine's memory, which on a CPU is all there is."""
+    """The cost of one step of one rank; bytes are those of this machine's memory, the only memory on a CPU."""
 
     num_weights: int
     """All of the model's."""
@@ -57,11 +57,13 @@ class StepCost:
     weights_bytes: int
     """Of what gradients change, which is also the size of all gradients."""
     sent_bytes: int
-    """What a rank gives into one exchange of them."""
+    """Bytes that a rank sends in one exchange of gradients."""
     state_bytes: int
     """Weights, gradients, optimizer and the rank's own state, with what a compression remembers."""
     work_bytes: int
-    """What a step takes beyond the state: images, activations, scratch. Peak of the process less that before it."""
+    """Memory of a step beyond the state: images, activations, scratch. Peak of the process minus the value
+    before it.
+    """
     step_seconds: float
     process_bytes: int
     """The process itself before its first step: framework, weights, optimizer."""

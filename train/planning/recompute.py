@@ -1,4 +1,4 @@
-"""`train.memory.activation_checkpointing`: which trainings can have it."""
+"""Checks which trainings support `train.memory.activation_checkpointing`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def why_not_recompute(config: TrainConfig) -> str:
-    """What, beside `train.memory.activation_checkpointing`, keeps a training from it; empty if nothing does.
+    """Name the other setting that prevents `train.memory.activation_checkpointing`; empty if none does.
 
     `config`: one without `auto` for strategy and backend.
     """

@@ -1,4 +1,4 @@
-"""What was decided when a training was begun: one record in its folder, `plan.json`, which every resume reads."""
+"""The record of a training's plan in its folder, `plan.json`, which every resume reads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ADVICE = "delete it: `auto` is then resolved again, and numbers may differ by r
 
 
 class PlanRecord(Section):
-    """How the newest attempt at a training was planned, and the settings that it was asked with."""
+    """The plan of the newest attempt at a training, and the settings that it was based on."""
 
     ranks_reason: str = ""
-    """Empty if it was told how many."""
+    """Empty if the number was configured."""
     strategy: str
     strategy_reason: str
     launcher: str

@@ -1,4 +1,4 @@
-"""One step of a training by the ranks it would have, in a folder that is removed: `shardmill doctor --rehearse`.
+"""Runs one step of a training with all its ranks, in a folder that is then removed: `shardmill doctor --rehearse`.
 
 Launcher, network, devices, strategy, model, dataset and store meet as they would, which no look at a config can show.
 """

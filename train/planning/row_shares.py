@@ -1,4 +1,4 @@
-"""How the rows of a train split are shared out: how many each rank reads in an epoch, and in how many steps."""
+"""Computes how the rows of a train split are shared: how many each rank reads per epoch, in how many steps."""
 
 from __future__ import annotations
 

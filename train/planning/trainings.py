@@ -1,4 +1,4 @@
-"""The folder of a training below the models' root, and which training a job continues.
+"""Locates the folder of a training below the models' root, and finds the training that a job continues.
 
 trainings/<training id>/v00000003-<first 8 digits of the manifest's SHA-256>/
     epochs-00010-best/                attempts/..., checkpoints/..., result.json
@@ -50,7 +50,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class TrainingChoice:
-    """What a job has to train: the version, the folder, and what is there already."""
+    """The training of a job: its version, its folder, and its existing state."""
 
     dataset: DatasetPin
     training_dir: str
@@ -71,7 +71,7 @@ class TrainingChoice:
     resumes: str = ""
     """The checkpoint of an unfinished training with other settings, from which this one continues."""
     changes: tuple[str, ...] = ()
-    """How that one differs."""
+    """The differences of that training."""
     allowed: tuple[str, ...] = ()
     """The settings in which it may."""
 
@@ -97,7 +97,7 @@ class TrainingChoice:
         return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": self.num_streams})
 
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
-        """Report what a person should know of other trainings before this one starts or is skipped."""
+        """Report facts about other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
             dataset = f"{self.dataset.uri}@{version}"
             fields = {"rank": 0, "version": version, "dataset": dataset, "trains": self.dataset.version}
@@ -122,7 +122,7 @@ class TrainingChoice:
             observer.event("other_world_size", {"rank": 0, **sizes})
 
     def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
-        """What the ranks have to do, once they have read back what the driver planted in the models' root."""
+        """Build the task for the ranks, after they have read back the driver's nonce from the models' root."""
         return WorkerTask(
             config=config,
             dataset=self.dataset,
@@ -162,7 +162,8 @@ def training_dir(config: TrainConfig, dataset: DatasetPin, model_source_sha256: 
 
 
 def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
-    """What to do on exactly this version: nothing, resume, or start. `fresh_for`: a run that wants a new training.
+    """Choose what to do on exactly this version: nothing, resume, or start. `fresh_for`: a run that wants a new
+    training.
 
     The newest of several trainings that were asked for counts. If there is none by the rules of `config`, one resumes
     that was begun by former rules.

@@ -1,4 +1,4 @@
-"""Whether a training's model builds, tried in a process of its own before anything costs time: before the ETL.
+"""Builds a training's model in a separate process as a check, before the ETL costs any time.
 
 A user's module is imported there, and its factory called, with what is known by then: the size of the images and the
 labels. Pixels are not.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from train.reporting.observer import TrainObserver
 
 _built: dict[bytes, Built] = {}
-"""What this process has asked already: a run trains on what its own ETL has made."""
+"""Builds already checked by this process: a run trains on the version of its own ETL."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildTask:
-    """What is built."""
+    """The model to build."""
 
     config: TrainConfig
     """Without `auto`."""
@@ -50,7 +50,7 @@ class Built:
     num_trained: int
     """Weights that gradients change."""
     seconds: float
-    """That its process took."""
+    """Time of its process."""
 
 
 def may_not_build(config: TrainConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of a strategy, launcher, schedule, ... that is not the one chosen: they would be ignored without a word."""
+"""Rejects settings of a strategy, launcher or schedule that is not the chosen one: they would be silently ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages `gate` and `promote`: a candidate is measured against the current export, judged, and made current."""
+"""The stages `gate` and `promote`: compares a candidate with the current export, decides, and makes it current."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.settings.gate import GateConfig
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the gate says of a candidate now."""
+    """The gate's current judgement of a candidate."""
 
     candidate: int
     current: int | None
@@ -33,7 +33,7 @@ class Judgement:
 
 
 def judge_export(models_uri: str, candidate: Export, gate: GateConfig) -> Judgement:
-    """What `promote_export` would decide now; nothing is promoted."""
+    """Return the decision that `promote_export` would make now; nothing is promoted."""
     history = read_history(open_store(models_uri))
     current = history.current.export if history.current is not None else None
     return Judgement(candidate.number, current, _judge(models_uri, candidate, history, gate))
@@ -50,8 +50,8 @@ def promote_export(
 ) -> Promotion:
     """Make an export the current one if the gate lets it pass.
 
-    `replace_current`: a person has decided that a current export with which nothing can be compared may go. Raises
-    GateNotPassed if it does not pass and `require` is set, IntegrityError if its files are damaged.
+    `replace_current`: the user allows to replace a current export that cannot be compared. Raises GateNotPassed if it
+    does not pass and `require` is set, IntegrityError if its files are damaged.
     """
 
     def decide(history: History) -> GateDecision:
@@ -61,7 +61,7 @@ def promote_export(
 
 
 def gate_record(judgement: Judgement) -> StageRecord:
-    """What the gate's answer adds to a run's summary."""
+    """Return the gate's part of a run's summary."""
     section = {
         "decision": judgement.gate.decision,
         "reason": judgement.gate.reason,
@@ -72,7 +72,7 @@ def gate_record(judgement: Judgement) -> StageRecord:
 
 
 def promotion_record(promotion: Promotion) -> StageRecord:
-    """What the gate's decision adds to a run's summary."""
+    """Return the promotion's part of a run's summary."""
     section = {
         "models": promotion.models_uri,
         "decision": promotion.gate.decision,

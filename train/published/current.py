@@ -1,4 +1,4 @@
-"""Which export is the current one: a numbered pointer that only one writer can set.
+"""Records which export is current: a numbered pointer that only one writer can set.
 
 <models>/current/00000001.json      the highest number is the current one; older ones tell the history
 """
@@ -26,7 +26,7 @@ class Pointer(Section):
     replaced: int | None
     """The export that was current until now."""
     decision: Literal["promoted", "chosen", "rolled_back"]
-    """By the gate, by a person who named the export, or by a person who wanted the one before."""
+    """By the gate, by a user who named the export, or by a rollback."""
     reason: str
     accuracy: float | None
     """Of the export on the split by which it was judged: top-1, or the figure that the labels have in its place."""
@@ -50,7 +50,7 @@ class History:
 
     @property
     def current(self) -> Pointer | None:
-        """What is current now; None if nothing is, or if that is unknown (`damage`)."""
+        """The current export; None if there is none, or if it is unknown (`damage`)."""
         return self.pointers[-1] if self.pointers else None
 
     @property
@@ -86,7 +86,7 @@ class History:
 
 
 def read_history(store: Store, *, is_layout_free: bool = False) -> History:
-    """The pointer and all before it. A damaged record is no error: it must not prevent setting a new one.
+    """The pointer and all before it. A damaged record is not an error: it must not prevent setting a new one.
 
     Raises UsageError if the newest is intact but of another layout; with `is_layout_free` that counts as damage.
     """

@@ -1,4 +1,4 @@
-"""What the gate compares and decides, and what became of a candidate: values between gate, promotion and records."""
+"""The gate's decision and the outcome of a candidate: values shared by gate, promotion and records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Comparison:
     """By the metric of their labels (train/labels.py)."""
     num_samples: int
     on: str = ""
-    """Which samples, if not all of the candidate's evaluation."""
+    """The samples, if not all of the candidate's evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,21 @@ class Incomparable:
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """What the gate says of a candidate, or a person instead of it."""
+    """The decision on a candidate by the gate, or by a person."""
 
     decision: Decision
     reason: str
     candidate_figure: float | None = None
     current_figure: float | None = None
     metric: str = METRICS["class"].name
-    """Which figure that is: a field of `Evaluation`."""
+    """Name of the metric: a field of `Evaluation`."""
     is_passed: bool = True
     """With `--require`, False is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """What became of a candidate."""
+    """The outcome of a candidate."""
 
     models_uri: str
     gate: GateDecision

@@ -1,4 +1,4 @@
-"""The stage `evaluate`: exact figures of an export, as its training recorded them, or measured on another dataset."""
+"""The stage `evaluate`: exact metrics of an export, as its training recorded them, or measured on another dataset."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _pin_to_evaluate(dataset_uri: str, trained_on: DatasetPin) -> DatasetPin:
 
 
 def evaluation_record(found: Evaluated) -> StageRecord:
-    """What an evaluation adds to a run's summary and report."""
+    """Return the evaluation's part of a run's summary and report."""
     shown = found.evaluation
     if shown is not None and shown.confused is not None:
         shown = replace(shown, confused=shown.confused.most_frequent(MAX_CELLS_SHOWN))

@@ -1,4 +1,4 @@
-"""From the checkpoint that a training recommends to an immutable, numbered export: loaded back, and measured."""
+"""Exports the checkpoint that a training recommends as an immutable, numbered export, loaded back and measured."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
 
 
 def export_record(outcome: ExportOutcome) -> StageRecord:
-    """What an export adds to a run's summary."""
+    """Return the export's part of a run's summary."""
     export = outcome.export
     section = {
         "number": export.number,
@@ -173,7 +173,7 @@ def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfi
 
 
 def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
-    """The newest export of the same training with the same weights; a damaged one is passed over, and made again."""
+    """The newest export of the same training with the same weights; a damaged one is skipped, and created again."""
     for number in reversed(record_numbers(open_store(models_uri), EXPORTS)):
         try:
             export = read_export(models_uri, number)

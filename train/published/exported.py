@@ -1,4 +1,4 @@
-"""An export as others see it: its record, and its files, verified byte by byte.
+"""Reads an export: its record, and its files, verified byte by byte.
 
 <models>/artifacts/<attempt>/saved_model/..., model.keras     files, written first
 <models>/exports/00000001.json                                THE export: this record's appearance makes it visible
@@ -35,9 +35,9 @@ class ExportRecord(Section):
     files: tuple[ChecksummedFile, ...]
     """Their paths are relative to the models' root."""
     keras_note: str
-    """What a reader of `model.keras` must know (classes to register, or why there is none); most often empty."""
+    """Note for readers of `model.keras` (classes to register, or why there is no file); usually empty."""
     backend: str = "keras"
-    """Which of the backends wrote the files, and reads them."""
+    """Backend that wrote the files and reads them."""
     model: str
     """`train.model` of the training."""
     class_names: tuple[str, ...]
@@ -45,7 +45,7 @@ class ExportRecord(Section):
     vector_size: int = 0
     """Of labels that are vectors."""
     normalize: NormalizeOptions
-    """How an image file becomes the uint8 pixels that the model takes."""
+    """Options that convert an image file to the uint8 pixels that the model takes."""
     normalization_fingerprint: str
     decoder_id: str
     channel_mean: tuple[float, ...]
@@ -57,7 +57,7 @@ class ExportRecord(Section):
     checkpoint: str
     weights_sha256: str
     training_evaluation: Evaluation | None
-    """What the training recorded, on the dataset version that it was trained on; without its per-class figures."""
+    """Metrics that the training recorded on its dataset version, without per-class values."""
     caution: str = ""
     """Why the gate must not let it pass by itself, as the training said; most often empty."""
     evaluation: Evaluation | None
@@ -69,7 +69,7 @@ class ExportRecord(Section):
 
     @property
     def labels(self) -> LabelSpec:
-        """What the export answers."""
+        """Labels of the export's predictions."""
         return LabelSpec(self.label_kind, self.class_names, self.vector_size)
 
 
@@ -91,7 +91,7 @@ class ExportedModel:
 
     @property
     def predict(self) -> Predict:
-        """What it answers."""
+        """Return predictions for a batch of images."""
         return self.served.answers
 
 
@@ -109,7 +109,7 @@ def read_export(models_uri: str, number: int) -> Export:
 
 
 def require_exports(models_uri: str) -> list[int]:
-    """The numbers of all exports, ascending. Raises UsageError if there is none: this is no models' root then."""
+    """The numbers of all exports, ascending. Raises UsageError if there is none: then this is not a models folder."""
     numbers = record_numbers(open_store(models_uri), EXPORTS)
     if not numbers:
         below = join_uri(models_uri, "models")

@@ -1,4 +1,4 @@
-"""Exact figures of an export on any dataset: its classes are matched by name.
+"""Computes exact metrics of an export on any dataset; its classes are matched by name.
 
 Shape legend: N batch, H height, W width, C channels, K classes.
 """

@@ -23,7 +23,7 @@ def decide(
 ) -> GateDecision:
     """The gate's rule. `against` is None if no export is current.
 
-    `replace_current`: a person has decided that a current export with which nothing can be compared may go.
+    `replace_current`: the user allows to replace a current export that cannot be compared.
     """
     below = _below_floor(candidate, gate)
     # The floor comes first: it holds also if there is no current export, or one that cannot be compared.

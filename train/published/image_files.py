@@ -1,4 +1,4 @@
-"""Files that people name to `predict`: folders become their files, and whatever is no regular file is a rejection."""
+"""Lists the files that `predict` is given: folders are expanded, and anything but a regular file is a rejection."""
 
 from __future__ import annotations
 

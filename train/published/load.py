@@ -1,4 +1,4 @@
-"""The model inside an export, fetched, verified byte by byte and loaded; and which export is the current one."""
+"""Loads the model of an export: fetched and verified byte by byte."""
 
 from __future__ import annotations
 

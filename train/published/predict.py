@@ -1,4 +1,4 @@
-"""Ordinary image files to labels: through `process_image`, as the training images went, then through the export.
+"""Predicts labels of ordinary image files: decoded by `process_image` like the training images, then by the export.
 
 Shape legend: N batch, H height, W width, C channels, K classes.
 """
@@ -36,7 +36,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of one file, or why the file is no image that it could be asked about."""
+    """The model's prediction for one file, or the reason why the file was rejected."""
 
     path: str
     label: str
@@ -48,7 +48,7 @@ class Prediction:
     """The most probable classes, best first; where an image may have several, also all that it has more likely than
     not."""
     values: tuple[float, ...] = ()
-    """What a model of numbers says."""
+    """Values of a model of numbers."""
 
 
 def exact_name(model: str) -> str:
@@ -64,7 +64,7 @@ def exact_name(model: str) -> str:
 
 
 def open_model(model: str) -> ExportedModel:
-    """The export that a name stands for, as `exact_name` takes it.
+    """The export that a name refers to, as `exact_name` takes it.
 
     Raises UsageError if there is none or this machine decodes images differently, IntegrityError for altered files.
     """

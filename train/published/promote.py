@@ -41,7 +41,7 @@ def promote_if_passed(
 
 
 def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
-    """Make export `number` the current one because a person says so, whatever the gate says; also undoes a rollback.
+    """Make export `number` the current one on the user's request, without the gate; also undoes a rollback.
 
     Raises UsageError if there is no such export, IntegrityError if it is damaged.
     """

@@ -1,4 +1,4 @@
-"""Whether validation is no better than guessing though the training has learned: such a model must not go on unseen."""
+"""Detects that validation is no better than guessing although the training has learned, and warns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEARNED_LOSS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """What a model reaches that knows how frequent classes are, and does not look at images."""
+    """Metrics of a model that knows class frequencies and ignores the images."""
 
     train_accuracy: float
     validation_figure: float
@@ -32,7 +32,7 @@ class Chance:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Chance | None:
-        """None without enough validation samples, or if a guess is right there whatever the model does."""
+        """None without enough validation samples, or if any guess would be right there."""
         validation, kind = manifest.splits.get("validation"), manifest.row_schema.label_kind
         if validation is None or validation.num_rows < MIN_SAMPLES:
             return None

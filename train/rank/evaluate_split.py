@@ -1,4 +1,4 @@
-"""The figures of a training's model on one split."""
+"""Computes the metrics of a training's model on one split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A step whose loss or gradient is not finite: which samples cause it, and whether the training continues."""
+"""Handles a step whose loss or gradient is not finite: finds the samples that cause it, and decides whether to
+continue.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ MAX_NAMED_SAMPLES = 5
 
 
 def own_state(session: Session) -> list[np.ndarray]:
-    """What a forward pass of the next batch changes by itself (moving statistics), if it may be skipped."""
+    """Copy the state that a forward pass changes by itself (moving statistics), if the batch may be skipped."""
     learner = session.member.learner
     if session.task.config.non_finite.action == "stop" or not learner.moving_statistics():
         return []
@@ -37,7 +39,7 @@ def leave_out(
     num_rows: int,
     state_before: list[np.ndarray],
 ) -> None:
-    """All ranks call it after a step that was not applied: go on as if its batch had not been, if that is allowed.
+    """All ranks call it after a step that was not applied: continue as if its batch did not exist, if that is allowed.
 
     `num_rows`: of the global batch. `state_before`: that of `own_state`. Raises TrainingError that names samples and
     the way out.
@@ -75,7 +77,7 @@ def _what_happened(session: Session, progress: Progress, batch: Batch, outcome: 
 
 @dataclass(frozen=True, slots=True)
 class OwnGradient:
-    """What a rank has found out of its part of a step."""
+    """A rank's findings about its part of a step."""
 
     is_finite: bool
     bad: tuple[str, ...]

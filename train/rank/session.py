@@ -1,4 +1,4 @@
-"""The state of a rank while it trains, and how it is saved to a checkpoint and restored from one.
+"""The state of a rank while it trains, saved to a checkpoint and restored from one.
 
 Why a resume is exact: batches follow from (epoch, step), so a checkpoint holds only the cursor, weights, optimizer and
 each rank's generators and moving statistics, all copied between the same two steps on every rank. Ranks must agree on
@@ -126,7 +126,7 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
     """The checkpoint that all ranks resume from, if any, and the files of it that this rank needs, by name.
 
     Rank 0 proposes the newest; each rank reads its own files and verifies them as it reads. If any of them is damaged,
-    all ranks go on to the next older one together: no other rank reads that file, so the problem is gathered from all.
+    all ranks try the next older one together: no other rank reads that file, so the problem is gathered from all.
     """
     member, store = session.member, session.checkpoints.store
     candidates = _candidates(session) if member.rank == 0 else iter(())

@@ -58,7 +58,7 @@ from train.strategies import find_strategy
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """Train, or go on training, as one rank of `world`; every rank returns the same figures but for its own times.
+    """Train, or resume, as one rank of `world`; every rank returns the same figures but for its own times.
 
     Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then.
     """

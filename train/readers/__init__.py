@@ -1,4 +1,4 @@
-"""What ranks read the train split by; a new one is a module and an entry here, and the loop stays as it is."""
+"""The readers of the train split; a new one is a module and an entry here, without a change to the loop."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ READERS: Registry[TrainReader] = Registry(
 
 
 def reader_of(config: TrainConfig) -> TrainReader:
-    """What the training reads by: what `train.reader` names; silos have one of their own."""
+    """Return the reader that `train.reader` names; silos have their own."""
     return load_object("train.readers.silos:SILOS") if silos_of(config) else READERS[config.reader]

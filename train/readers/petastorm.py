@@ -1,4 +1,4 @@
-"""Petastorm's `make_batch_reader` in place of our own, for teams that standardise on it; its limits are enforced here.
+"""Petastorm's `make_batch_reader` as a reader, for teams that standardise on it; enforces its limits.
 
 It is given the version's own files, never the folder: that holds other versions too, and only in a folder does it
 look for a `_common_metadata` file, which it unpickles. A rank gets every n-th row group. All ranks do as many steps as
@@ -36,7 +36,7 @@ COLUMNS = ["image", "label", "sample_id"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank reads of an epoch."""
+    """The part of an epoch that one rank reads."""
 
     num_rows: int
     batch_size: int

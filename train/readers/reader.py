@@ -1,4 +1,4 @@
-"""What feeds the loop: a reader opens each epoch for a rank, and says what it promises of it."""
+"""The interface of readers: a reader opens each epoch for a rank, and declares its guarantees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainReader(Protocol):
         ...
 
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:
-        """What a person should know of this training's epochs, with the numbers; empty if there is nothing."""
+        """Describe the limits of this training's epochs, with numbers; empty if there are none."""
         ...
 
     def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
@@ -67,7 +67,7 @@ class Epochs:
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """Inside of epochs; 0 for only at their ends, where alone an inexact reader can go on."""
+        """Inside of epochs; 0 for only at their ends, the only points at which an inexact reader can resume."""
         return self.config.checkpoint_every_steps if self.reader.is_exact else 0
 
     def resumed(self, progress: Progress) -> Progress:

@@ -1,4 +1,4 @@
-"""The reader of a silo: it reads images of a dataset of its own alone, in step with the other silos."""
+"""The reader of a silo: reads images of the silo's own dataset, in step with the other silos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver of a training reports: events, and global steps assembled from the reports of all ranks."""
+"""Reports a training's events from the driver, with global steps assembled from the reports of all ranks."""
 
 from __future__ import annotations
 

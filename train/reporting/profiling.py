@@ -1,4 +1,4 @@
-"""`train.log.profile_steps`: what each rank computes in a few steps, recorded by its backend.
+"""Records a profile of some steps on each rank with its backend: `train.log.profile_steps`.
 
 A profile is worth no training: what goes wrong with it is a warning.
 """

@@ -1,4 +1,4 @@
-"""`ranks.log` of a run: what the processes of its ranks print, on whatever hosts they are; each line with its rank."""
+"""Writes a run's `ranks.log`: the output of all rank processes on all hosts, each line with its rank."""
 
 from __future__ import annotations
 

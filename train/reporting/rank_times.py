@@ -1,4 +1,4 @@
-"""What the steps of each rank took, and which rank, if any, holds the others up: at the end, and while they train."""
+"""Compares the step times of the ranks and names the straggler, if any, during and after the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps of its training: the sinks that get every global step and every event of it."""
+"""The sinks of a run that receive every global step and every event of its training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sink(TrainObserver, Protocol):
 
 
 class StepsLog:
-    """`steps.jsonl`: every step once and in order, however often the training was killed and went on in one run."""
+    """`steps.jsonl`: every step once and in order, however often the training was killed and resumed in one run."""
 
     def __init__(self, store: Store, path: str, warn: Warn = warn_on_stderr) -> None:
         self._store = store
@@ -34,7 +34,7 @@ class StepsLog:
         self._warn = warn
         self._log: LineLog | None = None
         self._waiting: dict[tuple[int, int], dict[str, Any]] = {}
-        """Lines for which there is no log yet: the store refuses it."""
+        """Lines whose log does not exist yet: the store refuses it."""
         self._outage = Outage(warn)
         self._last = (-1, -1)
 
@@ -83,7 +83,8 @@ class StepsLog:
 
 class RunLog:
     """The `TrainObserver` of a stage: all goes to the sinks; events, named `train.*`, and a step about once a second
-    go on to the stage's observer."""
+    are passed to the stage's observer.
+    """
 
     def __init__(self, observer: Observer, sinks: Sequence[Sink] = ()) -> None:
         self._observer = observer

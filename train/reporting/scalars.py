@@ -1,4 +1,4 @@
-"""What a training gives to those who draw curves: the numbers of a step and of an epoch, by their names."""
+"""The scalars of a training for its curves: numbers of each step and epoch, by name."""
 
 from __future__ import annotations
 

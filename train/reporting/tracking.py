@@ -46,5 +46,5 @@ def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> di
 
 
 def run_id_of(trackers: Mapping[str, GuardedTracker], name: str) -> str:
-    """What the tracker of that name calls the run; empty if it is not used, or has not answered."""
+    """Return the tracker's id of the run; empty if it is not used, or has not answered."""
     return trackers[name].run_id if name in trackers else ""

@@ -1,4 +1,4 @@
-"""What held a training up, from the times of its steps: by how much, and which setting would change it."""
+"""Finds the bottleneck of a training from the times of its steps: its share, and the setting that would change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `gate` of the config: what decides about publishing, not about training."""
+"""The section `gate` of the config: settings about publishing, not about training."""
 
 from __future__ import annotations
 

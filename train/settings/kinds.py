@@ -1,4 +1,4 @@
-"""What changing a setting means for a training that has begun: each field of section `train` declares its kind."""
+"""The kinds of settings: each field of section `train` declares what changing it means for an existing training."""
 
 from __future__ import annotations
 

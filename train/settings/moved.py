@@ -1,4 +1,4 @@
-"""Settings that had other names: old configs are refused with the new one, and what is stored keeps the old one.
+"""Renamed settings: old configs are rejected with the new name, and stored records keep the old one.
 
 A training is identified by the names and values of its settings. Renaming a setting must not rename the trainings
 that exist, so checkpoints and ids of trainings use the names that a setting had first.
@@ -44,11 +44,11 @@ _IN_EVERY_FORMER_RECORD = (
     "augment", "early_stop_epochs", "keep_checkpoints", "momentum", "prefetch_bytes", "weight_decay",
     "window_budget_bytes",
 )  # fmt: skip
-"""Three are refused today, and a config file that a person writes does not name all seven; that of a run does."""
+"""Three are refused today, and a handwritten config file does not name all seven; that of a run does."""
 
 
 def stored_name(key: str) -> str:
-    """What checkpoints and ids of trainings call the setting `key`, such as `local_sgd.local_steps`."""
+    """Return the stored name of the setting `key`, such as `local_sgd.local_steps`, in checkpoints and training ids."""
     return _FORMER.get(key, key)
 
 

@@ -1,4 +1,4 @@
-"""The section `train.non_finite` of the config: what happens to a batch whose loss or gradient is not finite."""
+"""The section `train.non_finite` of the config: the handling of batches whose loss or gradient is not finite."""
 
 from __future__ import annotations
 

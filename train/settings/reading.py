@@ -1,4 +1,4 @@
-"""The section `train.reading` of the config: what a rank spends on its input."""
+"""The section `train.reading` of the config: threads and memory for a rank's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that are text of a certain form, and what it says."""
+"""Settings that are text in a certain form, and their parsers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ Host = Annotated[str, AfterValidator(_host)]
 
 
 def steps_of(text: str) -> range:
-    """What a `StepRange` names."""
+    """Return the steps of a `StepRange`."""
     first, _, stop = text.partition(":")
     return range(int(first), int(stop)) if text else range(0)

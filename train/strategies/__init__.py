@@ -1,4 +1,4 @@
-"""The ways in which ranks share a training; a new one is a module and an entry here; the shared tests run over it."""
+"""Distribution strategies; a new one is a module and an entry here; the shared tests run over it."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ STRATEGIES: Registry[Strategy] = Registry(
 
 
 def roles_of(config: TrainConfig) -> tuple[Role, ...]:
-    """What each process of a training is for, in rank order."""
+    """Return the role of each process of a training, in rank order."""
     return STRATEGIES[config.strategy].roles(config)
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
-    """How the ranks divide the training; all that `auto` chooses are copies of the model. Raises UsageError."""
+    """Return the mesh of a training; all ranks that `auto` chooses are copies of the model. Raises UsageError."""
     return Mesh.of(config) if config.strategy == "auto" else STRATEGIES[config.strategy].mesh(config)
 
 

@@ -1,4 +1,4 @@
-"""A port for a gRPC server of TensorFlow, which must be known to all before the server listens on it."""
+"""Reserves a port for a TensorFlow gRPC server, which all processes must know before the server listens on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy of Horovod: one process a rank, gradients summed by ONE grouped allreduce a step.
+"""The Horovod strategy: one process per rank, gradients summed by ONE grouped allreduce per step.
 
 One group, because its tensors are fused in a fixed order: the default per-tensor `DistributedGradientTape` fuses
 whatever is ready and gave 5 different sums in 12 identical calls at 3 ranks, one group gave 1 (docs/decisions).

@@ -1,4 +1,4 @@
-"""The rendezvous of Horovod's processes, protected from others: one interface, a secret path, write-once keys.
+"""A protected rendezvous for Horovod's processes: one interface, a secret path, write-once keys.
 
 Horovod's own servers listen on every interface, and its key-value store accepts any request (CVE-2024-10190,
 CVE-2026-31234): one PUT of a wrong port made a training hang. What remains open is in docs/decisions/0006.
@@ -84,7 +84,7 @@ def open_rendezvous(host: str, path: str) -> Any:
 
 
 class GuardedRendezvous:
-    """What `launch_gloo` takes for Horovod's `RendezvousServer`."""
+    """The replacement for Horovod's `RendezvousServer` that `launch_gloo` accepts."""
 
     def __init__(self, host: str, path: str) -> None:
         self._host, self._path = host, path

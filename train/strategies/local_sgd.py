@@ -1,4 +1,4 @@
-"""The strategy of local updates: a rank updates its own replica several times in a step, then replicas are averaged.
+"""The strategy of local updates: a rank updates its own replica several times per step, then replicas are averaged.
 
 McMahan et al., arXiv:1602.05629; Stich, arXiv:1805.09767. A step of the loop is one round: a rank cuts its share of the
 global batch into `local_steps` microbatches and applies an update after each. Then weights, and what the optimizer
@@ -39,7 +39,7 @@ COLLECTIVE_OF_BACKEND: dict[str, Callable[[World], Collective]] = {"keras": Horo
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """What one rank's updates of a round were."""
+    """One rank's updates of a round."""
 
     num_samples: float
     loss_sum: float
@@ -172,7 +172,7 @@ class SiloMember(ReplicatedMember):
         return
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
-        """What a silo's optimizer remembers stays in the silo, and is lost with it."""
+        """The state of a silo's optimizer stays in the silo, and is lost with it."""
         return super().state_files() if self.rank == 0 else {}
 
     def files_to_resume(self, saved_world_size: int) -> list[str]:

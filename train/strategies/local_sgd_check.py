@@ -1,4 +1,4 @@
-"""What the strategy `local_sgd` refuses, before anything starts; with silos, and without."""
+"""Checks settings of the strategy `local_sgd`, with and without silos, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is while it trains: a member of a running world. The loop talks to it alone, whatever the strategy."""
+"""A rank's view of its running world: the loop uses only this interface, for any strategy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MemberStep:
     input_wait_seconds: float = 0.0
     """Likewise, what went into waiting for rows that another process reads."""
     batch: Batch | None = None
-    """What was trained on, where another process has read it."""
+    """The batch of the step, if another process has read it."""
 
 
 class Member(Protocol):
@@ -53,7 +53,7 @@ class Member(Protocol):
     learner: Learner
 
     def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
-        """What the loop takes its steps from: the rest of `epoch` from `cursor` on, as this member has them."""
+        """Yield the remaining batches of `epoch` from `cursor` on, as this member has them."""
         ...
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:

@@ -1,4 +1,4 @@
-"""The strategy of `tf.distribute.MultiWorkerMirroredStrategy`: one process a worker, gradients summed by TensorFlow.
+"""The strategy of `tf.distribute.MultiWorkerMirroredStrategy`: one process per worker, gradients summed by TensorFlow.
 
 Ranks tell each other their ports through the driver, so there is no TF_CONFIG to write. TensorFlow's gRPC servers
 listen on every interface, whatever address they are given (docs/decisions/0006).

@@ -1,4 +1,4 @@
-"""Network interfaces by name and by address; each strategy binds to one of them, never to all."""
+"""Finds network interfaces by name and by address; each strategy binds to one of them, never to all."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class ChiefMember(ReplicatedMember):
         return MemberStep(outcome, 0.0, input_wait_seconds, trained)
 
     def take_seconds(self) -> ReaderSeconds:
-        """What a worker's reader has worked, on average, since the last call."""
+        """Return the average working time of the workers' readers since the last call."""
         taken, self._read = self._read, ReaderSeconds()
         return taken
 
@@ -118,7 +118,7 @@ class ChiefMember(ReplicatedMember):
 
 
 class PlannedSteps:
-    """What the loop takes for a reader: the steps of an epoch, each dispatched in time."""
+    """The chief's reader: the steps of an epoch, each dispatched in time."""
 
     def __init__(self, chief: ChiefMember, epoch: Epoch, cursor: Cursor) -> None:
         self._chief, self._epoch, self._cursor = chief, epoch, cursor

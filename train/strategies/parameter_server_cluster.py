@@ -1,4 +1,4 @@
-"""The processes of the strategy `parameter_server` as TensorFlow's cluster: what each tells its chief of itself."""
+"""Forms the TensorFlow cluster of the strategy `parameter_server`: each process reports its address to the chief."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClusterTask:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """What `to_json` wrote. Raises TrainingError for anything else."""
+        """Read the output of `to_json`. Raises TrainingError for anything else."""
         try:
             given: dict[str, Any] = json.loads(data)
             shapes: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("image_shape_HWC", "label_shape")}

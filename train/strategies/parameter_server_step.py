@@ -1,4 +1,4 @@
-"""What the chief of the strategy `parameter_server` has its workers do for a step: read, compute, update.
+"""The step that the chief of the strategy `parameter_server` dispatches to its workers: read, compute, update.
 
 A step is traced once, here, and computed by whichever worker TensorFlow's `ClusterCoordinator` gives it to. Counts on
 the servers tell how often steps were begun and applied, which is more often than they were dispatched if workers are
@@ -31,7 +31,7 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker tells of a step that it has done."""
+    """A worker's answer for a finished step."""
 
     is_applied: bool
     gradient_norm: float
@@ -99,7 +99,9 @@ class RemoteSteps:
         return _answer(answer.get())
 
     def take_repeats(self) -> tuple[int, int]:
-        """How many steps were begun, and applied, more than once since the last call; all dispatched ones are done."""
+        """Return how many steps were begun, and applied, more than once since the last call; all dispatched ones are
+        done.
+        """
         repeats = int(self._begun.numpy()) - self._num_dispatched, int(self._applied.numpy()) - self._num_dispatched
         begun, applied = (now - before for now, before in zip(repeats, self._repeats_seen, strict=True))
         self._repeats_seen = repeats

@@ -1,4 +1,4 @@
-"""What workers and servers of the strategy `parameter_server` do: a gRPC server of TensorFlow each; workers also read.
+"""Workers and servers of the strategy `parameter_server`: each runs a TensorFlow gRPC server; workers also read.
 
 A worker computes what its chief traced. Inside that is one call of Python in the worker's own process: it reads the
 rows of a step of the plan with the reader that every strategy uses.

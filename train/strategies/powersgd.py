@@ -53,7 +53,7 @@ class LowRank:
         self._rank = rank
 
     def begin(self, generator: Any) -> None:
-        """With random directions, which also stand in for those in which there is nothing."""
+        """With random directions, which also replace empty directions."""
         import torch
 
         self._fresh_mr.copy_(torch.randn(self._fresh_mr.shape, generator=generator))

@@ -1,4 +1,4 @@
-"""How silos exchange weights: by numbered files in the models' store. Rank 0 ends each round without lost silos.
+"""Exchanges weights between silos as numbered files in the models' store. Rank 0 ends each round without lost silos.
 
 <training dir>/silos/<attempt>/00000012/
     begun-00003         silo 3 works on its part of round 12

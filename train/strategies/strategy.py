@@ -1,4 +1,6 @@
-"""The properties of a strategy, which the driver reads before anything starts, and how a rank joins its world."""
+"""The interface of a strategy: properties that the driver reads before anything starts, and how a rank joins
+its world.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of a step of `torch_ddp`: summed over ranks bucket by bucket, while the backward pass computes others.
+"""Sums the gradients of a `torch_ddp` step over ranks bucket by bucket, while the backward pass computes others.
 
 PyTorch's DistributedDataParallel does the same, but lays its buckets out anew after a process's first step, or else
 asks all ranks in every step which weights were used (docs/LOG.md). Here the layout follows from the weights alone,
@@ -81,7 +81,9 @@ class Bucket:
             self._work = dist.all_reduce(self._flat, async_op=True)
 
     def send_rest(self) -> None:
-        """What depends on the sum of what was sent; all buckets are. Here, nothing."""
+        """Send data that depends on the sum of earlier sends, after all buckets were sent. The default
+        sends nothing.
+        """
 
     def sums(self) -> list[Any]:
         """In the order of the weights; float32, and until the next step."""
@@ -142,7 +144,7 @@ class BucketSums:
             bucket.settle()
 
     def state_files(self, rank: int) -> dict[str, list[np.ndarray]]:
-        """What is remembered from step to step, for a checkpoint: of this rank, and on rank 0 of all. Here, nothing."""
+        """Return the state between steps for a checkpoint: of this rank, and on rank 0 of all. The default has none."""
         return {}
 
     def files_to_resume(self, rank: int, world_size: int, saved_world_size: int) -> list[str]:
@@ -171,7 +173,7 @@ class BucketSums:
 
 
 def layout(kinds_and_bytes: Sequence[tuple[object, int]], limit_bytes: int) -> list[list[int]]:
-    """Which weights, by number, share a bucket; in the order in which buckets leave: the last weights first.
+    """Return the weights, by number, of each bucket, in the order in which buckets are sent: the last weights first.
 
     A bucket holds weights of one kind (type and device), up to the limit or a single one that is larger.
     """

@@ -47,7 +47,7 @@ SUMS: dict[str, type[BucketSums]] = {
     "bf16": BucketSums,
     "powersgd": LowRankSums,
 }
-"""How gradients are summed, by `train.compression`."""
+"""Functions that sum gradients, by `train.compression`."""
 
 
 class TorchCollective:

@@ -1,4 +1,4 @@
-"""A version that holds what an older one holds: the part of its manifest that every such commit fills in alike."""
+"""Builds a version with the rows of an older one: the part of its manifest that is the same in all such commits."""
 
 from __future__ import annotations
 

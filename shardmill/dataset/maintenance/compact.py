@@ -1,4 +1,4 @@
-"""Merge the small shards of a version into full ones, as a new version with equal content."""
+"""Merges the small shards of a version into full ones, as a new version with equal content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Copies = tuple[ShardInfo, ...]
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What `compact_dataset` did."""
+    """The result of `compact_dataset`."""
 
     manifest: Manifest
     """The version that holds the rows now: the old one if there was nothing to merge."""

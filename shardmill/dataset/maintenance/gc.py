@@ -1,4 +1,4 @@
-"""Garbage collection: expire versions by a commit, then delete the files that nothing names any more.
+"""Garbage collection: expires versions by a commit, then deletes the files that no version refers to.
 
 A file is deleted only if no retained manifest, no leased version and no pending record names it, and it is older than
 the retention's age. Which files those are follows from listings alone, so a `gc` that was killed is simply run again.
@@ -43,7 +43,7 @@ _NUM_DELETERS = 8
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What a `gc` did, or would do."""
+    """The files that `gc` deleted, or would delete."""
 
     expired: tuple[int, ...]
     """Versions that expire in this run; those before it have expired already."""
@@ -56,7 +56,7 @@ class GcReport:
 
 
 def plan_gc(store: Store, retention: Retention, now: float) -> GcReport:
-    """What `collect_garbage` would do at the time `now`; changes nothing.
+    """Return the files that `collect_garbage` would delete at the time `now`; changes nothing.
 
     Raises UsageError or IntegrityError if there is no committed dataset, IntegrityError if the index of a retained
     version is damaged: then nothing tells what it names.

@@ -1,4 +1,4 @@
-"""What `gc` leaves alone, and which versions expire: by number, by age, and by what readers have leased."""
+"""Decides which versions `gc` expires and which files it keeps: by number, by age, and by leases of readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What `gc` must leave alone."""
+    """The versions and files that `gc` must keep."""
 
     keep: int | None = None
     """The newest so many versions never expire; None: none expires. Versions with the very same files count as one."""

@@ -1,4 +1,4 @@
-"""Make an older version's content the latest again: a new version that names the old one's files."""
+"""Makes an older version's content the latest again: a new version that refers to the old one's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardmill.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """What `roll_back` did."""
+    """The result of `roll_back`."""
 
     manifest: Manifest
     """The latest version, which holds what the wanted one holds."""

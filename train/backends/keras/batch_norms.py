@@ -48,7 +48,7 @@ class KerasBatchNorms:
 
 @dataclass
 class TracedStep:
-    """What batch norms need of the step that is traced, on this replica."""
+    """Facts about the traced step that batch norms need, on this replica."""
 
     weights_N: Any
     token: Any

@@ -1,4 +1,4 @@
-"""From `train.model` to a checked model whose variables exist, with its loss.
+"""Builds the Keras model that `train.model` names, checks it, and adds its loss.
 
 Shape legend: N batch, H height, W width, C channels, K outputs. Models take float32 images_NHWC, standardized
 unless `train.standardize` is false.
@@ -37,9 +37,9 @@ class BuiltModel:
     outputs_are_logits: bool
     per_sample_loss: PerSample
     per_sample_right: PerSample
-    """What `StepOutcome.num_correct` adds up."""
+    """Function of per-sample correctness, summed in `StepOutcome.num_correct`."""
     frozen: Frozen
-    """What `train.freeze` names."""
+    """The weights that `train.freeze` names."""
     compiled_optimizer: Any | None
     """The optimizer that a user's factory compiled the model with."""
     config_sha256: str

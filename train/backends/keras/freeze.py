@@ -15,7 +15,7 @@ from train.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What `train.freeze` names; nothing if it is empty."""
+    """The weights that `train.freeze` names; none if it is empty."""
 
     variables: tuple[Any, ...] = ()
     layers: tuple[Any, ...] = ()

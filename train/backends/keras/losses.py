@@ -72,7 +72,9 @@ def compiled_loss(model: Any) -> Any | None:
 
 
 def compiled_for_logits(config: TrainConfig, model: Any) -> bool | None:
-    """What the compiled loss takes the outputs for; None if there is none that counts, or it does not say."""
+    """Return the output form that the compiled loss expects; None if no loss is compiled or the form is
+    not declared.
+    """
     import keras
 
     own = compiled_loss(model) if config.loss == "auto" else None
@@ -153,7 +155,7 @@ def _squared_error(labels: Any, outputs_NK: Any) -> Any:
 def _own_loss(own: Any, labels: LabelSpec) -> PerSample:
     """`own` unreduced. Keras's dense losses get one-hot labels; sparse ones and a user's own functions get integers.
 
-    Labels that are no classes are given in the shape of the outputs.
+    Labels that are not classes are given in the shape of the outputs.
     """
     import keras
     import tensorflow as tf

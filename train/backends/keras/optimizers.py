@@ -1,4 +1,4 @@
-"""From section `train` to a Keras optimizer: the compiled model's own, or the one that `train.optimizer` names."""
+"""Builds the Keras optimizer of section `train`: the compiled model's own, or the one that `train.optimizer` names."""
 
 from __future__ import annotations
 

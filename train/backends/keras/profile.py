@@ -1,4 +1,4 @@
-"""What TensorFlow computes in a few steps, as TensorBoard's profile plugin and XProf read it."""
+"""Profiles some steps with TensorFlow, for TensorBoard's profile plugin and XProf."""
 
 from __future__ import annotations
 

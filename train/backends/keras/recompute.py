@@ -1,4 +1,4 @@
-"""Which parts of a Keras model compute their activations twice (`train.memory.activation_checkpointing`), and how.
+"""Recomputes activations of parts of a Keras model (`train.memory.activation_checkpointing`).
 
 The graph of a functional or sequential model is cut where little passes, into parts of which only what goes in is kept
 (Chen et al., arXiv:1604.06174). `keras.RematScope` works layer by layer: it keeps every layer's input, and updates
@@ -25,7 +25,7 @@ Compute = Callable[..., list[Any]]
 
 @dataclass(slots=True)
 class Done:
-    """What one computation of a part leaves, beside its outputs."""
+    """The side results of one computation of a part."""
 
     assigned: list[tuple[Any, Any]] = field(default_factory=list)
     """Variables and their new values."""
@@ -136,7 +136,7 @@ def _value_of(variable: Any) -> Any:
 
 
 _AMBIENT = ("current_call_ctx", "autocast_scope")
-"""What layers take from those around them, such as whether they train: Keras's names."""
+"""Ambient call arguments of layers, such as `training`: Keras's names."""
 
 
 def _ambient() -> dict[str, Any]:

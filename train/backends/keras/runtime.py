@@ -1,4 +1,4 @@
-"""TensorFlow and Keras in this process: started deterministic, their variables assigned, their models identified."""
+"""Starts TensorFlow and Keras deterministically in this process, assigns variables and identifies models."""
 
 from __future__ import annotations
 

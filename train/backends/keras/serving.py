@@ -1,4 +1,4 @@
-"""A trained model with what surrounds it at serving time inside: uint8 images in, answers out.
+"""Wraps a trained model for serving: uint8 images in, predictions out.
 
 Shape legend: N batch, H height, W width, C channels, K outputs (classes, or numbers of a label).
 """
@@ -37,7 +37,7 @@ class ServingModel:
 
     @property
     def answers_name(self) -> str:
-        """What an export calls its answers."""
+        """Return the name of an export's output."""
         return VALUES if self.spec.labels.are_numbers else PROBABILITIES
 
     def answers(self, images_NHWC: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def load_saved_model(folder: Path) -> ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class KerasCheck:
-    """What a reloaded `.keras` file must answer."""
+    """The expected outputs of a reloaded `.keras` file."""
 
     answers_name: str
     images_NHWC: np.ndarray

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent in Keras as PyTorch has it; imports Keras, so it is imported where one is built."""
+"""Stochastic gradient descent for Keras with PyTorch's update rule; imported only when it is built."""
 
 from __future__ import annotations
 

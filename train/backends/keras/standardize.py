@@ -1,4 +1,4 @@
-"""Pixels as a model's inputs, inside TensorFlow's graph; the same in training, export and serving."""
+"""Converts pixels to a model's inputs inside TensorFlow's graph; the same in training, export and serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step: compiled in two halves with room for a collective between them, or whole with one inside.
+"""One training step, compiled in two halves with a collective between them, or whole with the collective inside.
 
 Why two halves: only the sum over ranks needs the other ranks. `gradients` returns addends (gradients, loss, number
 correct) that already are shares of the global mean: each loss is divided by the weight of the GLOBAL batch, which the

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What `train.freeze` names; nothing if it is empty."""
+    """The weights that `train.freeze` names; none if it is empty."""
 
     parameters: tuple[Any, ...] = ()
     modules: tuple[Any, ...] = ()

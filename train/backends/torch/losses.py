@@ -45,7 +45,7 @@ def right_of(kind: LabelKind, outputs_NK: Any, labels: Any, are_logits: bool) ->
 
 
 def answers_of(kind: LabelKind, are_logits: bool, outputs_NK: Any) -> Any:
-    """What serving gives: probabilities, or the numbers."""
+    """Return the served outputs: probabilities, or numbers."""
     if not are_logits:
         return outputs_NK
     return outputs_NK.softmax(dim=1) if kind == "class" else outputs_NK.sigmoid()

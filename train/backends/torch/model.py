@@ -1,4 +1,4 @@
-"""From `train.model` to a checked PyTorch module: a user's `nn.Module`, or a Keras 3 model on Keras's torch backend.
+"""Builds and checks the PyTorch module that `train.model` names: an `nn.Module`, or a Keras 3 model on torch.
 
 Shape legend: N batch, H height, W width, C channels, K classes. A module gets images_NCHW, a Keras model images_NHWC;
 both float32, standardized unless `train.standardize` is false.
@@ -36,11 +36,11 @@ class BuiltModule:
     classifier: Any
     """An `nn.Module`: uint8 images_NHWC -> outputs_NK float32; standardization is inside."""
     model: Any
-    """What the factory returned."""
+    """The model that the factory returned."""
     is_keras: bool
     outputs_are_logits: bool
     frozen: Frozen
-    """What `train.freeze` names."""
+    """The weights that `train.freeze` names."""
     config_sha256: str
 
     def parts_of_state(self) -> tuple[list[Any], list[Any]]:

@@ -23,7 +23,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
     """Name -> array of a `.pt` file, of which nothing but tensors is unpickled, or of a `.safetensors` file.
 
-    Raises UsageError for a file that does not read so; entries that are no tensors are left out.
+    Raises UsageError for a file that does not read so; entries that are not tensors are skipped.
     """
     if suffix == ".safetensors":
         return read_arrays(data, suffix, where)

@@ -1,4 +1,6 @@
-"""From section `train` to a PyTorch optimizer whose state exists before the first step, so that it can be restored."""
+"""Builds the PyTorch optimizer of section `train`, with its state created before the first step, so that it can be
+restored.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def clear_state(optimizer: Any, weights: list[Any]) -> None:
 
 
 def state_tensors(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """What the optimizer remembers, in the order of the weights."""
+    """Return the optimizer's state, in the order of the weights."""
     torch = import_torch()
     states = [optimizer.state[weight] for weight in weights]
     return [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]

@@ -1,4 +1,4 @@
-"""`train.mixed_precision` of a PyTorch model: what its forward pass computes in, and float16's scale of the loss.
+"""`train.mixed_precision` for a PyTorch model: the precision of the forward pass, and float16's loss scale.
 
 A scale keeps small gradients from vanishing in float16. It follows from the gradients that were summed over all ranks,
 so that all ranks have the same one; `torch.amp.GradScaler` would lower it to 0, and does not tell what it skipped.
@@ -36,7 +36,7 @@ class Precision:
         return nullcontext() if self._dtype is None else import_torch().autocast(device().type, dtype=self._dtype)
 
     def objective(self, loss: Any) -> Any:
-        """What is differentiated in place of the loss."""
+        """Return the value to differentiate in place of the loss."""
         return loss * float(self._scale) if self._scales else loss
 
     def unscaled(self, gradients: list[Any]) -> list[Any]:

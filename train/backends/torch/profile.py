@@ -1,4 +1,4 @@
-"""What PyTorch computes in a few steps, as a trace that Perfetto and Chrome show."""
+"""Profiles some steps with PyTorch, as a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of a PyTorch module compute their activations twice (`train.memory.activation_checkpointing`), and how.
+"""Recomputes activations of parts of a PyTorch module (`train.memory.activation_checkpointing`).
 
 Chen et al., arXiv:1604.06174: of a block only what goes in is kept, and its backward pass computes the rest again. The
 second time the block finds its buffers and the generators as they were the first time, and leaves no trace in either:

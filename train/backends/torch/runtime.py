@@ -1,4 +1,4 @@
-"""PyTorch in this process: started deterministic on one device, and the state of its random generators as arrays."""
+"""Starts PyTorch deterministically on one device, and converts the state of its random generators to arrays."""
 
 from __future__ import annotations
 

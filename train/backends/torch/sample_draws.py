@@ -1,4 +1,6 @@
-"""What the `SampleDropout`s of a PyTorch module, or of a Keras model on PyTorch, draw from in each step."""
+"""Provides the random bits that `SampleDropout` layers use in each step, for a PyTorch module or a Keras model on
+PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained PyTorch module as a service runs it: uint8 images in, answers out, as one program of `torch.export`."""
+"""Exports a trained PyTorch module for serving: uint8 images in, predictions out, as one program of `torch.export`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def served_module(classifier: Any, kind: LabelKind, are_logits: bool) -> Any:
 
 
 def program_of(served: Any, spec: ModelSpec, model: str) -> Any:
-    """What `torch.export` makes of the module as it is now. Raises UsageError if it cannot follow it."""
+    """Export the module in its current state with `torch.export`. Raises UsageError if that is not possible."""
     torch = import_torch()
     # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
     served = copy.deepcopy(served).cpu().eval()
@@ -65,7 +65,9 @@ def write_program(served: Any, spec: ModelSpec, model: str, folder: Path) -> Non
 
 
 def load_program(folder: Path) -> ServedModel:
-    """The functions inside, on this process's device. Loading can run code: a record must vouch for the file."""
+    """The functions inside, on this process's device. Loading can run code: the file must be verified against a record
+    first.
+    """
     torch = import_torch()
     from torch.export.passes import move_to_device_pass
 

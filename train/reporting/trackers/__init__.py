@@ -1,4 +1,4 @@
-"""The places that draw a training's curves; a new one is a module and an entry here."""
+"""Experiment trackers; a new one is a module and an entry here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A tracker may be a user's own and be wrong: its class is checked before anything starts, and what an object of it
-raises later is one warning, after which the training goes on without it."""
+"""Guards a training against faulty trackers: checks a tracker's class before the start, and disables it with one
+warning if it raises later.
+"""
 
 from __future__ import annotations
 

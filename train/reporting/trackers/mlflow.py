@@ -1,4 +1,4 @@
-"""A run at an MLflow tracking server, by MLflow's client: the curves of a training, and its settings as parameters."""
+"""Sends a training's curves to an MLflow tracking server with MLflow's client, and its settings as parameters."""
 
 from __future__ import annotations
 
@@ -102,6 +102,6 @@ def _params(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status that an error of MLflow's client stands for; 0 for any other error."""
+    """The HTTP status of an error of MLflow's client; 0 for any other error."""
     status = getattr(error, "get_http_status_code", None)
     return status() if status else 0

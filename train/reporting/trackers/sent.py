@@ -1,5 +1,4 @@
-"""A tracker at a server: a thread sends the numbers, so that a server that is away or slow costs a training a warning
-and nothing else."""
+"""Base of trackers that send to a server from a thread, so that a slow or unreachable server costs a warning only."""
 
 from __future__ import annotations
 

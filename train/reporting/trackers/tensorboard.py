@@ -1,4 +1,4 @@
-"""The scalars of a run for TensorBoard: losses and times of every step, figures of every epoch.
+"""Writes the scalars of a run for TensorBoard: losses and times of every step, metrics of every epoch.
 
 Written in the driver, where no framework is imported and TensorBoard need not be installed: its messages
 (tensorboard/compat/proto/event.proto, summary.proto) in the frames of a TFRecord file.

@@ -1,4 +1,4 @@
-"""What a tracker is: a class that gets every step and event of a run in the driver, and may be a user's own.
+"""The interface of a tracker: a class that receives every step and event of a run in the driver.
 
 Its methods are called in the training's thread, which waits for them. One that raises is warned of once and called no
 more (train/reporting/trackers/guarded.py). One that talks to a server derives from `SentTracker`
@@ -18,7 +18,7 @@ from train.reporting.run_log import Sink
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is made with, as its only argument."""
+    """The only argument of a tracker's constructor."""
 
     run_id: str
     settings: Mapping[str, Any]
