@@ -282,7 +282,7 @@ def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(pl
         ({"init_from": "models"}, r"did you mean models@2\?"),
         ({"init_from": "."}, r"did you mean \./models@2\?"),
         ({"init_from": "whole.pt"}, r"a Keras model; .*; convert the file"),
-        ({"init_from": "a.pt"}, "no such file"),
+        ({"init_from": "a.pt"}, "the file does not exist"),
         ({"freeze": ("all_but_head",)}, r"'small_cnn' starts with random weights, .*; set train.init_from"),
         ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, but train.freeze is empty"),
     ],
