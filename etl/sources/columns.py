@@ -102,7 +102,7 @@ def as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
         raise UsageError(
             f"a column of URIs, keys or groups is {plain_texts(column).type}",
             "expected one text in each row",
-            "check source.uri_field, key_field and group_field; for a list of images, write one row for each",
+            "check source.uri_field, key_field and group_field; for a list of images, write a row for each",
         )
     if pc.any(are_inexact(column), min_count=0).as_py():
         raise UsageError(
