@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import pyarrow as pa
 
+from etl.checks.places import check_places
 from etl.config import EtlTree, SourceConfig
 from etl.later_runs.appendable import check_appendable
 from etl.later_runs.changes import Changes, Compared
@@ -28,8 +29,7 @@ from shardmill.dataset.index import check_files, in_all_formats, read_shards, sh
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.segment import rows_file
-from shardmill.dataset.versions import latest_version, read_manifest, split_version
-from shardmill.errors import UsageError
+from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.formats.parquet import column_types
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
@@ -56,6 +56,8 @@ class BuildPlan:
     store: Store
     parent: Manifest | None
     """The latest version, if there is one."""
+    label_map: tuple[str, ...]
+    """What the config gives; empty for none."""
     size: ImageSize
     """Of stored images; `task.config` has it too."""
 
@@ -97,26 +99,35 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, 
     # `auto` is decided here: executors must not choose anew.
     etl = tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
     for name, uri in tree.source.uris().items():
-        _check_places(name, require_uri(name, uri), tree.dataset.uri)
+        check_places(name, require_uri(name, uri), tree.dataset.uri)
     source = SOURCES[tree.source.kind](tree.source)
     # From here on: an executor has a working directory of its own.
     section = _with_absolute_uris(tree.source, source)
     label_map = read_label_map(tree.etl.label_map)
-    listing = _list(source, tree, label_map, observer or SilentObserver(), group)
-    return _plan_on_latest(tree.model_copy(update={"source": section, "etl": etl}), run_id, listing, label_map)
+    # Asked once, as late as possible: splits that count the images of one version must not come to stand on another.
+    latest = cache(lambda: _latest(open_store(tree.dataset.uri)))
+    listing = _list(source, tree, label_map, latest, observer or SilentObserver(), group)
+    decided = tree.model_copy(update={"source": section, "etl": etl})
+    return _plan_behind(latest(), decided, run_id, listing, label_map)
 
 
 def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
     """The same listing, on what is the latest version by now."""
-    decided = tree.model_copy(update={"source": plan.task.source, "etl": plan.task.config})
-    return _plan_on_latest(decided, plan.build.run_id, plan.listing, read_label_map(tree.etl.label_map))
+    # A size that was chosen for want of a version gives way to that of the version.
+    etl = plan.task.config.model_copy(update={"image_size": tree.etl.image_size})
+    decided = tree.model_copy(update={"source": plan.task.source, "etl": etl})
+    return _plan_behind(_latest(plan.store), decided, plan.build.run_id, plan.listing, plan.label_map)
 
 
-def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tuple[str, ...]) -> BuildPlan:
-    source = tree.source
-    store = open_store(tree.dataset.uri)
+def _latest(store: Store) -> Manifest | None:
     latest = latest_version(store)
-    parent = read_manifest(store, latest) if latest else None
+    return read_manifest(store, latest) if latest else None
+
+
+def _plan_behind(
+    parent: Manifest | None, tree: EtlTree, run_id: str, listing: Listing, label_map: tuple[str, ...]
+) -> BuildPlan:
+    source, store = tree.source, open_store(tree.dataset.uri)
     listed = {"listing_fingerprint": listing.fingerprint, "key_sum": listing.key_sum}
     found = _place(source).model_copy(update={**listed, "names_splits": listing.has_splits})
     is_continued = parent is not None and (tree.etl.write_mode == "append" or found.continues(parent.source))
@@ -153,11 +164,21 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
         probes=listing.probes,
     )
     units = tuple(plan_units(listing, config, _unit_settings(build)))
-    return BuildPlan(build, listing, listing, units, task, store, parent, size)
+    return BuildPlan(build, listing, listing, units, task, store, parent, label_map, size)
 
 
-def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: Observer, group: Group) -> Listing:
-    """The whole source, without the classes that a given label map does not have."""
+def _list(
+    source: Source,
+    tree: EtlTree,
+    label_map: tuple[str, ...],
+    latest: Callable[[], Manifest | None],
+    observer: Observer,
+    group: Group,
+) -> Listing:
+    """The whole source, without the classes that a given label map does not have.
+
+    Asks for the latest version if the splits depend on it.
+    """
     config, dataset_uri = tree.etl, open_store(tree.dataset.uri).uri
 
     def group_listed(asked: GroupBy) -> Iterator[pa.Table]:
@@ -165,21 +186,18 @@ def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: O
 
     listed = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
     if config.stratified_splits:
-        known = _known_splits(open_store(tree.dataset.uri), tree.source, source)
+        known = _known_splits(open_store(tree.dataset.uri), latest(), tree.source, source)
         listed = WithStratifiedSplits(listed, config.split_fractions, known, observer)
     return list_source(
         listed, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer, group=group_listed
     )
 
 
-def _known_splits(store: Store, section: SourceConfig, source: Source) -> KnownSplits:
+def _known_splits(store: Store, parent: Manifest | None, section: SourceConfig, source: Source) -> KnownSplits:
     """Of the latest version's images, those of lost shards included, if it is of this source."""
-    latest = latest_version(store)
-    if not latest:
+    if parent is None or not _place(_with_absolute_uris(section, source)).continues(parent.source):
         return KnownSplits.of(store, ())
-    parent, sizes = read_manifest(store, latest), stored_sizes(store)
-    place = _place(_with_absolute_uris(section, source))
-    copies = in_all_formats(read_shards(store, parent)) if place.continues(parent.source) else []
+    copies, sizes = in_all_formats(read_shards(store, parent)), stored_sizes(store)
     rows = (next((shard for shard in group if rows_file(shard).path in sizes), None) for group in copies)
     return KnownSplits.of(store, (shard for shard in rows if shard is not None))
 
@@ -280,19 +298,3 @@ def _with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:
     if isinstance(source, HasParts):
         return section.at({f"source.parts.{name}.uri": uri for name, uri in source.part_uris.items()})
     return section.at({"source.uri": source.uri})
-
-
-def _check_places(source_key: str, source_uri: str, dataset_uri: str) -> None:
-    """A dataset inside its own source would be listed by the next run."""
-    if split_version(dataset_uri)[1] is not None:
-        raise UsageError(
-            f"dataset.uri = {dataset_uri} names one version", "expected the dataset: a build creates a version",
-            f"set dataset.uri to {split_version(dataset_uri)[0]}",
-        )  # fmt: skip
-    source, dataset = open_store(source_uri).uri, open_store(dataset_uri).uri
-    if f"{dataset}/".startswith(f"{source}/"):
-        raise UsageError(
-            f"dataset.uri {dataset} is inside {source_key} {source}",
-            "expected separate folders, because the next run would list the shards as inputs",
-            "set dataset.uri, or --workdir, to a folder outside the source",
-        )

@@ -66,10 +66,10 @@ def build(
     )
 
 
-def write_source(folder: Path, source: str, *, num_images: int = 15) -> None:
+def write_source(folder: Path, source: str, *, num_images: int = 15, image_size: int = 16) -> None:
     """Images with keys of their own; `union` has those of every source."""
     number = int.from_bytes(source.encode(), "big") % 1_000
-    write_images(folder / "new", num_images=num_images, seed=number)
+    write_images(folder / "new", num_images=num_images, image_size=image_size, seed=number)
     for path in sorted((folder / "new").rglob("*.png")):
         for place in (source, "union"):
             target = folder / place / path.parent.name / f"{source}-{path.name}"
@@ -195,6 +195,16 @@ def test_an_append_that_loses_the_race_goes_behind_the_winner(tmp_path: Path, ha
     # A unit that was finished is written again only if a class of the winner has taken its class's number.
     assert ("etl.units_kept" in rival.events) is not has_new_classes
     check_equals_one_build_of_all(tmp_path)
+
+
+def test_an_append_that_loses_the_first_version_takes_the_size_of_the_winner(tmp_path: Path):
+    write_source(tmp_path, "a", image_size=64)
+    write_source(tmp_path, "c", image_size=32)
+    rival = At("etl.progress", lambda: build(tmp_path, "a", run_id="rival", image_size=0))
+    outcome = build(tmp_path, "c", run_id="loser", observer=rival, image_size=0)
+    # Its own images alone would have been stored at 32 pixels.
+    assert (outcome.manifest.version, outcome.manifest.normalize.image_size) == (2, 64)
+    assert outcome.manifest.counts.accepted == 30
 
 
 def test_two_appends_of_one_source_at_once_add_it_once(tmp_path: Path):

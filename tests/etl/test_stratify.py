@@ -6,15 +6,19 @@ import random
 import shutil
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
 from etl.listing.stratify import share_out, whole_quotas
+from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig
+from shardmill.jobs.observer import FieldValue
 from tests.support import write_images
 
 _SETTINGS = EtlConfig(
@@ -23,9 +27,12 @@ _SETTINGS = EtlConfig(
 )  # fmt: skip
 
 
+def tree_of(images: str, dataset: str, etl: EtlConfig) -> EtlTree:
+    return EtlTree(source=SourceConfig(uri=images), dataset=DatasetConfig(uri=dataset), etl=etl)
+
+
 def build(images: str, dataset: str, etl: EtlConfig) -> None:
-    tree = EtlTree(source=SourceConfig(uri=images), dataset=DatasetConfig(uri=dataset), etl=etl)
-    build_dataset(tree, run_id=uuid.uuid4().hex)
+    build_dataset(tree_of(images, dataset, etl), run_id=uuid.uuid4().hex)
 
 
 def splits_of(dataset: str) -> dict[str, tuple[str, int]]:
@@ -83,6 +90,27 @@ def test_turned_on_later_it_moves_nothing_and_evens_out_what_comes(tmp_path: Pat
     assert open_dataset(dataset).manifest.operation == "incremental"
     assert {source: after[source] for source in before} == before
     check_shares(after)
+
+
+@pytest.mark.parametrize("is_stratified", [True, False])
+def test_a_build_goes_behind_the_version_that_its_splits_count(tmp_path: Path, is_stratified: bool):
+    write_images(tmp_path / "images", num_images=40, num_classes=4)
+    images, dataset = str(tmp_path / "images"), str(tmp_path / "dataset")
+    config = _SETTINGS.model_copy(update={"stratified_splits": is_stratified})
+    build(images, dataset, config)
+    grow(tmp_path, 20, seed=1)
+
+    class Rival:
+        """Commits version 2 once the listing has begun."""
+
+        def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+            if name == "list.progress" and open_dataset(dataset).pin.version == 1:
+                build(images, dataset, config)
+
+    plan = plan_build(tree_of(images, dataset, config), run_id="late", observer=Rival())
+    assert open_dataset(dataset).pin.version == 2
+    # Without strata the listing asks for none, and the plan goes behind the newest.
+    assert plan.parent_version == (1 if is_stratified else 2)
 
 
 def test_quotas_add_up_and_no_new_image_is_lost():
