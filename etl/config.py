@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DEFAULT_IMAGE_SIZE, DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
-from shardmill.section import Section
+from shardmill.section import Section, SettingKind
 from shardmill.typed_columns import parse_extra
 from shardmill.values import SourceLabelKind
 
@@ -144,38 +145,38 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     kernel: Literal["auto", "wheels", "native"] = "auto"
     """Code that shrinks JPEGs: `native` or `wheels` (docs/images.md). `auto`: `native` if the driver has it; then all
     executors need it."""
-    engine: Annotated[str, OneOf("etl.engines:ENGINES")] = "auto"
+    engine: Annotated[str, OneOf("etl.engines:ENGINES"), REBUILDS_NOTHING] = "auto"
     """The engine that runs the work units."""
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: Annotated[int, REBUILDS_NOTHING] = Field(default=0, ge=0)
     """Work units that the engine `local` decodes at once; 0: one per core."""
     formats: tuple[Annotated[str, OneOf("shardmill.formats:SHARD_FORMATS")], ...] = ("parquet",)
     """One or several shard formats to write."""
-    split_fractions: SplitFractions = SplitFractions()
+    split_fractions: Annotated[SplitFractions, EQUAL_IN_APPENDS] = SplitFractions()
     """Shares of the splits, for images whose split the source does not name."""
-    stratified_splits: bool = False
+    stratified_splits: Annotated[bool, REBUILDS_NOTHING] = False
     """Give every class the shares of `split_fractions`, to within two images, instead of splitting by content hash."""
-    label_map: tuple[str, ...] | str = ()
+    label_map: Annotated[tuple[str, ...] | str, REBUILDS_NOTHING] = ()
     """Class names in the order of their numbers: a list, or a file (docs/etl.md); empty: the classes found, sorted."""
-    unknown_class: Literal["reject", "error"] = "reject"
+    unknown_class: Annotated[Literal["reject", "error"], REBUILDS_NOTHING] = "reject"
     """If the class of an image is not in `label_map`: reject the image, or end with exit 7."""
-    max_reject_fraction: float = Field(default=0.05, ge=0, le=1)
+    max_reject_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.05, ge=0, le=1)
     """If more than this share of the images is rejected, the run ends with exit 7 and publishes nothing.
 
     Files without an image suffix count neither as rejected nor as images (docs/rejects.md).
     """
-    max_unreadable_fraction: float = Field(default=0.0, ge=0, le=1)
+    max_unreadable_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.0, ge=0, le=1)
     """If access to more than this share of the images is denied (`unreadable`), the run ends with exit 4."""
-    max_changed_fraction: float = Field(default=0.01, ge=0, le=1)
+    max_changed_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.01, ge=0, le=1)
     """If more than this share of the images vanish or change (`missing`, `source_changed`), the run ends with exit
     4."""
-    max_vanished_fraction: float = Field(default=0.5, ge=0, le=1)
+    max_vanished_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.5, ge=0, le=1)
     """If the source lacks more than this share of the latest version's images, the run ends with exit 4."""
-    write_mode: Literal["overwrite", "append"] = "overwrite"
+    write_mode: Annotated[Literal["overwrite", "append"], REBUILDS_NOTHING] = "overwrite"
     """Whether the next version contains only the source's images, or also those of the latest version."""
-    detect_changes: Literal["stat", "content"] = "stat"
+    detect_changes: Annotated[Literal["stat", "content"], REBUILDS_NOTHING] = "stat"
     """`stat`: an input has changed if its size, time or etag has. `content`: such an input is read and its bytes
     compared."""
-    duplicates: Literal["report", "drop", "error"] = "report"
+    duplicates: Annotated[Literal["report", "drop", "error"], EQUAL_IN_APPENDS] = "report"
     """Inputs with equal bytes: count them, keep only the one with the smallest key, or end with exit 7."""
     seed: int = 0
     """Seed of the assignment of samples to work units."""
@@ -185,7 +186,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """Size of the stored images at which a chunk, the unit of reading, is closed."""
     unit_min_images: int = Field(default=256, ge=1)
     """Minimum number of images in a work unit (or 64 MB of them), so that small datasets do not get tiny shards."""
-    scratch_dir: str = ""
+    scratch_dir: Annotated[str, REBUILDS_NOTHING] = ""
     """Local folder for temporary files of group-bys and of large units of archives; empty: the system's temporary
     folder."""
 
@@ -231,6 +232,11 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
         deciding = {name: getattr(self, name) for name in NormalizeOptions.model_fields}
         size = self.image_size or DEFAULT_IMAGE_SIZE
         return NormalizeOptions(**{**deciding, "image_size": size, "kernel": resolve_kernel(self.kernel)})
+
+
+def etl_settings_of(kind: SettingKind) -> tuple[str, ...]:
+    """The settings of section `etl` that are declared so."""
+    return tuple(name for name, field in EtlConfig.model_fields.items() if kind in field.metadata)
 
 
 class EtlTree(ConfigTree):

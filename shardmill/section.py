@@ -8,6 +8,7 @@ import itertools
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -23,6 +24,13 @@ class Section(BaseModel):
 
     moved: ClassVar[Mapping[str, str]] = {}
     """Keys that this section had, and where below it each is now: one that is given is refused with that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingKind:
+    """In the metadata of a field: what changing the setting means for what was made with another value."""
+
+    meaning: str
 
 
 class LaterSection(ABC):

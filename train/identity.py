@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from shardmill.section import section_of
+from shardmill.section import SettingKind, section_of
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.optimizers import recorded_of_optimizer
-from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, SettingKind
+from train.settings.kinds import DEFAULTED, DURATION, EXECUTION
 from train.settings.moved import stored_name
 from train.strategies import STRATEGIES
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NUM_BUCKETS = 1 << 16
 """Finest ranges of cells that are counted: the largest number of work units."""
+CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

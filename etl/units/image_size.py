@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from etl.listing.listing import NUM_BUCKETS
+from etl.listing.listing import CELLS_PER_BUCKET
 from etl.listing.segments import read_cells
 from etl.sources import SOURCES
 from etl.units.units import images_of_table
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
 
 _NUM_SOURCES = 32
-_CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def _some_images(listing: Listing, seed: int) -> list[SourceImage]:
     """Those of the first cells, by a seeded hash; in the order in which a container is read best."""
     counts_B = np.cumsum(listing.images_by_bucket)
     last_bucket = int(np.searchsorted(counts_B, min(_NUM_SOURCES, counts_B[-1])))
-    last_cell = (last_bucket + 1) * _CELLS_PER_BUCKET - 1
+    last_cell = (last_bucket + 1) * CELLS_PER_BUCKET - 1
     store = open_store(str(listing.folder))
     images = [
         image

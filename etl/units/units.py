@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pyarrow as pa
 
-from etl.config import EtlConfig, SourceConfig
-from etl.listing.listing import NUM_BUCKETS, Listing, sum_limbs
+from etl.config import EtlConfig, SourceConfig, etl_settings_of
+from etl.listing.listing import CELLS_PER_BUCKET, NUM_BUCKETS, Listing, sum_limbs
 from etl.listing.segments import ListingSegment, fact_limbs, key_digests, read_cells
+from etl.setting_kinds import REBUILDS_NOTHING
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes
@@ -25,17 +26,6 @@ from shardmill.values import Nonce, ShardInfo, SourceImage
 # Enough units that a cluster of the size that suits the dataset stays busy until the last of them.
 _TARGET_NUM_UNITS = 64
 _MIN_UNIT_SOURCE_BYTES = 64_000_000
-_CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
-
-# What may change without making other units.
-_NOT_DECIDING = {
-    *("engine", "num_workers", "scratch_dir", "write_mode", "detect_changes"),
-    # Its splits are facts of the listing.
-    "stratified_splits",
-    *("max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction", "max_vanished_fraction"),
-    # The class names that follow from it decide, and are added; so a map that only grew rebuilds nothing.
-    *("label_map", "unknown_class"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> 
     num_units = _num_units(listing, config)
     images_by_unit = listing.images_by_bucket.reshape(num_units, -1).sum(axis=1)
     facts_by_unit = listing.facts_by_bucket.reshape(num_units, -1, 8)
-    num_cells = _CELLS_PER_BUCKET * (NUM_BUCKETS // num_units)
+    num_cells = CELLS_PER_BUCKET * (NUM_BUCKETS // num_units)
     units = []
     for place in np.flatnonzero(images_by_unit).tolist():
         facts_sum = format_digest(sum_limbs(facts_by_unit[place]))
@@ -152,7 +142,10 @@ def fingerprint_config(
     The limits of decoding are, although no pixel depends on them: a higher limit asks again for the images that the
     lower one refused.
     """
-    deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
+    # Of splits and the label map, what follows decides: facts of the listing, and the class names below. So a map that
+    # only grew rebuilds nothing.
+    elsewhere = {*etl_settings_of(REBUILDS_NOTHING), *NormalizeOptions.model_fields}
+    deciding = config.model_dump(mode="json", exclude=elsewhere)
     parts = [deciding, list(schema.class_names), normalization_fingerprint, *([image_field] if image_field else [])]
     # Their values are facts of the listing, and the same values may be of another type.
     parts += [[column.name, column.type] for column in schema.extra]

@@ -71,7 +71,7 @@ def _meaning(docstring: str, field: FieldInfo) -> str:
     one_of = choices_of(field.annotation, *field.metadata)
     if one_of is not None:
         parts.append("Choices: " + ", ".join(f"`{choice}`" for choice in one_of.choices) + ".")
-    # What a change of this setting means for a training that has begun, as its field declares it.
+    # What a change of this setting means for a training, or a dataset, that exists, as its field declares it.
     meanings = [cell(mark.meaning) for mark in field.metadata if hasattr(mark, "meaning")]
     parts += [f"*{meaning[0].upper()}{meaning[1:]}.*" for meaning in meanings]
     return " ".join(parts)

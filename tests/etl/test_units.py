@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
+from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions, etl_settings_of
 from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.listing.splits import split_of
 from etl.plan import plan_build
+from etl.setting_kinds import EQUAL_IN_APPENDS
 from etl.sources.listed import ListingBatch, batches_of
 from etl.units.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.formats.rows import RowSchema
@@ -157,3 +158,19 @@ def test_a_share_of_one_takes_everything(split: str):
 
 def test_a_split_folder_wins_over_the_hash():
     assert split_of(SourceImage("a", 1, split="test"), "0" * 64, SplitFractions()) == "test"
+
+
+def test_units_that_were_finished_before_today_are_recognised():
+    """A new key must not change this: declare REBUILDS_NOTHING, or leave it out of the fingerprint at its default."""
+    config = EtlConfig(
+        engine="local", num_workers=3, scratch_dir="/s", write_mode="append", detect_changes="content",
+        max_reject_fraction=1, max_unreadable_fraction=1, max_changed_fraction=1,
+        max_vanished_fraction=1, label_map=("a",), unknown_class="error",
+    )  # fmt: skip
+    for each in (EtlConfig(), EtlConfig(stratified_splits=True), config):
+        found = fingerprint_config(each, RowSchema("jpeg", None, ("a",)), "n")
+        assert found == "49eb215163607088847d4da12c2dbf2f6c42c703f2d9558ef0ad7856f21bf323"
+
+
+def test_appends_need_these_settings_alone():
+    assert etl_settings_of(EQUAL_IN_APPENDS) == ("split_fractions", "duplicates")

@@ -1,16 +1,11 @@
-"""The kinds of settings: each field of section `train` declares what changing it means for an existing training."""
+"""The kinds of settings: each field of section `train` declares what changing it means for an existing training.
+
+A field without one identifies the training: changing it starts a new one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class SettingKind:
-    """A field without one identifies the training: changing it starts a new one."""
-
-    meaning: str
-
+from shardmill.section import SettingKind
 
 EXECUTION = SettingKind("execution setting: it may differ between two attempts at one training, and starts no new run")
 DURATION = SettingKind("duration setting: a longer training continues a shorter one")
