@@ -1,4 +1,4 @@
-"""Which of our modules imports which, read from their sources: what tests/test_architecture.py judges."""
+"""Reads the import graph of our modules from their sources, for tests/test_architecture.py."""
 
 from __future__ import annotations
 

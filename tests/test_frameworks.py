@@ -1,5 +1,6 @@
-"""Where frameworks may be used, at any depth: a backend computes, a strategy exchanges, a model is made of layers, a
-loader hands its batches over."""
+"""Where frameworks may be used, at any depth: backends compute, strategies exchange, models have layers, loaders hand
+over batches.
+"""
 
 from __future__ import annotations
 

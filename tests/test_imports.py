@@ -1,4 +1,4 @@
-"""What is imported and unpickled, asked of the interpreter itself; and whose code may know a framework."""
+"""Checks imports and unpickling with the interpreter itself, and which code may depend on a framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Keras alone does not find; a process of the tests has it from its first line."""
+"""Test processes hide the packages that slow down Keras from their first line, and only for Keras."""
 
 from __future__ import annotations
 

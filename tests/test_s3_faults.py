@@ -238,7 +238,7 @@ def test_keys_that_are_revoked_or_expire_during_a_run_end_it_once(
     assert open_dataset(f"{gateway_bucket}/dataset").manifest.counts.accepted == 60
 
 
-def test_a_commit_that_may_have_happened_is_told_so_and_found_later(
+def test_a_commit_that_may_have_happened_is_reported_and_found_later(
     gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config, bucket = written_config(gateway_bucket, tmp_path), open_store(gateway_bucket)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("seconds", [0.2, 3.0], ids=["others-are-at-work", "others-have-ended"])
-def test_a_process_that_dies_costs_one_test_and_the_run_goes_on_to_its_end(tmp_path, seconds):
+def test_a_process_that_dies_costs_one_test_and_the_run_continues_to_its_end(tmp_path, seconds):
     for number in range(12):
         (tmp_path / f"test_{number:02}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
     died = tmp_path / "died"

@@ -231,7 +231,7 @@ def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
     assert steps_of(folder / "work", "horovod") == steps_of(folder / "shardmill-work", "here")
 
 
-def test_a_training_goes_on_after_its_executor_was_killed(
+def test_a_training_continues_after_its_executor_was_killed(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
     chosen = ["--set", "train.strategy=torch_ddp", "--set", "train.model=slow_torch:net"]

@@ -199,7 +199,7 @@ def undisturbed_steps(root: str, folder: Path, model: str) -> Steps:
     ("mode", "model", "strategy", "launcher"),
     [("cluster", "slow_torch", "torch_ddp", "spark_barrier"), ("client", "slow_keras", "horovod", "horovod_spark")],
 )
-def test_a_training_goes_on_after_its_executor_was_killed(
+def test_a_training_continues_after_its_executor_was_killed(
     root: str, dataset: Dataset, submitter: Submitter, yarn_cluster: YarnCluster,
     mode: str, model: str, strategy: str, launcher: str,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a task starts ends with it: asked, killed if it does not listen, and if the task's own process is killed."""
+"""A task's child processes end with it: asked first, then killed, also if the task's own process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides about the DAGs from outside: connection and config, the environment, the form that starts a run."""
+"""Settings of the DAGs: connection and config, the environment, and the form that starts a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which inputs a later run reads: by what is listed of them, or by their bytes."""
+"""A later run reads the right inputs: chosen by their listing, or by their bytes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_equal_decoders_pass():
     check_decoders(decoder_id(config.normalize_options()), dict(decoders_here(config)))
 
 
-def test_hosts_without_the_kernel_are_named_with_both_ways_to_go_on():
+def test_hosts_without_the_kernel_are_named_with_both_ways_to_continue():
     with pytest.raises(UsageError) as caught:
         check_decoders(NATIVE, {"node1": NATIVE, "node3": DECODER_ID, "node2": DECODER_ID})
     said = str(caught.value)

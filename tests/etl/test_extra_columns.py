@@ -231,7 +231,7 @@ def test_a_manifest_with_a_type_that_nobody_knows_is_refused(tmp_path: Path, col
         parse_manifest(encode_manifest(altered), 1, "here")
 
 
-def test_a_value_that_is_none_of_its_type_refuses_its_row(tmp_path: Path):
+def test_a_value_of_another_type_rejects_its_row(tmp_path: Path):
     (tmp_path / "table.csv").write_text("uri,age\na.png,3\nb.png,old\nc.png,\nd.png,2.5\n")
     source = SourceConfig(uri=str(tmp_path / "table.csv"), kind="table", extra_columns=("age:int64",))
     listing = list_images(source)

@@ -65,7 +65,7 @@ def test_names_that_tell_nothing_apart_are_refused():
     ],
     ids=str,
 )
-def test_names_that_only_look_like_splits_are_told(names: list[str], alike: tuple[str, ...], tmp_path: Path):
+def test_names_that_only_look_like_splits_are_reported(names: list[str], alike: tuple[str, ...], tmp_path: Path):
     assert splits_of(names).look_alikes == alike
     for number, name in enumerate(names):
         write_tar(tmp_path / name, {f"{number}.png": picture(number), f"{number}.cls": b"1"})
@@ -83,7 +83,7 @@ def test_folders_or_a_column_that_say_the_splits_end_the_doubt(tmp_path: Path):
     assert "(test)" in warning
 
 
-def test_tables_for_splits_without_a_column_are_told(tmp_path: Path):
+def test_tables_for_splits_without_a_column_are_reported(tmp_path: Path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text(f"uri,label\n{name}.jpg,x\n")
     source = SourceConfig(uri=str(tmp_path), kind="table")

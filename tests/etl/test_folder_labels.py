@@ -1,4 +1,4 @@
-"""Which folders are splits and classes, in folders and in archives: by all names together, wherever they lie."""
+"""Recognition of split and class folders, in folders and in archives, from all names together."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_a_key_without_values_changes_nothing(tmp_path: Path):
     assert list_images(table(tmp_path, {"split": None, "label": None, "more": 1})).num_images == 21
 
 
-def test_a_late_key_that_is_named_like_one_of_ours_is_told(tmp_path: Path):
+def test_a_late_key_that_is_named_like_one_of_ours_is_reported(tmp_path: Path):
     [warning] = list_images(table(tmp_path, {"splt": "test"})).warnings
     assert "its column 'splt' is ignored" in warning
     with pytest.raises(UsageError, match="category"):

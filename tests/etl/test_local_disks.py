@@ -1,4 +1,4 @@
-"""What lies on a machine's own disk while it makes shards: what is under way, whatever the size of the dataset."""
+"""Local disk usage of a machine that writes shards: bounded for a dataset of any size."""
 
 from __future__ import annotations
 

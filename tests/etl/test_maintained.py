@@ -29,7 +29,7 @@ def build(folder: Path) -> BuildOutcome:
     return outcome
 
 
-def test_a_build_goes_on_from_whatever_maintenance_has_left(tmp_path: Path):
+def test_a_build_continues_from_whatever_maintenance_has_left(tmp_path: Path):
     root, store = str(tmp_path / "dataset"), open_store(tmp_path / "dataset")
     write_images(tmp_path / "images", num_images=60)
     build(tmp_path)

@@ -1,4 +1,4 @@
-"""What a task meets when its host does not see what the driver saw: an absent root is no absent image."""
+"""A task on a host that does not see the driver's files: a missing root is distinguished from a missing image."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works
         assert not (tmp_path / "dataset").exists()
 
 
-def test_an_image_that_takes_too_much_is_one_rejection_and_the_task_goes_on(tmp_path: Path):
+def test_an_image_that_takes_too_much_is_one_rejection_and_the_task_continues(tmp_path: Path):
     """49 megapixels in a few kilobytes, and a limit that they break; their neighbours know nothing of it."""
     plan = planned(tmp_path)
     bomb = cv2.imencode(".png", np.zeros((7000, 7000, 3), np.uint8))[1].tobytes()

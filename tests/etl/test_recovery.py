@@ -1,4 +1,4 @@
-"""What was lost on the way is found by the next try or the next run: workers, runs, shards, faults of the store."""
+"""Recovery by a retry or the next run after lost workers, runs and shards, and after faults of the store."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_passing_fault_of_the_store_fails_the_run_and_is_forgotten(images: Pat
     assert write_unit(plan.units[0], plan.task).rejections == ()
 
 
-def test_what_passed_once_is_asked_again(tmp_path: Path):
+def test_a_check_that_passed_once_is_repeated(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     tree = tree_for(tmp_path, "dataset", etl=ETL.model_copy(update={"max_changed_fraction": 0.5}))
     plan = plan_build(tree, run_id="a")

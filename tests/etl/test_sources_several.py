@@ -58,7 +58,7 @@ def test_a_source_that_is_added_makes_an_incremental_version(folder: Path):
     assert build(folder, a="a", b="b").content_digest == grown.content_digest
 
 
-def test_a_name_stands_for_one_place(folder: Path):
+def test_a_name_refers_to_one_place(folder: Path):
     build(folder, a="a", b="b")
     with pytest.raises(UsageError, match="was built from a .*, b .*, not from a"):
         build(folder, a="b")

@@ -127,7 +127,7 @@ def test_a_byte_order_mark_and_lines_of_windows_change_nothing_and_a_formula_is_
     ]
 
 
-def test_rows_behind_a_line_that_is_none_keep_their_numbers(tmp_path: Path):
+def test_rows_after_an_invalid_line_keep_their_numbers(tmp_path: Path):
     lines = ['{"uri": "a.jpg", "label": "x"}', "no", "no", '{"uri": "b.jpg", "label": "x"}', '{"label": "x"}', "no"]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     (tmp_path / "t.csv").write_text("uri,label\na.jpg,x\nno\nno\nb.jpg,x\n,x\nno\n")
@@ -240,7 +240,7 @@ def test_a_table_in_a_bucket_names_objects_and_no_file_of_this_machine(tmp_path:
     assert manifest.counts.accepted == 40 and manifest.counts.by_reason == {"bad_row": 2}
 
 
-def test_what_is_no_table_ends_with_one_line(tmp_path: Path):
+def test_a_file_that_is_not_a_table_ends_with_one_line(tmp_path: Path):
     with pytest.raises(UsageError, match=r"source .*/none.csv contains no \.parquet or \.csv"):
         list_images(SourceConfig(uri=str(tmp_path / "none.csv"), kind="table"))
     source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"]})
@@ -288,7 +288,7 @@ def test_a_reader_opens_by_the_absolute_uri_alone(tmp_path: Path, monkeypatch: p
     assert reader.is_there(image.key)
 
 
-def test_a_csv_file_without_a_line_of_names_is_told_of_it(tmp_path: Path):
+def test_a_csv_file_without_a_header_line_is_reported(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a.jpg,cat\nb.jpg,dog\n")
     with pytest.raises(UsageError) as caught:
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))

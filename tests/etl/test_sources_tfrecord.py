@@ -132,7 +132,7 @@ def record(**features: FeatureValue) -> dict[str, FeatureValue]:
     return {"image/encoded": picture(0)} | {f"image/class/{name}": value for name, value in features.items()}
 
 
-def test_classes_that_share_a_text_are_told_apart_by_their_number(tmp_path: Path):
+def test_classes_that_share_a_text_are_distinguished_by_their_number(tmp_path: Path):
     cranes = [record(label=135, text=b"crane"), record(label=518, text=b"crane"), record(label=1, text=b"tench")]
     listing = list_images(write_records(tmp_path / "a.tfrecord", cranes * 3))
     assert labels_of(listing) == {"crane (135)": 3, "crane (518)": 3, "tench": 3}

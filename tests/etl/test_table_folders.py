@@ -93,7 +93,7 @@ def test_a_key_of_its_own_reads_the_file_beside_its_table(tmp_path: Path):
     assert read_all(table_of(str(tmp_path))) == {"a/t.csv\0k": b"a", "b/t.csv\0k": b"b"}
 
 
-def test_paths_from_the_source_s_root_are_told_from_lost_files(tmp_path: Path):
+def test_paths_from_the_source_s_root_are_distinguished_from_lost_files(tmp_path: Path):
     write(tmp_path / "images" / "1.jpg", "x")
     write(tmp_path / "lists" / "t.csv", "uri\nimages/1.jpg\n")
     with pytest.raises(UsageError, match=r"the table lists/t\.csv names files as 'images/1\.jpg'") as caught:

@@ -173,7 +173,7 @@ def test_a_file_that_is_named_with_a_backslash_is_found_by_its_name(tmp_path: Pa
     assert listed(tmp_path / "t.csv") == [("i\\a.jpg", "x")]
 
 
-def test_ids_are_told_from_paths_without_a_suffix(tmp_path: Path):
+def test_ids_are_distinguished_from_paths_without_a_suffix(tmp_path: Path):
     (tmp_path / "t.csv").write_text("id,breed\n000bec,pug\n001513,dingo\n")
     with pytest.raises(UsageError) as caught:
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))

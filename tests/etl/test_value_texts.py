@@ -97,7 +97,7 @@ def test_what_stands_beside_a_value_in_its_block_does_not_change_its_text(
     assert (groups[0], keys[0]) == (text, text)
 
 
-def test_a_group_keeps_its_name_in_a_block_with_a_line_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_group_keeps_its_name_in_a_block_with_an_invalid_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(table_rows, "_BLOCK_BYTES", 200)
     rows = [lines({"uri": f"{row}.jpg", "group": "2020-01-01"}) for row in range(20)]
     (tmp_path / "t.jsonl").write_bytes(b"".join([*rows, b"no\n"]))

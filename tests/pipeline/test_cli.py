@@ -1,4 +1,4 @@
-"""What bad input gets: the exit code, and one last line that says what, what was expected, and what to do."""
+"""Bad input: the exit code, and one last line with the input, the expectation and the fix."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_trained_is_refused_with_the_numbers(overrides: list[str]
     refused(shardmill("train", config, *options, cwd=config.parent), 2, *parts)
 
 
-def test_a_full_disk_is_told_with_path_and_bytes(config: Path):
+def test_a_full_disk_is_reported_with_path_and_bytes(config: Path):
     # A limit on the size of files fails a write just as a full disk does, and needs no disk.
     def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))

@@ -115,7 +115,7 @@ def test_wrong_config_is_answered_with_what_was_expected(
     assert message in str(caught.value)
 
 
-def test_all_errors_are_told_at_once(tmp_path: Path):
+def test_all_errors_are_reported_at_once(tmp_path: Path):
     file = tmp_path / "c.toml"
     file.write_text('dataset = "s3://b/d"\n[train]\nepoch = 3\n')
     with pytest.raises(UsageError) as caught:

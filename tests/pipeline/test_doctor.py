@@ -105,7 +105,7 @@ def rows_of(tree: PipelineTree, workdir: Path) -> dict[str, Finding]:
     return {each.subject: each for each in examine(tree, str(workdir))}
 
 
-def test_a_clock_far_from_ours_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_clock_far_from_ours_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def row() -> Finding:
         write_images(tmp_path / "images", num_images=20, num_classes=2)
         overrides = (
@@ -124,7 +124,7 @@ def test_a_clock_far_from_ours_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "d").exists()
 
 
-def test_room_is_told_beside_what_a_build_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_room_is_reported_beside_what_a_build_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_images(tmp_path / "images", num_images=20, num_classes=2)
     uris = (
         f"source.uri={tmp_path / 'images'}",
@@ -140,7 +140,7 @@ def test_room_is_told_beside_what_a_build_takes(tmp_path: Path, monkeypatch: pyt
         assert (found.status, "0.1 GB free; a build of all 20 images takes about 0.1" in found.found) == (status, True)
 
 
-def test_a_host_whose_name_has_no_address_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_host_whose_name_has_no_address_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert rows_of(load_tree(PipelineTree, None, ()), tmp_path)["host name"].status == "ok"
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     for num_workers, status in (1, "warn"), (2, "fail"):

@@ -76,7 +76,9 @@ def java_of(folder: Path, script: str) -> Path:
         ("exit 1", "unknown; Spark 4 needs 17 or 21"),
     ],
 )
-def test_a_java_that_spark_cannot_use_is_told(script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_java_that_spark_cannot_use_is_reported(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JAVA_HOME", str(java_of(tmp_path, script)))
     # With the last, the engine and the launcher, both `auto`, are Spark's.
     for overrides, status in ([], "ok"), (["etl.engine=spark"], "fail"), ([MASTER, "train.num_workers=2"], "fail"):
@@ -84,7 +86,7 @@ def test_a_java_that_spark_cannot_use_is_told(script: str, said: str, tmp_path: 
         assert found.status == status and said in found.found and "JAVA_HOME" in found.fix
 
 
-def test_a_missing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = rows()["g++"]
     assert (found.status, found.fix) == ("ok", "apt-get install -y g++") and "Horovod" in found.found
@@ -100,13 +102,13 @@ def test_a_package_that_only_another_choice_needs_is_no_warning(tmp_path: Path, 
     assert chosen["train.optimizer"].status == "fail" and "no_such_package" not in chosen
 
 
-def test_a_workdir_that_cannot_be_written_to_is_told():
+def test_a_workdir_that_cannot_be_written_to_is_reported():
     found = {each.subject: each for each in diagnose("", (), READ_ONLY)}["--workdir"]
     assert found.status == "fail" and READ_ONLY in found.found and found.fix
 
 
 @pytest.mark.parametrize("place", ["dataset", "models"])
-def test_a_store_that_cannot_be_committed_to_is_told(place: str, tmp_path: Path, faulty):
+def test_a_store_that_cannot_be_committed_to_is_reported(place: str, tmp_path: Path, faulty):
     def both_win(store: FaultyStore, path: str, data: bytes) -> bool:
         store.sound.put(path, data)
         return True
@@ -144,12 +146,12 @@ def test_a_store_that_cannot_be_committed_to_is_told(place: str, tmp_path: Path,
         (['train.nics=["lo", "nosuch0"]'], "train.nics", "no interface 'nosuch0'", "leave train.nics empty"),
     ],
 )
-def test_what_cannot_work_has_a_row_with_its_fix(overrides: list[str], subject: str, said: str, fix: str):
+def test_impossible_settings_have_a_row_with_their_fix(overrides: list[str], subject: str, said: str, fix: str):
     found = rows(*overrides)[subject]
     assert found.status == "fail" and said in found.found and fix in found.fix, found
 
 
-def test_more_ranks_than_cores_are_told():
+def test_more_ranks_than_cores_are_reported():
     num_workers = (os.cpu_count() or 1) + 1
     sizes = (f"train.num_streams={num_workers}", f"train.global_batch_size={num_workers}")
     found = rows("train.launcher=local", f"train.num_workers={num_workers}", *sizes)["slots"]
@@ -157,7 +159,7 @@ def test_more_ranks_than_cores_are_told():
     assert rows()["slots"].status == "ok"
 
 
-def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch):
+def test_fewer_gpus_than_ranks_are_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CUDA_VARIABLE, "0")
     how = ("train.strategy=torch_ddp", "train.launcher=local", "train.num_workers=2")
     found = rows(*how)["devices"]
@@ -215,7 +217,7 @@ def test_ports_that_spark_is_to_listen_on_are_tried(taken: socket.socket):
     assert f"spark.etl.conf: {name}" not in on_spark({name: 0})
 
 
-def test_a_driver_that_cannot_be_called_is_told():
+def test_a_driver_that_cannot_be_called_is_reported():
     def row(*overrides: str, **settings: object) -> Finding:
         named = {f"spark.driver.{name}": value for name, value in settings.items()}
         return on_spark(named, *overrides)["spark.etl.conf: driver"]
@@ -234,7 +236,7 @@ def test_a_driver_that_cannot_be_called_is_told():
     assert itself.status == "warn" and "on another host is that host itself" in itself.found
 
 
-def test_a_spark_master_that_is_not_there_is_told(taken: socket.socket):
+def test_a_spark_master_that_is_not_there_is_reported(taken: socket.socket):
     def row(addresses: str) -> Finding:
         return network_rows("etl.engine=spark", f"spark.master=spark://{addresses}")["spark.master"]
 
@@ -249,7 +251,7 @@ def test_a_spark_master_that_is_not_there_is_told(taken: socket.socket):
         assert found.status == "fail" and why in found.found and "start the master" in found.fix
 
 
-def test_local_paths_that_executors_on_other_hosts_would_need_are_told(tmp_path: Path):
+def test_local_paths_that_executors_on_other_hosts_would_need_are_reported(tmp_path: Path):
     there = f"spark.master=spark://{NOT_OURS}:7077"
     paths = (f"source.uri={tmp_path}", f"dataset.uri={tmp_path / 'd'}")
 

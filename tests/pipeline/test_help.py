@@ -1,4 +1,4 @@
-"""What `--help` shows."""
+"""The output of `--help`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is refused for before any work starts, told all at once; and what doctor shows of the same."""
+"""Problems that stop a run before any work starts, all reported at once, and the same rows in doctor."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_yarn_without_its_settings_is_refused_where_it_would_start(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
+def test_impossible_settings_are_refused_at_once(
     overrides: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -161,7 +161,7 @@ def test_a_model_that_does_not_build_ends_a_run_before_its_etl(tmp_path: Path, m
     assert rows["train.model: built"].status == "fail" and why in rows["train.model: built"].found
 
 
-def test_what_is_wrong_with_initial_weights_is_told_beside_them(tmp_path: Path):
+def test_what_is_wrong_with_initial_weights_is_reported_beside_them(tmp_path: Path):
     def rows(*overrides: str) -> dict[str, Finding]:
         tree = load_pipeline(str(tmp_path), overrides, str(tmp_path / "work"))
         return {each.subject: each for each in examine(tree, str(tmp_path / "work"))}

@@ -91,7 +91,7 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
     assert rows == [["75%", "25%", "400.0"], ["80%", "20%", "500.0"]]
 
 
-def test_what_a_run_left_is_gathered(tmp_path: Path):
+def test_the_files_of_a_run_are_gathered(tmp_path: Path):
     write_images(tmp_path / "images" / "train", num_images=60)
     (tmp_path / "images" / "test" / "class_1").mkdir(parents=True)
     shutil.copy(tmp_path / "images/train/class_0/00003.png", tmp_path / "images/test/class_1/copy.png")

@@ -1,4 +1,4 @@
-"""What Spark's JVM says and is told: nothing on a person's terminal, no secret where others can read."""
+"""Spark's JVM prints nothing on the terminal, and receives no secret where others can read it."""
 
 from __future__ import annotations
 

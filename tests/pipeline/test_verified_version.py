@@ -51,7 +51,7 @@ def test_a_version_that_verify_was_given_is_checked_trained_on_and_evaluated(fol
     run(folder, "verify", expected=3)
 
 
-def test_a_version_that_is_none_is_named(folder: Path):
+def test_an_invalid_version_is_named_in_the_error(folder: Path):
     assert "has no version 7" in run(folder, "verify", "--dataset-version", "7", expected=2)
     assert "--dataset-version" in run(folder, "verify", "--dataset-version", "-1", expected=2)
     done = shardmill("verify", f"{folder}/dataset", "--dataset-version", "1", "--json", cwd=folder)

@@ -1,4 +1,4 @@
-"""What is asked for work in a process of its own, and does, or fails to do it, as the task says."""
+"""The worker of the side process tests: answers, or fails to answer, as the task says."""
 
 from __future__ import annotations
 

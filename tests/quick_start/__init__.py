@@ -1,4 +1,4 @@
-"""What makes each Python process that tests start begin sooner; this folder is on the PYTHONPATH of all of them."""
+"""Makes every Python process that tests start begin faster; this folder is on the PYTHONPATH of all of them."""
 
 from __future__ import annotations
 

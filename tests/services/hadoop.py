@@ -1,4 +1,4 @@
-"""What HDFS and YARN in tests share: jars beside pyspark's, settings as XML, a server of Java's as a process."""
+"""Helpers that HDFS and YARN tests share: jars beside pyspark's, settings as XML, a Java server as a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tests start servers: each a process that ends with pytest, awaited until it answers; what is fetched is kept."""
+"""Starts servers for tests: each a process that ends with pytest, awaited until it answers; downloads are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What everybody on the machine can see of a cluster's processes while a job runs: for secrets, which nobody may."""
+"""Records everything that other users can see of a cluster's processes while a job runs, to find leaked secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only HDFS does: users and permissions, quotas, names, folders of its own, NameNodes that are away."""
+"""Behaviour specific to HDFS: users and permissions, quotas, names, empty folders, unreachable NameNodes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_another_users_files_are_refused_with_the_path(hdfs_root: str):
     assert "\\n" not in refused and "org.apache" not in refused
 
 
-def test_a_full_quota_is_told_and_nothing_is_published(hdfs_root: str, hdfs_server: HdfsServer):
+def test_a_full_quota_is_reported_and_nothing_is_published(hdfs_root: str, hdfs_server: HdfsServer):
     store = open_store(hdfs_root)
     store.put("small", b"1")
     hdfs_server.set_space_quota("/" + hdfs_root.rpartition("/")[2], "1m")
@@ -178,7 +178,7 @@ def test_a_full_quota_is_told_and_nothing_is_published(hdfs_root: str, hdfs_serv
     assert [file.path for file in store.list("")] == ["small"] and not list(store.list_unpublished(""))
 
 
-def test_a_namenode_that_is_away_is_told_at_once():
+def test_a_namenode_that_is_away_is_reported_at_once():
     told = use_store("hdfs://127.0.0.1:1/data")
     assert told["read"].startswith("StorageError: no NameNode answers at 127.0.0.1:1: Connection refused")
     told = use_store("hdfs:///data", HADOOP_CONF_DIR="/nowhere", HADOOP_HOME="/nowhere")

@@ -77,7 +77,7 @@ def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path,
             lease.check()
 
 
-def test_who_cannot_write_can_still_read(tmp_path: Path, faulty: dict):
+def test_a_user_without_write_permission_can_still_read(tmp_path: Path, faulty: dict):
     def refuse(*arguments: object) -> None:
         raise StorageError("read-only")
 

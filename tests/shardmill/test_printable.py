@@ -25,7 +25,7 @@ def test_real_names_are_shown_as_they_are(name: str):
         ("\ud800", r"\ud800"),
     ],
 )
-def test_what_acts_or_hides_is_escaped(name: str, shown: str):
+def test_control_and_invisible_characters_are_escaped(name: str, shown: str):
     assert printable(name) == shown
 
 

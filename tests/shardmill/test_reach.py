@@ -38,7 +38,7 @@ def test_what_a_killed_driver_left_goes_after_a_day_and_a_cleanup_that_fails_hid
         raise ZeroDivisionError
 
 
-def test_a_host_with_another_folder_of_that_name_is_told_which_place_and_host(tmp_path: Path):
+def test_a_host_with_another_folder_of_that_name_is_named_with_the_folder(tmp_path: Path):
     root = tmp_path / "models"
     with planted(open_store(root)) as nonce:
         shutil.rmtree(root)

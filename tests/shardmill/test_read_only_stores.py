@@ -36,7 +36,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield open_store({"http": address, "fsspec": f"local://{tmp_path}"}[request.param])
 
 
-def test_what_others_put_is_read(reader: Store, tmp_path: Path):
+def test_objects_of_other_clients_are_read(reader: Store, tmp_path: Path):
     writer, name = open_store(tmp_path / "a"), "b c%20#?é.bin"
     for path, data in ((name, b"0123456789"), ("d/x", b"1"), ("d/empty", b""), ("e" * 255, b"2")):
         writer.put(path, data)
@@ -191,7 +191,7 @@ class WithoutRanges(http.server.SimpleHTTPRequestHandler):
         return
 
 
-def test_servers_that_redirect_or_know_no_ranges_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_servers_that_redirect_or_know_no_ranges_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(http_store, "PIECE_BYTES", 3000)
     data = bytes(range(256)) * 40

@@ -145,7 +145,7 @@ def test_the_folder_of_a_splits_shards_holds_every_image_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_is_none_is_refused(rank: int):
+def test_an_invalid_rank_is_refused(rank: int):
     with pytest.raises(UsageError, match=f"rank {rank} of 2; expected 0 to 1; ranks are counted from 0"):
         streams_of_rank(rank, 2, 4)
 

@@ -1,4 +1,4 @@
-"""What counts as a secret, by its name and by its value; and what does not."""
+"""Detection of secrets by name and by value, and values that are not secrets."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_secret_setting_leaves_no_canary(name: str):
         assert "canary" not in redacted_text(f"cannot start: {text}").lower(), text
 
 
-def test_what_is_no_secret_stays():
+def test_other_values_than_secrets_stay():
     record = {"conf": PLAIN_SETTINGS, "key_sum": "abc", "numbers": [1, 2.5, None, True], "num_tokens": 3}
     assert redacted(record) == record
     for text in (
@@ -118,7 +118,7 @@ def test_what_is_no_secret_stays():
         assert redacted_text(text) == text
 
 
-def test_what_stands_around_a_secret_stays():
+def test_the_text_around_a_secret_stays():
     assert (
         redacted_text(SECRET_SETTINGS["spark.app.jdbc"])
         == f"jdbc:postgresql://db/images?user=etl&password={HIDDEN}&ssl=true"

@@ -105,7 +105,7 @@ def test_a_spoiled_answer_is_never_data(fault: Fault, faults: FaultProxy, gatewa
 
 
 @pytest.mark.parametrize("fault", [Fault.FORBIDDEN, Fault.EXPIRED])
-def test_a_refusal_is_told_once_and_without_a_key(
+def test_a_refusal_is_reported_once_and_without_a_key(
     fault: Fault,
     faults: FaultProxy,
     gateway_bucket: str,

@@ -1,4 +1,4 @@
-"""What only S3 does: buckets, refusals, folder markers, servers without conditional puts."""
+"""Behaviour specific to S3: buckets, refusals, folder markers, servers without conditional puts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ROWS = [{"key": f"a/{n}.jpg", "sums": [n, n], "number": n} for n in range(20)]
 _SEED = random.SystemRandom().randrange(2**32)
 
 
-def test_what_was_put_is_read(tmp_path: Path):
+def test_stored_objects_are_read(tmp_path: Path):
     store, table = open_store(str(tmp_path)), pa.Table.from_pylist(ROWS, SCHEMA)
     file = put_segment(store, "rows", table)
     assert read_segment(store, file, SCHEMA, 20) == table

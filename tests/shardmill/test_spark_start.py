@@ -46,7 +46,7 @@ def test_a_fault_of_the_machine_may_pass():
     assert line.startswith(StorageError.__name__) and "Address already in use" in line, line
 
 
-def test_yarn_without_its_settings_is_told_before_any_jvm_starts(tmp_path: Path):
+def test_yarn_without_its_settings_is_reported_before_any_jvm_starts(tmp_path: Path):
     line = start("yarn", JAVA_HOME=str(tmp_path))
     assert line.startswith("UsageError spark.master = 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set"), (
         line

@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(roots[request.param]())
 
 
-def test_what_is_put_is_read(store: Store, tmp_path: Path):
+def test_published_files_are_read(store: Store, tmp_path: Path):
     store.put("a/b c%20#?é.bin", b"0123456789")
     spooled = tmp_path / "spooled"
     spooled.write_bytes(b"spooled")

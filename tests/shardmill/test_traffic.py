@@ -1,4 +1,4 @@
-"""How many requests a store gets: an unchanged run asks for no shard by name, however many there are."""
+"""Number of requests to a store: an unchanged run requests no shard by name, for any number of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_multi_rank.py run: the real worker, with a real death or a last word added."""
+"""The rank functions of test_multi_rank.py: the real worker, with an added crash or last output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leads ranks to a wrong place: variables left from another program, and names that are loopback addresses."""
+"""Ranks with wrong places: variables left over from another program, and loopback addresses."""
 
 from __future__ import annotations
 

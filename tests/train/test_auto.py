@@ -1,4 +1,4 @@
-"""What `auto` chooses: a case for every row of the tables in docs/training/auto.md, and the rows themselves."""
+"""The choices of `auto`: a case for every row of the tables in docs/training/auto.md, and the rows themselves."""
 
 from __future__ import annotations
 

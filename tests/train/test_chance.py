@@ -38,7 +38,7 @@ def uri(tmp_path_factory) -> str:
 
 
 @EACH_BACKEND
-def test_it_is_told_and_not_promoted(uri, backend, tmp_path):
+def test_it_is_reported_and_not_promoted(uri, backend, tmp_path):
     settings = {"model": f"{LATE[backend]}:late_statistics", "epochs": 4, "augment": {"random_flip": False}}
     recorder = Recorder()
     result = train_here(uri, tmp_path, recorder, **settings)

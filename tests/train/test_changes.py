@@ -72,7 +72,7 @@ def test_the_same_run_with_other_settings_is_refused_with_each_difference(begun,
     assert recorder.steps == []
 
 
-def test_a_safe_change_goes_on_where_it_is_allowed_and_nowhere_else(begun, tmp_path):
+def test_a_safe_change_continues_where_it_is_allowed_and_nowhere_else(begun, tmp_path):
     uri, _, copy = begun
     folder = copy(tmp_path)
     with pytest.raises(UsageError, match="resume from its last checkpoint with --allow-change learning_rate"):
@@ -89,7 +89,7 @@ def test_a_safe_change_goes_on_where_it_is_allowed_and_nowhere_else(begun, tmp_p
     assert not train(uri, folder, is_run=False).skipped
 
 
-def test_another_run_starts_anew_unless_it_asks_to_go_on(begun, tmp_path):
+def test_another_run_starts_anew_unless_it_asks_to_continue(begun, tmp_path):
     uri, _, copy = begun
     folder = copy(tmp_path)
     # A longer one of other settings, from the middle of the shorter.
@@ -108,7 +108,7 @@ def test_another_run_starts_anew_unless_it_asks_to_go_on(begun, tmp_path):
         train(uri, folder, is_run=False, seed=5, allow_change=["learning_rate"])
 
 
-def test_the_command_goes_on_where_a_change_is_allowed(begun, tmp_path):
+def test_the_command_continues_where_a_change_is_allowed(begun, tmp_path):
     uri, _, copy = begun
     settings = {"epochs": 2, "global_batch_size": 24, "num_streams": 6, "checkpoint_every_steps": 2}
     sets = [f"--set=train.{name}={value}" for name, value in {**settings, "learning_rate": 0.01}.items()]

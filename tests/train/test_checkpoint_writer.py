@@ -119,7 +119,7 @@ def test_there_is_memory_for_one_copy_from_before_the_first_step_on(tmp_path):
     assert len(copies) == 3
 
 
-def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, faulty):
+def test_training_continues_while_the_store_is_slow(tiny_uri, tmp_path, whole, faulty):
     """A checkpoint's file is kept back until the step after it is done."""
     done: dict[int, threading.Event] = {}
 

@@ -1,4 +1,4 @@
-"""Who is late, who is to blame for it, and who only waits: the clock is a number here."""
+"""Deadlines: which rank is late, which rank caused it, and which ranks only wait; the clock is a number here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_rank_that_holds_up_the_others_is_named():
     assert "in its own work; rank 0, 1, 3 waiting in an allreduce" in told
 
 
-def test_a_long_pause_is_told_once_before_it_is_a_fault():
+def test_a_long_pause_is_reported_once_before_it_is_a_fault():
     deadlines = started(3, silent_seconds=60, progress_timeout_seconds=600)
     for rank in deadlines.ranks:
         rank.seen_seconds = 1e9

@@ -85,7 +85,7 @@ def test_averages_leave_out_what_was_not_applied_and_begin_with_given_weights(na
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_killed_training_goes_on_with_its_averages_and_exports_them(name, tiny_uri, tmp_path):
+def test_a_killed_training_continues_with_its_averages_and_exports_them(name, tiny_uri, tmp_path):
     how = {"model": STATEFUL[name], "checkpoint_every_steps": 1, "checkpoint": {"keep": 9}, "ema_decay": 0.9,
            "export": "last"}  # fmt: skip
     whole, killed, resumed = Recorder(), Recorder(killed_at=3), Recorder()
@@ -131,6 +131,6 @@ def test_averages_are_another_training_and_none_are_the_same():
         {"strategy": "local_sgd", "local_sgd": {"silos": ("a@1", "b@1")}, "num_workers": 2},
     ],
 )
-def test_what_cannot_average_refuses_it(how):
+def test_strategies_without_averages_refuse_ema(how):
     with pytest.raises(UsageError, match="train.ema_decay = 0.9 with .*; remove train.ema_decay"):
         check_terms(TrainConfig(**how, launcher="local", ema_decay=0.9), SparkConfig())

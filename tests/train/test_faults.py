@@ -1,4 +1,4 @@
-"""Which of several faults was the cause, and what is reported of it."""
+"""Selection of the cause among several faults, and its report."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ ValueError: the layer exploded
         (CALLED_ERROR, "the layer exploded"),
     ],
 )
-def test_of_what_tensorflow_writes_into_an_error_the_cause_and_the_place_are_told(text, said, tmp_path):
+def test_of_what_tensorflow_writes_into_an_error_the_cause_and_the_place_are_reported(text, said, tmp_path):
     """The texts are those of TensorFlow 2.18."""
     told = str(error_of(fault(FaultKind.FAILED, 0, 1.0, ValueError(text.format(folder=tmp_path, root=ROOT)))))
     assert told.startswith(

@@ -287,7 +287,7 @@ def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(pl
         ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, but train.freeze is empty"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_anything_starts(settings, message, tmp_path, monkeypatch):
+def test_unreadable_initial_weights_are_refused_before_anything_starts(settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("page.keras").write_text("<!DOCTYPE html>")
     Path("whole.keras").write_bytes(b"PK\x03\x04")

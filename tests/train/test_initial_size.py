@@ -10,7 +10,7 @@ from train.initialization.initial import pinned
 from train.published.export import export_training
 
 
-def test_that_the_size_differs_is_said(tiny_uri, tmp_path):
+def test_a_different_size_is_reported(tiny_uri, tmp_path):
     """A larger image gets one more convolution from `small_cnn`."""
     models = tmp_path / "models"
     config = TrainConfig(epochs=1, global_batch_size=32, augment={"random_crop_padding": 1})

@@ -54,7 +54,7 @@ def is_looked_at(task: WorkerTask, world: World, reporter: Reporter) -> TrainRes
     raise InterruptedError("nobody ended it")
 
 
-def test_a_rank_that_stands_still_is_told_of_and_ended():
+def test_a_hanging_rank_is_reported_and_ended():
     recorder, handler = Recorder(), signal.getsignal(signal.SIGUSR2)
     with pytest.raises(TrainingError, match="rank 0 .* hangs after step 0 of epoch 0: no progress for"):
         launch_inline(task(), SparkConfig(), recorder, worker=f"{WORKERS}:sleeps")

@@ -241,7 +241,7 @@ def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
     assert second[2]["sections"]["promotion"]["decision"] == "already_current"
 
 
-def test_it_stops_where_it_is_told_to(job, tmp_path):
+def test_it_stops_at_the_requested_step(job, tmp_path):
     assert [each["stage"] for each in records_of(job("--until", "train"))] == ["train"]
     assert not (tmp_path / "models" / "exports").exists()
 

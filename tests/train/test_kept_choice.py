@@ -1,4 +1,4 @@
-"""What `auto` stood for when a training was begun holds for every resume that asks the same question."""
+"""The choices of `auto` are kept by every resume with the same settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chosen_elsewhere() -> TrainingPlan:
     return now.with_strategy("multi_worker_mirrored", "2 TensorFlow workers, and Horovod is not installed")
 
 
-def test_a_resume_goes_on_with_what_was_chosen(begun):
+def test_a_resume_continues_with_what_was_chosen(begun):
     found = begun(chosen_elsewhere())
     assert found.config.strategy == "multi_worker_mirrored"
     assert "as when this training began (2 TensorFlow workers, and Horovod is not installed)" in found.reason
@@ -52,7 +52,7 @@ def test_a_resume_goes_on_with_what_was_chosen(begun):
     assert begun(found) == found
 
 
-def test_a_longer_training_goes_on_with_the_choice_of_the_shorter_one(tiny_uri, tmp_path, choice_of, whole):
+def test_a_longer_training_continues_with_the_choice_of_the_shorter_one(tiny_uri, tmp_path, choice_of, whole):
     _, _, shorter, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path))
     keep_plan(store, shorter.training_dir, chosen_elsewhere(), HERE)
     longer = replace(shorter, training_dir="longer", continues=replace(whole, training_dir=shorter.training_dir))
@@ -92,7 +92,7 @@ def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun):
     assert found.config.num_workers == 1 and "began with 2 ranks" in found.chosen_anew
 
 
-def test_what_no_longer_runs_is_chosen_anew_and_said(begun):
+def test_a_plan_that_no_longer_runs_is_replaced_with_a_message(begun):
     found = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
     assert found.config.strategy == "horovod"
     said = found.chosen_anew

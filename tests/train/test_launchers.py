@@ -133,7 +133,7 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
         ("exits_early", "TrainingError", ["rank 1", "exited with code 7", "no licence found"]),
     ],
 )
-def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, said):
+def test_the_first_failing_rank_is_reported_and_nothing_is_left(start, worker, error, said):
     # Who hangs is heard all the while; with the shorter of its limits it is only named.
     limits = {"silent_seconds": 6, "progress_timeout_seconds": 8} if worker == "hangs" else {"silent_seconds": 3}
     driver = start("local", 2, f"{WORKERS}:{worker}", watch=limits)

@@ -47,7 +47,7 @@ def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = 
     return look_at_memory(config, dataset, SparkConfig(), no_windows, begun=begun, has_begun=False)
 
 
-def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, tmp_path, monkeypatch):
+def test_a_training_short_of_memory_takes_parts_and_continues_with_them(tiny_uri, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_models.Roomy, "most_images", 0)
     first = Recorder(fail_after_steps=1)
     with pytest.raises(TrainingError, match="stopped here"):
@@ -117,7 +117,7 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     assert "24 images at a time still need" in recorder.fields["memory"][WARNING]
 
 
-def test_what_is_ample_is_not_measured(tiny_uri, tmp_path, choice_of):
+def test_ample_memory_is_not_measured(tiny_uri, tmp_path, choice_of):
     config, dataset, _, _ = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, model=LINEAR))
     memory = look_at(config, dataset)
     fitted = memory.fitted(config)

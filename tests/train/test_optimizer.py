@@ -172,7 +172,7 @@ def test_every_precision_trains_with_float32_weights(tiny_uri, tmp_path, mixed_p
     assert built.model.layers[1].compute_dtype == {"off": "float32"}.get(mixed_precision, mixed_precision)
 
 
-def test_float16_skips_a_step_that_overflows_and_goes_on():
+def test_float16_skips_a_step_that_overflows_and_continues():
     config = TrainConfig(mixed_precision="float16", optimizer="sgd")
     built = build_model(config, SHAPE, THREE)
     chosen = build_optimizer(config, built.model, built.compiled_optimizer)

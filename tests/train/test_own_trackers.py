@@ -119,7 +119,7 @@ def trained(dataset: str, folder: Path, tracker: str) -> Any:
     return CliRunner().invoke(app, ["train", dataset, *[f"--set=train.{name}={sets[name]}" for name in sets], *places])
 
 
-def test_a_training_goes_on_without_its_tracker(tiny_uri: str, tmp_path: Path):
+def test_a_training_continues_without_its_tracker(tiny_uri: str, tmp_path: Path):
     Recording.told.clear()
     done = trained(tiny_uri, tmp_path, "Leaving")
     assert done.exit_code == 0, done.output
@@ -177,7 +177,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_end_that_fails_is_told_as_the_end():
+def test_an_end_that_fails_is_reported_as_the_end():
     tracker = Sending({"end": [OSError("the end is refused")] * 1000})
     tracker.step(step(0))
     assert tracker.closed() == ["all values were delivered, but not the end of the training: the end is refused"]

@@ -144,7 +144,7 @@ def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(ti
 
 
 @pytest.mark.drill
-def test_a_chief_goes_on_where_it_was_killed(tiny_uri, tmp_path):
+def test_a_chief_continues_where_it_was_killed(tiny_uri, tmp_path):
     watcher, rest = Killer(rank=0, at=(2, 4)), Killer()
     with pytest.raises(TrainingError, match=r"^rank 0 .* was killed by SIGKILL after step \d of epoch 2"):
         launch(tiny_uri, tmp_path, watcher, model=f"{MODELS}:stateful")
@@ -171,7 +171,7 @@ def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(
 
 
 @pytest.mark.drill
-def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_path):
+def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp_path):
     watcher = Killer(rank=4, at=(1, 2))
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
     done = launch_until_done(
@@ -237,6 +237,6 @@ def test_roles_follow_from_the_numbers():
         ({"launcher": "spark_barrier"}, r"a training of 3 ranks, .*expected at least 3 slots"),
     ],
 )
-def test_what_it_cannot_do_is_refused(config, message):
+def test_unsupported_settings_are_refused(config, message):
     with pytest.raises(UsageError, match=message):
         check_terms(TrainConfig(strategy="parameter_server", **config), SparkConfig(master="local[2]"))

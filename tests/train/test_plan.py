@@ -1,4 +1,4 @@
-"""What `shardmill plan` says: its arithmetic, and one measurement of a real model."""
+"""The output of `shardmill plan`: its arithmetic, and one measurement of a real model."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def lost_by(sums: LowRankSums) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("num_after", [1, 2, 3, 5])
-def test_a_world_of_another_size_goes_on_with_what_all_ranks_had_lost(num_after):
+def test_a_world_of_another_size_continues_with_what_all_ranks_had_lost(num_after):
     """In buckets of another size, too. Each file of losses is read once; at an equal size each rank has its own."""
 
     before = [sums_of(bucket_bytes=1) for _ in range(3)]
@@ -224,7 +224,7 @@ def test_nothing_of_a_backward_pass_is_missing():
 
 
 @pytest.mark.drill
-def test_a_killed_training_goes_on_with_what_was_lost(tiny_uri, tmp_path, monkeypatch):
+def test_a_killed_training_continues_with_what_was_lost(tiny_uri, tmp_path, monkeypatch):
     """On as many ranks with the same bits, on others with the same losses; all ranks end with equal weights."""
     fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 2, CONFIG)
     killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 2, CONFIG, monkeypatch, killed_at=7)

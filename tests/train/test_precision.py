@@ -110,7 +110,7 @@ def alone(tiny_uri, tmp_path_factory):
         return train_here(tiny_uri, folder, recorder, **STEEP), recorder, folder
 
 
-def test_a_killed_training_goes_on_with_its_scale(tiny_uri, tmp_path, monkeypatch, alone):
+def test_a_killed_training_continues_with_its_scale(tiny_uri, tmp_path, monkeypatch, alone):
     monkeypatch.setenv(STEEPNESS, "100")
     result, recorder, folder = alone
     assert 2 <= result.num_overflowed_steps <= 9 and result.num_skipped_steps == 0

@@ -1,4 +1,4 @@
-"""What a training's figures say: whether a model learns, and what to change if it does not."""
+"""Findings from a training's metrics: whether a model learns, and what to change if it does not."""
 
 from __future__ import annotations
 

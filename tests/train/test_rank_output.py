@@ -1,4 +1,4 @@
-"""What ranks print is gathered in the run's folder, each line with its rank, and bounded."""
+"""The output of ranks is collected in the run's folder, each line with its rank, and bounded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(data: bytes) -> tuple[str, str]:
     return "".join(told), output.tail()
 
 
-def test_lines_are_told_whole_and_the_last_ones_kept():
+def test_lines_are_reported_whole_and_the_last_ones_kept():
     assert read(b"") == ("", "")
     assert read(b"one\ntwo\nno end") == ("one\ntwo\nno end\n", "one\ntwo\nno end")
     told, tail = read(b"".join(b"line %d \xff\n" % number for number in range(100_000)))
@@ -65,7 +65,7 @@ class Told:
             self.texts.append(str(fields["text"]))
 
 
-def test_what_is_printed_here_goes_to_stderr_and_is_told(capsys):
+def test_what_is_printed_here_goes_to_stderr_and_is_reported(capsys):
     told, before = Told(), (sys.stdout, sys.stderr)
     kept: list[TextIO] = []
     with pytest.raises(ValueError, match="the model's"), gathered(told) as observer:

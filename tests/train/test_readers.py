@@ -86,7 +86,7 @@ def test_an_epoch_has_an_order_of_its_own_and_the_same_one_again(many_uri, reade
     assert order(0) != order(1) and order(0) != order(0, seed=1)
 
 
-def test_a_training_by_petastorm_goes_on_at_the_start_of_its_epoch(tiny_uri, tmp_path):
+def test_a_training_by_petastorm_continues_at_the_start_of_its_epoch(tiny_uri, tmp_path):
     config = {"reader": "petastorm", "epochs": 3, "global_batch_size": 24, "num_streams": 6, "record_samples": True,
               "checkpoint_every_steps": 1, "model": "small_cnn"}  # fmt: skip
     whole, resumed = Recorder(), Recorder()

@@ -24,7 +24,7 @@ class Dying(Observer):
             raise Killed
 
 
-def test_a_training_of_the_first_recipe_goes_on_by_its_rules(tiny_uri, tmp_path):
+def test_a_training_of_the_first_recipe_continues_by_its_rules(tiny_uri, tmp_path):
     """Its config does not name the recipe, and what `auto` stands for has changed since: images were mirrored, and SGD
     had no weight decay and Keras's momentum."""
     settings = {"optimizer": "sgd", "checkpoint_every_steps": 3}

@@ -86,7 +86,7 @@ def test_what_would_not_be_the_same_the_second_time_is_refused():
         {"strategy": "horovod", "sync_batch_norm": True, "num_workers": 2},
     ],
 )
-def test_what_cannot_have_it_refuses_it_before_anything_starts(how):
+def test_unsupported_settings_are_refused_before_anything_starts(how):
     said = r"train.memory.activation_checkpointing = 'on' with train\..*; use only one of the two"
     with pytest.raises(UsageError, match=said):
         check_terms(TrainConfig(**how, memory=MemoryConfig(activation_checkpointing="on")), SparkConfig())

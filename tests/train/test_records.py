@@ -21,11 +21,11 @@ from train.records import numbers_in_words
         (list(range(1, 41, 2)), "..., 25, 27, 29, 31, 33, 35, 37, 39"),
     ],
 )
-def test_numbers_are_told_as_ranges(numbers: list[int], words: str):
+def test_numbers_are_reported_as_ranges(numbers: list[int], words: str):
     assert numbers_in_words(numbers) == words
 
 
-def test_an_export_that_is_gone_is_not_among_those_that_are_told(tmp_path: Path):
+def test_an_export_that_is_gone_is_not_among_those_that_are_reported(tmp_path: Path):
     for number in (1, 2, 5):
         export(tmp_path, number)
     with pytest.raises(UsageError, match="has no export 3; it has 1 to 2, 5; "):

@@ -37,7 +37,7 @@ def test_what_it_has_started_is_gone_when_it_has_answered():
         ("crashes", TrainingError, r"the work was killed by SIGSEGV (.*answer_in_every_way.py:\d+)", "Segmentation"),
     ],
 )
-def test_how_it_ends_is_told(way: str, kind: type[ShardmillError], said: str, noted: str):
+def test_how_it_ends_is_reported(way: str, kind: type[ShardmillError], said: str, noted: str):
     with pytest.raises(kind, match=said.replace("(", r"\(").replace(")", r"\)")) as caught:
         asked(way)
     assert noted in "".join(caught.value.__notes__)

@@ -1,4 +1,6 @@
-"""How many ranks Spark can run at once, as far as its settings say; on clusters that run, see tests/test_yarn.py."""
+"""The number of ranks that Spark can run at once, as far as its settings show; see tests/test_yarn.py for real
+clusters.
+"""
 
 from __future__ import annotations
 

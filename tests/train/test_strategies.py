@@ -46,7 +46,7 @@ def fusion_threshold(bucket_bytes: int) -> str:
     return os.environ.get("HOROVOD_FUSION_THRESHOLD", "its own")
 
 
-def test_horovod_is_told_how_much_it_may_send_at_once():
+def test_horovod_gets_the_limit_of_one_send():
     """By the variable that it reads when it starts: what it has taken up it does not say."""
     assert in_own_process(fusion_threshold, 20_000) == "20000" and in_own_process(fusion_threshold, 0) == "its own"
 

@@ -1,4 +1,4 @@
-"""What every tracker does: it takes the steps and events of a run, and warns of nothing if nothing went wrong."""
+"""Behaviour of every tracker: it receives the steps and events of a run, and gives no warning if nothing failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which training a job goes on with: by the model's source too, by length, and never by a result that was altered."""
+"""The training that a job resumes: matched by the model's source and by length, and never a result that was altered."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     assert not (tmp_path / "models").exists() and observer.events == []
 
 
-def test_the_budget_is_told(finished):
+def test_the_budget_is_reported(finished):
     observer = Observer()
     tree = finished.model_copy(update={"train": finished.train.model_copy(update={"seed": 5, "epochs": 1})})
     train_model(tree, observer)

@@ -1,4 +1,4 @@
-"""What is said of a training's speed: from given times, and from trainings that really are held up."""
+"""Findings about a training's speed: from given times, and from trainings that are really slowed down."""
 
 from __future__ import annotations
 

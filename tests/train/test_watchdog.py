@@ -180,7 +180,7 @@ def test_ranks_that_do_not_start_are_named(watchdog):
     connection.close()
 
 
-def test_when_it_fails_all_ranks_are_told_to_end():
+def test_when_it_fails_all_ranks_are_asked_to_end():
     with pytest.raises(TrainingError, match="rank 1 .* was killed"):
         with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
             survivor, victim = called(watchdog, 0), called(watchdog, 1)
@@ -256,7 +256,7 @@ def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
     raise AssertionError("it did not stop")
 
 
-def test_ranks_stop_in_order_while_a_silo_is_away_which_is_told_when_it_wakes():
+def test_ranks_stop_in_order_while_a_silo_is_away_which_is_reported_when_it_wakes():
     said, events, stopped_after = in_own_process(stops_while_a_silo_is_away)
     # Where a machine is slow, the others are told as paused until they have stopped.
     told = [name for name in events if name != "rank_paused"]

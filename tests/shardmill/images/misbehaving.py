@@ -1,4 +1,4 @@
-"""What the sandbox's tests put in the place of `process_image`: each function goes wrong if the key says so."""
+"""Replacements of `process_image` for the sandbox's tests: each function fails if the key says so."""
 
 from __future__ import annotations
 
