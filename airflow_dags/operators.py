@@ -63,7 +63,7 @@ class StageOperator(BaseOperator):
 
     @property
     def folder(self) -> RunFolder:
-        """Of this run. Its id is a template until the task runs."""
+        """Folder of this run. Its id is a template until the task runs."""
         return RunFolder(self.workdir, self.shardmill_run_id)
 
     def chosen_flags(self, context: Context) -> list[str]:

@@ -23,7 +23,7 @@ class RunFolder:
         self._folder = run_folder(run_id)
 
     def remove_summary(self) -> None:
-        """So that what is read after a failure was written by this attempt, and not by an earlier one."""
+        """Remove an earlier attempt's summary, so that a summary after a failure was written by this attempt."""
         self._store.delete(f"{self._folder}/summary.json")
 
     def summary(self) -> dict[str, Any]:

@@ -123,6 +123,6 @@ class DagSettings:
 
 
 def dag_settings() -> DagSettings:
-    """As the environment says."""
+    """Return the settings of the environment."""
     given = {field.name: os.environ.get(_PREFIX + field.name.upper(), "") for field in fields(DagSettings)}
     return DagSettings(**{name: value for name, value in given.items() if value})

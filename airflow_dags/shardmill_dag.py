@@ -92,7 +92,7 @@ class Stages:
 
     config_file: Path
     name: str
-    """In the names of its assets and Spark applications."""
+    """Name used in its assets and Spark applications."""
     config: dict[str, Any]
     workdir: str
 

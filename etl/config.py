@@ -111,7 +111,7 @@ class SourceConfig(Section):
         return json.dumps(named, sort_keys=True) if named else self.image_field
 
     def label_kinds(self) -> frozenset[SourceLabelKind]:
-        """Of all parts; one dataset has one."""
+        """Label kinds of all parts; a dataset has one."""
         return frozenset(part.label_kind for part in self.parts.values()) or frozenset({self.label_kind})
 
     def extra_entries(self) -> tuple[str, ...]:

@@ -44,13 +44,13 @@ from shardmill.values import ShardInfo
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """All that is known before a unit runs."""
+    """All facts of a build before a unit runs."""
 
     build: Build
     listing: Listing
-    """Of the whole source."""
+    """Listing of the whole source."""
     work: Listing
-    """Of what the units read: all of it, or what has changed since the parent."""
+    """Listing of the images that units read: all, or those that changed since the parent."""
     units: tuple[WorkUnit, ...]
     task: UnitTask
     store: Store
@@ -59,7 +59,7 @@ class BuildPlan:
     label_map: tuple[str, ...]
     """What the config gives; empty for none."""
     size: ImageSize
-    """Of stored images; `task.config` has it too."""
+    """Size of stored images, as in `task.config`."""
 
     @property
     def parent_version(self) -> int:

@@ -91,7 +91,7 @@ class Commands(TyperGroup):
         self.commands = {name: TyperCommand(name, help=entry.help) for name, entry in COMMANDS.entries.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """As typer's, with the command itself."""
+        """Resolve a command as typer does, with the command itself."""
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, listed, rest

@@ -23,7 +23,7 @@ class Common:
     overrides: tuple[str, ...]
     workdir: str
     run_id: str
-    """As named by --run-id, or a new one."""
+    """Run id from --run-id, or a new one."""
     is_run_named: bool
     json: bool
     debug: bool

@@ -26,7 +26,7 @@ FIRST_KEYS = frozenset(
         "train.augment.images", "gate.min_accuracy",
     }
 )  # fmt: skip
-"""Those that people change first: what a new config file explains."""
+"""The keys that people change first, which a new config file explains."""
 ALL_KEYS = "`shardmill init --all FILE` writes all keys like this, `shardmill config show` prints all."
 COMMENT_WIDTH = 116
 

@@ -39,7 +39,7 @@ class Check:
 
 
 def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> list[Check]:
-    """All that the ETL, training or both need, in the order of the story. Places are written to, and cleaned."""
+    """All checks of the ETL, training or both, in execution order. Write checks are cleaned up."""
     found = [Check("--workdir", partial(check_place, workdir))]
     if "etl" in applications:
         found += [

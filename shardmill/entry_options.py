@@ -32,7 +32,7 @@ class OptionsOf(LaterSection):
     registry: str
     """`package.module:REGISTRY`."""
     name: str
-    """Of the entry."""
+    """Name of the entry."""
 
     @property
     def chosen_by(self) -> str:

@@ -179,7 +179,7 @@ def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
 
 
 USUAL_STREAMS = 8
-"""As many as ranks usually are at most, so that an epoch is the same at every usual world size."""
+"""The usual maximum number of ranks, so that an epoch is the same at every usual world size."""
 
 
 def num_streams_for(global_batch_size: int, world_size: int = 1) -> int:

@@ -34,7 +34,7 @@ _passes: Iterator[int] = itertools.count(1)
 
 
 def is_failpoint_set() -> bool:
-    """For a loop in which `failpoint` would be a part of the work."""
+    """Return whether a failpoint is set, for loops that would call `failpoint` in each iteration."""
     return VARIABLE in os.environ
 
 

@@ -103,7 +103,7 @@ class NormalizeOptions(Section):
 
     @property
     def max_stored_pixels(self) -> int:
-        """No stored image has more, so a shard's image that declares more is not decoded."""
+        """Maximum pixels of a stored image; a shard's image that declares more is not decoded."""
         if self.resize_mode == "none":
             return self.max_source_pixels
         longest = self.max_aspect_ratio if self.resize_mode == "shorter" else 1

@@ -48,10 +48,12 @@ class Entry:
     from the registry has them as a section. Every config imports that module: it needs nothing of `packages`."""
 
     suffixes: tuple[str, ...] = ()
-    """In small letters: of files that this entry reads. A file, or a folder of them, then chooses it by itself."""
+    """Suffixes, in lower case, of files that this entry reads. A file, or a folder of such files, then selects it
+    automatically.
+    """
 
     def missing_packages(self) -> tuple[str, ...]:
-        """Those of `packages` that are not installed; nothing is imported to find out."""
+        """Return the packages of `packages` that are not installed, without importing anything."""
         return tuple(name for name in self.packages if importlib.util.find_spec(name) is None)
 
 
@@ -64,7 +66,7 @@ class Library(Protocol[Value_co]):
     """The objects of an installed package that may be chosen."""
 
     def names(self) -> tuple[str, ...]:
-        """Those that the installed release has, sorted; found without importing it."""
+        """Return the names that the installed release has, sorted, without importing it."""
         ...
 
     def __getitem__(self, name: str) -> Value_co:

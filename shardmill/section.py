@@ -34,7 +34,7 @@ class SettingKind:
 
 
 class LaterSection(ABC):
-    """In the metadata of a field that holds a section: its class, which is imported later than the field's section."""
+    """Metadata of a field that holds a section: its class, which is imported later than the field's section."""
 
     @property
     @abstractmethod

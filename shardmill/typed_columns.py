@@ -65,7 +65,7 @@ def vector_size(label_type: str) -> int:
 
 
 def arrow_type(name: str) -> pa.DataType:
-    """Of a column by the name of its type; a vector is a list."""
+    """Return the Arrow type of a column by its type name; a vector is a list."""
     return ARROW_TYPES["list<float32>" if vector_size(name) else name]
 
 

@@ -198,7 +198,7 @@ def message_of(error: BaseException) -> str:
 
 
 def line_of_user_in_dump(text: str) -> str:
-    """As `line_of_user`, of stacks that `faulthandler` wrote, where the innermost line comes first; empty for none."""
+    """Like `line_of_user`, for stacks that `faulthandler` wrote, innermost line first; empty for none."""
     dumped = re.findall(r'^  File "(.+)", line (\d+) in ', text, re.MULTILINE)
     return _last_own([(file, int(line)) for file, line in reversed(dumped)])
 

@@ -97,7 +97,7 @@ class SourceImage:
     For an image in a container: the container's path, NUL, and the member's name, row number or key.
     """
     size_bytes: int
-    """As listed, or `UNKNOWN_SIZE`."""
+    """Listed size, or `UNKNOWN_SIZE`."""
     mtime_ns: int = 0
     etag: str = ""
     label: str | None = None
@@ -118,7 +118,9 @@ class SourceImage:
     extra: str = ""
     """The values of the extra columns, as `encode_values` writes them; empty in a dataset without any."""
     known_sha256: str = ""
-    """Of the row that the latest version has of it, listed with another size or time; empty unless contents count."""
+    """SHA-256 of its row in the latest version, listed with another size or time; empty unless contents
+    are compared.
+    """
 
     @property
     def is_in_block(self) -> bool:
@@ -157,10 +159,10 @@ class ImageSample:
     channel_square_sums: tuple[int, ...]
     notes: tuple[str, ...] = ()
     source_height: int = 0
-    """Of the upright source, before it was cropped and resized; 0 if unknown, in a row of an older shardmill."""
+    """Height of the upright source, before it was cropped and resized; 0 if unknown, in a row of an older shardmill."""
     source_width: int = 0
     source_bytes: int = 0
-    """As read; a listing may not have known it."""
+    """Size as read; a listing may not have known it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,7 @@ class Batch:
     epoch: int
     step: int
     extra: Mapping[str, Sequence[Value]] = field(default_factory=dict)
-    """For each extra column of the dataset one value per row: a number, text or list; None for null and padding."""
+    """Values of each extra column, one per row: a number, text or list; None for null and padding."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -258,7 +260,7 @@ class DatasetPin:
     uri: str
     version: int
     manifest_sha256: str
-    """Of the manifest file's bytes."""
+    """SHA-256 of the manifest file."""
 
 
 @dataclass(frozen=True, slots=True)

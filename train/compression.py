@@ -23,7 +23,9 @@ class Shaped(Protocol):
 
 
 def matrix_of(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
-    """As which matrix, rows and columns, PowerSGD sees a gradient; None if a low rank would not halve what travels."""
+    """Return the rows and columns with which PowerSGD treats a gradient; None if a low rank would not halve the sent
+    bytes.
+    """
     if len(shape) < 2:
         return None
     # PyTorch's kernels have the outputs first, Keras's last. All other axes together are the other side.

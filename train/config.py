@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardmill.epoch_plan import PlanSpec
 
 SHA256_OF_FILE = "#sha256="
-"""In `train.init_from`, as the driver gives it to the ranks: the hash of the file follows."""
+"""Separator in `train.init_from`, as the driver passes it to the ranks: the hash of the file follows."""
 
 _ENTRIES_WITH_OPTIONS = {
     "train.strategies:STRATEGIES": "",
@@ -185,7 +185,9 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
         )
 
     def num_streams_at(self, num_readers: int) -> int:
-        """As it is set, else as it is for so many ranks that read rows of their own (0: for one)."""
+        """Return the configured number of streams, or the default for so many ranks that read their own rows (0: for
+        one).
+        """
         return self.num_streams or num_streams_for(self.global_batch_size, max(1, num_readers))
 
     @property

@@ -44,7 +44,7 @@ class ModelsReport:
     """Their folders, relative to the models' root."""
     retained_trainings: tuple[str, ...]
     garbage: tuple[Garbage, ...]
-    """In the order in which it goes: nothing that is left names what is gone already."""
+    """Items in the order of deletion: no remaining item refers to a deleted one."""
 
 
 def is_models_root(store: Store) -> bool:

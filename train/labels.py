@@ -31,7 +31,7 @@ class LabelSpec:
 
     kind: LabelKind
     class_names: tuple[str, ...] = ()
-    """Of one class an image, or of several; empty for numbers."""
+    """Class names for one or several classes per image; empty for numbers."""
     vector_size: int = 0
     """The length of vectors; 0 for any other kind."""
 

@@ -25,7 +25,7 @@ class Optimizer:
     momentum: float | None = None
     """Value of `train.momentum = "auto"`; None if the optimizer has no such parameter."""
     weight_decay: float | None = None
-    """Likewise `train.weight_decay`."""
+    """Value of `train.weight_decay = "auto"`, likewise."""
 
 
 OPTIMIZERS: Registry[Optimizer] = Registry(
@@ -38,7 +38,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
 )
 
 _FIRST_DEFAULTS = {"momentum": 0.9, "weight_decay": 1e-4}
-"""In the first recipe, whatever the optimizer."""
+"""Defaults of the first recipe, for all optimizers."""
 
 
 def not_in(name: str, backend: str) -> UsageError:
@@ -66,7 +66,7 @@ def weight_decay_of(config: TrainConfig) -> float:
 
 
 def recorded_of_optimizer(config: TrainConfig) -> dict[str, float]:
-    """Of its optimizer's settings what a training is known by; the recipe only if it makes a difference.
+    """Return the optimizer settings that identify a training; the recipe only if it makes a difference.
 
     What is not used is recorded as in the first recipe, so that trainings of that time keep their names.
     """

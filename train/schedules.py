@@ -46,7 +46,7 @@ class Schedule:
     factor: Callable[[int, TrainConfig, int], float]
     """(global step from 0, section `train`, steps per epoch) -> factor."""
     knows_length: bool = False
-    """It depends on `train.epochs`: a training that is continued with more of them is not one long training."""
+    """Whether it depends on `train.epochs`: continuing with more epochs then differs from one long training."""
 
 
 def _constant(step: int, config: TrainConfig, steps_per_epoch: int) -> float:

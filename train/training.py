@@ -57,13 +57,13 @@ class TrainOutcome:
     skipped: bool
     """True if it had finished before, on the same dataset version with the same settings."""
     verdict: Verdict | None = None
-    """On the speed of the steps of this call; None if there were too few."""
+    """Verdict on the speed of this call's steps; None if there were too few."""
     rank_times: tuple[RankRow, ...] = ()
-    """Of the steps of this call."""
+    """Times of this call's steps."""
     restarts: tuple[Restart, ...] = ()
-    """Of this call."""
+    """Restarts of this call."""
     mlflow_run_id: str = ""
-    """Of the run at the MLflow server; empty if there is none."""
+    """Id of the run at the MLflow server; empty if there is none."""
     exchange: str = ""
     """Share of the exchange between ranks in a step, and whether several ranks pay off; empty if there was only one
     rank.

@@ -187,7 +187,7 @@ class _CopiesByShard:
         self._part, self._rows = -1, _COPIES.empty_table()
 
     def rows_of(self, shard: int) -> list[dict[str, Any]]:
-        """In row order."""
+        """Return the rows in row order."""
         part = shard // _SHARDS_PER_PART
         if part != self._part:
             self._part, self._rows = part, self._spilled.read(part)

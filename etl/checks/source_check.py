@@ -32,7 +32,7 @@ class SourceCheck:
     inferred_warnings: tuple[str, ...]
     """Warnings of that listing."""
     accepted: tuple[SplitSums, ...]
-    """Of the accepted images of each split that has any."""
+    """Sums of the accepted images, for each split that has any."""
     finished: Finished
     limit: Limit | None
     """The limit of the config that would end the build."""
@@ -67,7 +67,7 @@ class SourceCheck:
 
     @property
     def rejections(self) -> RejectionLog:
-        """In the order of their keys."""
+        """Return the rejections in the order of their keys."""
         return self.finished.rejections
 
     @property

@@ -42,7 +42,7 @@ class Engine:
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
     """The answer of each part of a group-by, in the order of the parts; `etl.listing.grouping.group_here` will do."""
     copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] = _copy_here
-    """As `run_units`, with `etl.units.copy_unit.copy_rows` for each unit; by default in processes of this machine."""
+    """Like `run_units`, with `etl.units.copy_unit.copy_rows` for each unit; by default in processes of this machine."""
     opened: Callable[[EngineSettings], AbstractContextManager[None]] = lambda settings: nullcontext()
     """Entered before a build lists its source: what the parts of its work can share stays open inside."""
 

@@ -136,7 +136,7 @@ class _AnnouncingDecoder:
     def decode(
         self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
     ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
-        """As the decoder's."""
+        """Decode images with the interface of a decoder."""
         waiting: deque[str] = deque()
 
         def taken() -> Iterator[tuple[SourceImage, bytes]]:

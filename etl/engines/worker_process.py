@@ -35,7 +35,7 @@ _LIBRARIES = {
     "MALLOC_TRIM_THRESHOLD_": f"{64 << 20}",
     "MALLOC_TOP_PAD_": f"{4 << 20}",
 }
-"""For OpenBLAS, Arrow, and glibc, whose allocator all then share."""
+"""Settings for OpenBLAS, Arrow, and glibc, whose allocator they then share."""
 
 
 class WorkerProcess:

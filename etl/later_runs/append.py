@@ -48,11 +48,11 @@ class Appended:
     """The values that the commit of an append needs."""
 
     build: Build
-    """Of all that the new version holds."""
+    """Facts of all rows of the new version."""
     changes: Changes
     """All rows of the older version."""
     refused_before: RefusedBefore
-    """Those not marked are not listed again."""
+    """Earlier rejections; unmarked ones are not listed again."""
     results: tuple[UnitResult, ...]
     """Results of the new rows."""
 
@@ -124,7 +124,7 @@ class _Known:
         return known
 
     def holds_rows(self, store: Store, shard: ShardInfo, ids_N: np.ndarray) -> np.ndarray:
-        """As `holds`, for each row of a new shard; it is read only if the ids say that one may be there."""
+        """Like `holds`, for each row of a new shard; the shard is read only if the ids show that a row may exist."""
         if self.candidates.keys().isdisjoint(ids_N.tolist()):
             return np.zeros(len(ids_N), bool)
         return np.array([self.holds(row) for row in _rows(store, shard).to_pylist()], bool)

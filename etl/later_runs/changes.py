@@ -32,7 +32,7 @@ class ShardRows:
 
     copies: tuple[ShardInfo, ...]
     is_kept_N: np.ndarray
-    """In row order, bool."""
+    """Whether each row is kept, in row order, bool."""
     restated: pa.Table | None = None
     """Kept rows whose sources are listed with another size or time now: `row`, `size_bytes`, `mtime_ns`, `etag`."""
 
@@ -48,7 +48,7 @@ class Changes:
     shards: tuple[ShardRows, ...]
     """All of the older version, in layout order."""
     refused_before: RefusedBefore
-    """Those marked are listed as they were."""
+    """Earlier rejections; marked ones are listed unchanged."""
     num_unchanged: int
     num_removed: int
     """Rows whose source is gone or has changed."""
@@ -57,7 +57,7 @@ class Changes:
     rereads: bool = False
     """Whether the next run has to read the same inputs again: their contents count, and no listing shows them."""
     num_to_compare: int = 0
-    """Of the removed rows: those whose inputs may still hold the same bytes."""
+    """Number of removed rows whose inputs may still have the same bytes."""
 
     @property
     def may_keep_rows(self) -> bool:

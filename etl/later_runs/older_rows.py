@@ -78,11 +78,11 @@ class OlderRows:
         return self._find(self._facts, images, _FACTS)
 
     def find_renewed(self, images: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """As `find`, whatever size and times are: rows whose sources may have other bytes. For compared contents."""
+        """Like `find`, for any size and time: rows whose sources may have other bytes. For compared contents."""
         return self._find(self._names, images, _NAMED)
 
     def known_sha256(self, images: pa.Table) -> pa.Array:
-        """Of the rows that `find_renewed` finds, the SHA-256 of their sources in hex; empty for other images."""
+        """Return the hex SHA-256 of the sources of rows that `find_renewed` finds; empty for other images."""
         rows_N, found_N = self.find_renewed(images)
         known = np.full(len(images), "", object)
         known[found_N] = [self._sha256_N32[row].tobytes().hex() for row in rows_N[found_N]]

@@ -36,11 +36,11 @@ class RefusedBefore:
         return found_N
 
     def marked(self) -> Iterator[Rejection]:
-        """Those that were marked by now, in the ledger's order."""
+        """Return the rejections marked so far, in the ledger's order."""
         return compress(self._read(), self._is_marked_N.tolist())
 
     def others(self) -> Iterator[Rejection]:
-        """Those that were not marked by now, in the ledger's order."""
+        """Return the rejections not marked so far, in the ledger's order."""
         return compress(self._read(), (~self._is_marked_N).tolist())
 
 

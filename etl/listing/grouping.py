@@ -30,7 +30,7 @@ _NUM_READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some of the rows: a shard's row segment, say."""
+    """A part of the rows, such as a shard's row segment."""
 
     file: ChecksummedFile
     num_rows: int
@@ -63,7 +63,7 @@ class GroupBy:
 
     @property
     def num_rows(self) -> int:
-        """Of all segments."""
+        """Number of rows of all segments."""
         return sum(segment.num_rows for segment in self.segments)
 
     @property
@@ -72,7 +72,7 @@ class GroupBy:
         return max(1, -(-self.num_rows // self.rows_per_part))
 
     def contribution(self, store: Store, place: int) -> pa.Table:
-        """Of one segment. Raises IntegrityError if it does not match its index."""
+        """Return the contribution of one segment. Raises IntegrityError if it does not match its index."""
         segment = self.segments[place]
         return self.pick(read_segment(store, segment.file, self.schema, segment.num_rows), place)
 
@@ -87,7 +87,7 @@ Group = Callable[[GroupBy], Iterator[pa.Table]]
 
 
 def group_here(group: GroupBy, settings: EngineSettings | None = None) -> Iterator[pa.Table]:
-    """In this process: contributions go to disk by their parts, and one part at a time is in memory."""
+    """Group in this process: contributions go to disk by their parts, and one part at a time is in memory."""
     store = open_store(group.uri)
     with scratch_folder(group.scratch_dir) as scratch:
         spilled = SpilledRows(scratch, group.picked)

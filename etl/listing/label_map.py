@@ -108,7 +108,9 @@ class WithKnownClasses:
         self._unknown_class = unknown_class
 
     def list(self) -> Iterator[ListingBatch]:
-        """As the source's, with a rejection for each image of another class. Raises RejectLimitExceeded if so set."""
+        """List like the source, with a rejection for each image of another class. Raises RejectLimitExceeded if so
+        configured.
+        """
         for batch in self._source.list():
             yield self._judged(batch) if len(self._known) else batch
 

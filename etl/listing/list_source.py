@@ -104,7 +104,7 @@ class _Segments:
     images_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BUCKETS, np.int64))
     facts_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros((NUM_BUCKETS, 8), np.uint64))
     runs: list[ListingSegment] = field(default_factory=list)
-    """Of images in the order in which they came; each is sorted by cell."""
+    """Segments of images in the order of arrival; each is sorted by cell."""
     probes: list[tuple[int, str]] = field(default_factory=list)
     key_sum: int = 0
     num_listed: int = 0

@@ -33,7 +33,7 @@ class Listing:
     folder: Path
     """A local folder that goes with this value."""
     segments: tuple[ListingSegment, ...]
-    """By ranges of cells, ascending; only the images of one cell may be in two of them."""
+    """Segments by ranges of cells, ascending; only the images of one cell may be in two of them."""
     rejections: RejectionLog
     """Refused by the listing alone, in the order of their keys' bytes."""
     images_by_label: Counter[tuple[str | None, str | None]]
@@ -50,7 +50,7 @@ class Listing:
     multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     """(split, class) -> images to process, where an image may have several classes, or none."""
     source_bytes: int = 0
-    """Of all images that were listed with their size."""
+    """Total size of all images that were listed with their size."""
     has_all_sizes: bool = True
     """Whether every image was listed with its size: then equal facts are hardly those of different files."""
     extra_types: Mapping[str, str] = field(default_factory=dict)

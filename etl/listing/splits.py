@@ -49,7 +49,7 @@ class WithGroupSplits:
         self._fractions = fractions
 
     def list(self) -> Iterator[ListingBatch]:
-        """As the source's; an image in a group is in the split of the group's hash, unless the source names one."""
+        """List like the source; an image in a group has the split of the group's hash, unless the source names one."""
         for batch in self._source.list():
             yield batch if batch.groups is None else self._with_splits(batch, batch.groups)
 

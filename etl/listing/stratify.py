@@ -51,7 +51,7 @@ class KnownSplits:
 
     @classmethod
     def of(cls, store: Store, shards: Iterable[ShardInfo]) -> KnownSplits:
-        """From the row segments of `shards`, in one format. Raises IntegrityError for a missing or altered one."""
+        """Read the row segments of `shards`, in one format. Raises IntegrityError for a missing or altered one."""
         ids, splits = [np.empty(0, np.int64)], [np.empty(0, np.int8)]
         for shard in shards:
             rows = read_segment(store, rows_file(shard), _READ, shard.num_rows)
@@ -80,7 +80,9 @@ class WithStratifiedSplits:
         self._observer = observer
 
     def list(self) -> Iterator[ListingBatch]:
-        """As the source's, with a split for each image; 12 bytes an image are in memory while the classes are cut."""
+        """List like the source, with a split for each image; uses 12 bytes of memory per image while the classes are
+        divided.
+        """
         names, edges_CS = self._cut_classes()
         for batch in self._source.list():
             images = batch.images

@@ -40,11 +40,11 @@ class Correction:
     """An image that was counted, and is refused now or has another sample id."""
 
     image: dict[str, Any]
-    """Its row of the segment."""
+    """The image's row of the segment."""
     limbs_before: np.ndarray
-    """Its `fact_limbs`, as they were counted."""
+    """Its `fact_limbs` as counted before."""
     limbs_after: np.ndarray
-    """As they are now; zeros for one that is refused."""
+    """Its `fact_limbs` now; zeros for a rejected image."""
     rejection: Rejection | None
 
 

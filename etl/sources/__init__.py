@@ -30,7 +30,7 @@ class SourceReader(Protocol):
         ...
 
     def expect(self, image: SourceImage) -> None:
-        """It will be read soon, by the only thread there is, and reads wait: a disk may begin to bring it near.
+        """Announce an image that will be read soon by the only thread, so that a disk can start reading it.
 
         Raises nothing.
         """

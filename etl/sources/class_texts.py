@@ -68,7 +68,7 @@ class ClassTexts:
         return len(self._texts) == 1 and len(next(iter(self._texts.values()))) > 1
 
     def warnings(self, number_feature: str, text_feature: str) -> Iterator[str]:
-        """Of numbers and texts that do not go together."""
+        """Warnings about numbers and texts that do not match."""
         if self._is_one_number:
             yield f"every {number_feature} is {next(iter(self._texts))}, so the classes are those of {text_feature}"
             return

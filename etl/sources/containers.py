@@ -146,7 +146,7 @@ class ContainerReader(Generic[Opened]):
             return image.rejected(RejectReason.DAMAGED_CONTAINER, str(error))
 
     def expect(self, image: SourceImage) -> None:
-        """Nothing: the operating system reads ahead in a file."""
+        """Does nothing: the operating system reads ahead in a file."""
 
     def is_there(self, path: str) -> bool:
         """Whether this host sees the container."""

@@ -57,7 +57,7 @@ class ExtraColumns:
 
     @property
     def types(self) -> dict[str, str]:
-        """Of the columns that had a value so far."""
+        """Types of the columns that had a value so far."""
         types = {name: seen.type for name, seen in self._seen.items()}
         if self.target is not None:
             types[LABEL] = self.target.type

@@ -47,7 +47,7 @@ class FolderRule:
 
     @classmethod
     def of(cls, config: SourceConfig, *, is_innermost: bool) -> FolderRule:
-        """As a source's config says."""
+        """Create the rule from a source's config."""
         return cls(config.label_level, is_innermost, config.label_kind != "none")
 
 

@@ -22,7 +22,7 @@ _NUMBERED = re.compile(
 
 
 class FolderSigns:
-    """Of the folders that images lie in. Grows with their number, up to a bound."""
+    """Signs of labels in the folders of images. Grows with their number, up to a bound."""
 
     def __init__(self) -> None:
         self._folders: set[str] = set()

@@ -59,7 +59,9 @@ class ListingBatch:
 def batches_of(
     entries: Iterable[SourceImage | Rejection], extra_types: Callable[[], Mapping[str, str]] = dict
 ) -> Iterator[ListingBatch]:
-    """For a source that lists objects one by one; it is asked for the types of its extra columns with each batch."""
+    """Batches for a source that lists objects one by one; it is asked for the types of its extra columns with each
+    batch.
+    """
     images: list[SourceImage] = []
     rejections: list[Rejection] = []
     for entry in entries:

@@ -30,7 +30,7 @@ _LIST_SUFFIXES = (*TABLE_SUFFIXES, ".json", ".txt", ".xml", ".mat", ".xlsx", ".n
 
 
 class MemberSigns:
-    """Of archives whose layout takes no member as the label."""
+    """Signs of labels in archives whose layout uses no member as the label."""
 
     def __init__(self, head: Callable[[BinaryIO, ArchiveMember, int], bytes], *, looks_at_folders: bool) -> None:
         self._head = head

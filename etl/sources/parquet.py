@@ -185,7 +185,7 @@ class _Blocks:
     """Row groups are blocks, and large ones several: what one work unit reads must not be as large as a file."""
 
     first_rows: tuple[int, ...]
-    """Of each row group, and behind the last one."""
+    """First row of each row group, and the end of the last one."""
 
     @classmethod
     def of_file(cls, metadata: pq.FileMetaData) -> _Blocks:

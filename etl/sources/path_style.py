@@ -17,7 +17,7 @@ _OF_WINDOWS = r"^(file:/*)?[A-Za-z]:[\\/]|^\\\\"
 
 
 class PathStyle:
-    """Of one table; a few of its files are looked up, where names alone do not tell."""
+    """The path style of one table; some of its files are looked up if names alone are ambiguous."""
 
     def __init__(self, store: Store, table: str, *, looks_beside: bool = False) -> None:
         """`looks_beside`: whether a table in a folder is checked to name files from there."""

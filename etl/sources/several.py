@@ -64,13 +64,13 @@ class SeveralReaders:
             self.num_parallel = min(reader.num_parallel for reader in self._readers.values())
 
     def read(self, image: SourceImage) -> bytes | Rejection:
-        """As the part's reader."""
+        """Read with the part's reader."""
         reader, of_part = self._in_part(image)
         data = reader.read(of_part)
         return replace(data, key=image.key) if isinstance(data, Rejection) else data
 
     def expect(self, image: SourceImage) -> None:
-        """As the part's reader."""
+        """Announce an image to the part's reader."""
         reader, of_part = self._in_part(image)
         reader.expect(of_part)
 

@@ -18,7 +18,7 @@ from etl.sources.tar import ArchiveMember
 from shardmill.values import RejectReason
 
 FOLDER_LABELS = "/"
-"""In place of a member: folders name the classes, once all of them are known."""
+"""Marker in place of a member: folders name the classes, once all of them are known."""
 
 _MAX_TEXT_BYTES = 1 << 20
 # Consecutive members with one name; more of them are cut into several samples, so that memory is bounded.

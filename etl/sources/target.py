@@ -27,7 +27,7 @@ class Target:
 
     @property
     def type(self) -> str:
-        """Of the labels so far: `list<string>`, `float32` or `float32[N]`; empty before the first vector."""
+        """Type of the labels so far: `list<string>`, `float32` or `float32[N]`; empty before the first vector."""
         if self._kind == "float_vector":
             return f"float32[{self._size}]" if self._size else ""
         return self.read_as

@@ -37,7 +37,7 @@ class TextForm:
 
 
 def text_form(stream: io.BufferedReader, usual_delimiter: str) -> TextForm:
-    """Of a table that begins here; a first line `sep=;`, as some spreadsheets want it, is skipped.
+    """Detect the form of a table from its beginning; a first line `sep=;`, as some spreadsheets want it, is skipped.
 
     Of delimiters that are in the line of names, outside of quotes, it is the most frequent; the usual one if none is.
     """

@@ -50,7 +50,7 @@ class UriReader:
         return data
 
     def expect(self, image: SourceImage) -> None:
-        """Nothing: several are read at once."""
+        """Does nothing: several images are read at once."""
 
     def is_there(self, path: str) -> bool:
         """Whether this host sees the file, or at least the place of it.

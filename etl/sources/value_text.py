@@ -21,13 +21,13 @@ from etl.sources.names import WHOLE_NUMBER
 
 _INT64_END = 2.0**63
 EXACT_FLOATS = {32: 2.0**24, 64: 2.0**53}
-"""From there on, a float of so many bits no longer tells two whole numbers apart."""
+"""From this value on, a float of so many bits cannot distinguish neighbouring whole numbers."""
 _MIDNIGHT = r" 00:00:00$"
 _WHOLE = re.compile(WHOLE_NUMBER)
 
 
 def text_of_value(value: Any) -> str:
-    """Of a value that Python parsed, empty for NaN; lists and objects are JSON."""
+    """Return the text of a value parsed by Python, empty for NaN; lists and objects become JSON."""
     if isinstance(value, float):
         return "" if math.isnan(value) else str(int(value)) if value.is_integer() else repr(value)
     return value if isinstance(value, str) else json.dumps(value)

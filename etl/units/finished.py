@@ -58,7 +58,7 @@ class _OnDisk(Sequence[Item], Generic[Item]):
     """A part of a file that grows; nothing of it stays in memory."""
 
     listing: Listing
-    """Its folder, which goes with it, holds the file."""
+    """The listing whose folder, which is deleted with it, contains the file."""
     file: Path
     start: int
     num_bytes: int

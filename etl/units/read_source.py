@@ -12,7 +12,7 @@ from shardmill.values import NO_SUCH_FILE, UNKNOWN_SIZE, Rejection, RejectReason
 
 
 def in_reading_order(sources: Sequence[SourceImage]) -> list[SourceImage]:
-    """Those in containers as they lie there, so that each block is read once; files of their own in the given order."""
+    """Sort images in containers by position, so that each block is read once; separate files keep the given order."""
     return sorted(sources, key=lambda image: (image.container, image.place) if image.is_in_block else ("", 0))
 
 

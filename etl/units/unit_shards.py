@@ -25,10 +25,10 @@ class _OpenShard:
 
     cutter: ChunkCutter
     number: int = 0
-    """In its split."""
+    """Number of the shard in its split."""
     chunks: list[list[StoredRow]] = field(default_factory=list)
     num_bytes: int = 0
-    """Of the images in `chunks`."""
+    """Size of the images in `chunks`."""
 
 
 class UnitShards:
@@ -63,12 +63,12 @@ class UnitShards:
 
     @property
     def shards(self) -> tuple[ShardInfo, ...]:
-        """In layout order."""
+        """Return the shards in layout order."""
         return tuple(itertools.chain.from_iterable(self._published[split] for split in sorted(self._published)))
 
     @property
     def splits(self) -> tuple[SplitSums, ...]:
-        """Of all rows, by name of the split."""
+        """Sums of all rows, by name of the split."""
         return tuple(self._sums[split] for split in sorted(self._sums))
 
     def _add_chunk(self, split: str, chunk: list[StoredRow]) -> None:

@@ -33,7 +33,7 @@ class WorkUnit:
     """A range of cells whose images one task turns into shards."""
 
     index: int
-    """Its place among all ranges, those without images included: the order of its shards in the version."""
+    """Position among all ranges, including those without images: the order of its shards in the version."""
     fingerprint: str
     """Over everything that decides what the unit produces: a finished unit of that name need not run again."""
     first_cell: int
@@ -41,7 +41,7 @@ class WorkUnit:
     """Both ends belong to the unit."""
     num_images: int
     facts_sum: str
-    """Of its images' facts: what the unit reads of the segments is what was planned."""
+    """Sum of its images' facts, which verifies that the unit reads the planned images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class CopyUnit:
     index: int
     """Negative: what is carried comes first in the layout, and ranges of cells count from 0."""
     fingerprint: str
-    """As that of a `WorkUnit`."""
+    """Fingerprint, as in a `WorkUnit`."""
     copies: tuple[ShardInfo, ...]
     """The shard in all formats."""
     kept: str
     """A bit for each row, in base64."""
     restated: str
-    """As in `ShardRows`: an Arrow stream in base64, empty for none."""
+    """Restated rows, as in `ShardRows`: an Arrow stream in base64, empty for none."""
     num_images: int
     """Rows that stay."""
 

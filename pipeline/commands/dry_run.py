@@ -25,19 +25,19 @@ class DryRun:
 
     num_listed: int
     num_images: int
-    """Those that the listing took for images."""
+    """Number of inputs that the listing accepted as images."""
     num_rejected: int
     """Refused by the listing alone."""
     by_reason: dict[str, int]
     class_names: tuple[str, ...]
     latest_version: int | None
-    """Of the dataset, if there is one."""
+    """Latest version of the dataset, if there is one."""
     num_unchanged: int
-    """Its rows that would stay."""
+    """Number of its rows that would be reused."""
     num_removed: int
-    """Its rows that would go: their inputs are gone, have changed, or are rebuilt with all others."""
+    """Number of its rows that would be removed: their inputs are gone, have changed, or are rebuilt with all others."""
     num_to_compare: int
-    """Its rows whose inputs would be read first, to see whether their bytes are the same; then they stay."""
+    """Number of its rows whose inputs would be read to compare their bytes, and reused if equal."""
     num_to_process: int
     """Images that work units would read."""
     stored_as: str

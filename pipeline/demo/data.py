@@ -40,10 +40,10 @@ class OddFile:
 
     key: str
     data: bytes | None
-    """None for a symlink."""
+    """Bytes of the file; None for a symlink."""
     symlink_target: str | None = None
     expected_reason: RejectReason | None = None
-    """None if the file is accepted."""
+    """Expected reason of rejection; None if the file is accepted."""
     expected_note: str | None = None
     """Note that the accepted sample must have, or None."""
 

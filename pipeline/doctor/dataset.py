@@ -18,7 +18,7 @@ SPLIT, WINDOW = "train split", "train.reading.window_budget_bytes"
 
 
 def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
-    """Of the committed version, if there is one: what a training on it would be refused for, or how it is shared out.
+    """Rows about the committed version, if there is one: why a training on it would be refused, or its shares per rank.
 
     In a config with a source it is only a warning: a run builds another version first.
     """
@@ -47,7 +47,8 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
 
 
 def listing_findings(tree: PipelineTree, train: TrainConfig | None, plan: BuildPlan) -> Iterator[Finding]:
-    """Of the version that a build of this listing would make: shares of a split by content hash are estimates.
+    """Rows about the version that a build of this listing would create: shares of a split by content hash are
+    estimates.
 
     None of an append, whose version has older rows, too, and of a training that cannot run (`train` is None).
     """

@@ -272,7 +272,9 @@ def _run_check(check: Check) -> Finding:
 
 
 def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ...], workdir: str) -> Finding:
-    """Not tried if an earlier row says already that the ranks could not run, or no dataset is there."""
+    """Return the rehearsal's row; it is skipped if an earlier row shows that the ranks could not run, or without a
+    dataset.
+    """
     if failing := [each.subject for each in findings if each.status == "fail"]:
         return Finding("warn", REHEARSAL, f"not run: {', '.join(failing)} must pass first", "fix that first")
     from shardmill.dataset.open import has_version

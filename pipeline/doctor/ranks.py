@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def rank_findings(train: TrainConfig, spark: SparkConfig) -> Iterator[Finding]:
-    """Of a planned training; nothing of a launcher that cannot be loaded, which another row tells."""
+    """Rows about a planned training; empty for a launcher that cannot be loaded, which another row reports."""
     from train.launching import LAUNCHERS
     from train.strategies import roles_of
 

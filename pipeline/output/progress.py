@@ -95,7 +95,7 @@ class RunProgress:
         self.event("verify.progress", {"num_done": num_done, "num_shards": num_shards})
 
     def images_compared(self, num_done: int, num_images: int) -> None:
-        """So many stored images were read for a comparison."""
+        """Show how many stored images were read for a comparison."""
         self._advance("inspect", num_done, num_images, "images")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:

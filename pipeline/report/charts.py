@@ -241,7 +241,7 @@ def svg(width: float, height: float, parts: Sequence[Markup], title: str) -> Mar
 
 
 def empty(words: str) -> Markup:
-    """In place of a chart that has nothing to show."""
+    """Placeholder for a chart without data."""
     return Markup('<p class="empty">{}</p>').format(words)
 
 

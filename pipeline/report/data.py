@@ -33,7 +33,7 @@ class RejectedGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All that the page is made from."""
+    """All values that the page shows."""
 
     run_id: str
     summary: dict[str, Any]
@@ -41,7 +41,7 @@ class ReportData:
     stages: tuple[StageRecord, ...] = ()
     class_names: tuple[str, ...] = ()
     class_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By split, in the order of `class_names`."""
+    """Counts by split, in the order of `class_names`."""
     empty_classes: tuple[str, ...] = ()
     sizes: ImageSizes | None = None
     channel_mean: tuple[float, ...] = ()

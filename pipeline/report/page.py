@@ -1,4 +1,4 @@
-"""From gathered figures to one HTML file: no script, nothing fetched; the templates escape every label and path."""
+"""Renders gathered values as one HTML file: no script, nothing fetched; the templates escape every label and path."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def hex_loss(loss_hex: str | None) -> str | None:
 
 
 def number(value: Any) -> str:
-    """With thousands separated; `-` if there is none."""
+    """Format a number with thousands separators; `-` for None."""
     return f"{value:,}" if isinstance(value, int) else "-"
 
 

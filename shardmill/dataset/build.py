@@ -31,4 +31,4 @@ class Build:
     config_fingerprint: str
     operation: Operation = "full"
     other_sources: tuple[SourceRef, ...] = ()
-    """For an append: whose images are there already."""
+    """For an append: the sources of existing images."""

@@ -34,9 +34,9 @@ class RowChange:
 
     source: str
     before: RowPlace | None
-    """None for a row that was added."""
+    """Place in the older version; None for an added row."""
     after: RowPlace | None
-    """None for a row that was removed."""
+    """Place in the newer version; None for a removed row."""
 
     @property
     def kind(self) -> ChangeKind:

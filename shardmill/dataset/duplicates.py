@@ -26,11 +26,11 @@ class DuplicateCounts:
     """Accepted inputs that share their bytes."""
 
     duplicates: int
-    """Those whose bytes another one had already."""
+    """Number of images whose bytes another image already had."""
     conflicting: int
-    """Those whose bytes another one has in another class."""
+    """Number of images whose bytes another image has in another class."""
     leaked: int
-    """Those whose bytes another one has in another split."""
+    """Number of images whose bytes another image has in another split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class DuplicateExamples:
     """The sources of one set of equal bytes each, a few of them; empty if there is none, or too many rows to search."""
 
     conflicting: tuple[str, ...] = ()
-    """In several classes."""
+    """Examples in several classes."""
     leaked: tuple[tuple[str, str], ...] = ()
-    """In several splits: each source with its split."""
+    """Examples in several splits: each source with its split."""
 
 
 def count_duplicates(rows: pa.Table) -> DuplicateCounts:
-    """From the columns `source_sha256`, `label` and `split` of all rows, or of all that may share their bytes."""
+    """Count from the columns `source_sha256`, `label` and `split` of all rows, or of all rows that may share bytes."""
     groups = rows.group_by("source_sha256").aggregate(
         [("label", "count_distinct"), ("split", "count_distinct"), ([], "count_all")]
     )

@@ -24,7 +24,7 @@ class Layout:
 
     def __init__(self, shards: Iterable[ShardInfo] = ()) -> None:
         self.num_shards: Counter[str] = Counter()
-        """Of each split."""
+        """Number of shards of each split."""
         self.num_chunks: Counter[str] = Counter()
         self._texts: dict[str, tempfile.SpooledTemporaryFile[bytes]] = {}
         for shard in shards:

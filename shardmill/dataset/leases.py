@@ -51,7 +51,7 @@ class Lease:
     age_seconds: float
     """Since it was last renewed."""
     ttl_seconds: float
-    """Its holder's own: it lapses so long after its last renewal."""
+    """Lifetime set by the holder: the lease expires so long after its last renewal."""
 
     @property
     def is_live(self) -> bool:

@@ -35,7 +35,7 @@ class SplitInfo(Section):
     num_rows: int = Field(ge=1)
     num_chunks: int = Field(ge=1)
     num_shards: int = Field(ge=1)
-    """In each format."""
+    """Number of shards in each format."""
     image_bytes: int = Field(ge=0)
     """Stored images of one format."""
     class_counts: tuple[int, ...]
@@ -66,7 +66,7 @@ class SourceRef(Section):
     """The source that was listed."""
 
     uri: str
-    """Of several sources, their names."""
+    """URI of the source; for several sources, their names."""
     kind: str
     parts: dict[str, str] = Field(default_factory=dict)
     """Name -> URI of each source, if there are several."""
@@ -79,7 +79,7 @@ class SourceRef(Section):
 
     @property
     def described(self) -> str:
-        """For messages: the URI, or of several sources each name with its own."""
+        """Description for messages: the URI, or for several sources each name with its URI."""
         return ", ".join(f"{name} ({uri})" for name, uri in self.parts.items()) or self.uri
 
     def is_same_place(self, other: SourceRef) -> bool:
@@ -113,7 +113,7 @@ class Manifest(Section):
     operation: Operation = "full"
     parent_version: int | None
     restored_version: int | None = None
-    """For a rollback: the version whose files this one names."""
+    """For a rollback: the version whose files this one refers to."""
     expired_versions: tuple[VersionRange, ...] = ()
     """All versions that had expired when this one was committed: their manifests stay, their files may be deleted."""
     digest_rule: Literal[1, 2] = 1
@@ -129,7 +129,7 @@ class Manifest(Section):
     counts: Counts
     channel_sums: ChannelSums
     sizes: ImageSizes | None = None
-    """Of all splits; None in a version that an older shardmill committed."""
+    """Image sizes of all splits; None in a version from an older shardmill."""
     normalize: NormalizeOptions
     normalization_fingerprint: str
     decoder_id: str
@@ -138,7 +138,7 @@ class Manifest(Section):
     source: SourceRef
     """The newest source; its `key_sum` is that of all inputs of the version."""
     other_sources: tuple[SourceRef, ...] = ()
-    """Those whose images were there when `source` was appended."""
+    """Sources whose images existed when `source` was appended."""
     index_segments: tuple[ChecksummedFile, ...]
     ledger_segments: tuple[ChecksummedFile, ...]
     ledger_digest: str

@@ -58,7 +58,7 @@ def read_rows(store: Store, shard: ShardInfo, schema: RowSchema, columns: Collec
 
 
 def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:
-    """Of a row segment, or of several; `image_bytes` is what their stored images take."""
+    """Return the sizes of one or several row segments; `image_bytes` is the size of their stored images."""
     heights_N, widths_N = _stored_sides(rows, schema)
     columns = {name: rows.column(name).to_numpy() for name in SOURCE_COLUMNS}
     source_bytes = int(columns["source_read_bytes"].sum())
@@ -69,7 +69,7 @@ def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:
 
 
 def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
-    """Of all images of a row segment, or of several."""
+    """Count the pixels of all images of one or several row segments."""
     heights_N, widths_N = _stored_sides(rows, schema)
     return int(heights_N @ widths_N)
 

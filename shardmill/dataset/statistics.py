@@ -58,13 +58,13 @@ class SizeCounts(Section):
     by_longer_side: tuple[int, ...] = Field(
         default=(0,) * NUM_SIDE_BUCKETS, min_length=NUM_SIDE_BUCKETS, max_length=NUM_SIDE_BUCKETS
     )
-    """In the order of `SIDE_NAMES`."""
+    """Counts in the order of `SIDE_NAMES`."""
     by_aspect_ratio: tuple[int, ...] = Field(
         default=(0,) * len(ASPECT_NAMES), min_length=len(ASPECT_NAMES), max_length=len(ASPECT_NAMES)
     )
-    """In the order of `ASPECT_NAMES`."""
+    """Counts in the order of `ASPECT_NAMES`."""
     num_bytes: int = Field(default=0, ge=0)
-    """Of their files, or as stored in one format."""
+    """Total size of their files, or as stored in one format."""
 
     @property
     def num_images(self) -> int:
@@ -80,7 +80,9 @@ class ImageSizes(Section):
 
 
 def count_sizes(heights: Sequence[int] | np.ndarray, widths: Sequence[int] | np.ndarray, num_bytes: int) -> SizeCounts:
-    """Of images with these sides in pixels. A height of 0 says that the size is unknown; such images are left out."""
+    """Count images with these sides in pixels. A height of 0 means that the size is unknown; such images
+    are skipped.
+    """
     heights_N, widths_N = np.asarray(heights, np.int64), np.asarray(widths, np.int64)
     is_known_N = heights_N > 0
     heights_N, widths_N = heights_N[is_known_N], widths_N[is_known_N]
@@ -98,7 +100,7 @@ def count_sizes(heights: Sequence[int] | np.ndarray, widths: Sequence[int] | np.
 
 
 def add_sizes(parts: Iterable[ImageSizes]) -> ImageSizes:
-    """Of all parts together."""
+    """Add the sizes of all parts."""
     parts = tuple(parts)
     return ImageSizes(source=_add([each.source for each in parts]), stored=_add([each.stored for each in parts]))
 

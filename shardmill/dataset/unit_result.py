@@ -37,7 +37,7 @@ class SplitSums:
     sizes: ImageSizes
 
     def plus(self, other: SplitSums) -> SplitSums:
-        """Those of two parts of one split together."""
+        """Add the sums of two parts of one split."""
         return SplitSums(
             split=self.split,
             num_rows=self.num_rows + other.num_rows,
@@ -57,7 +57,7 @@ def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UnitResult:
-    """All that a work unit produced: shards already published, and every refused input."""
+    """All outputs of a work unit: published shards, and every rejected input."""
 
     unit_index: int
     fingerprint: str

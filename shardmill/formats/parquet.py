@@ -25,7 +25,7 @@ from shardmill.options import ENCODINGS
 from shardmill.typed_columns import ARROW_TYPES, arrow_type, decode_values, label_array
 
 CLASS_NAMES_KEY = "shardmill.class_names"
-"""In the file's key-value metadata: a JSON list, class number = position."""
+"""Key of the file's metadata for the class names: a JSON list, class number = position."""
 IMAGE_KEY = "shardmill.image"
 """Beside it, a JSON object: how the bytes in `image` are encoded, and the array that they decode to; its shape is null
 if images differ in it, and then in the columns `height` and `width`."""

@@ -12,22 +12,22 @@ VARINT, EIGHT_BYTES, LENGTH_DELIMITED, FOUR_BYTES = 0, 1, 2, 5
 
 
 def bytes_field(number: int, payload: bytes) -> bytes:
-    """Of bytes, a string in UTF-8, or another message."""
+    """Encode a field of bytes, of a string in UTF-8, or of another message."""
     return varint(number << 3 | LENGTH_DELIMITED) + varint(len(payload)) + payload
 
 
 def integer_field(number: int, value: int) -> bytes:
-    """Of an int64 or an enum."""
+    """Encode a field of an int64 or an enum."""
     return varint(number << 3 | VARINT) + varint(value & 0xFFFFFFFFFFFFFFFF)
 
 
 def double_field(number: int, value: float) -> bytes:
-    """Of a float of 64 bits."""
+    """Encode a field of a 64-bit float."""
     return varint(number << 3 | EIGHT_BYTES) + struct.pack("<d", value)
 
 
 def float_field(number: int, value: float) -> bytes:
-    """Of a float of 32 bits; what they cannot hold is infinite."""
+    """Encode a field of a 32-bit float; values beyond its range become infinite."""
     try:
         payload = struct.pack("<f", value)
     except OverflowError:

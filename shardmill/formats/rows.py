@@ -55,13 +55,13 @@ class RowSchema:
 
     encoding: str
     one_shape_HWC: tuple[int, int, int] | None
-    """None if the sizes of the images differ."""
+    """Shape of all images; None if their sizes differ."""
     class_names: tuple[str, ...]
     """The label map: class number = position. Empty in a dataset without labels."""
     extra: tuple[ExtraColumn, ...] = ()
     """The user's own columns, sorted by name."""
     label_type: str = LABEL_TYPES["class"]
-    """Of the column `label`; see `LABEL_TYPES`."""
+    """Type of the column `label`; see `LABEL_TYPES`."""
 
     @property
     def has_class(self) -> bool:

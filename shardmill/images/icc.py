@@ -34,7 +34,7 @@ _convert_colours = getattr(shardmill_native, "convert_colours", None)
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """From a profile's colours to sRGB."""
+    """Converts a profile's colours to sRGB."""
 
     mode: str
     """`L`, `RGB` or `CMYK`: the samples that the profile describes. In CMYK 0 is no ink."""
@@ -44,7 +44,7 @@ class Conversion:
     """The same for the native kernel, at thrice the speed; None without it, or for a profile that is not its kind."""
 
     def apply(self, samples_HWC: np.ndarray) -> np.ndarray:
-        """As many channels as before, three for CMYK."""
+        """Convert pixels; keeps the number of channels, except three for CMYK."""
         if self.mode == "L":
             return self._gray_levels()[samples_HWC]
         if self.tables is not None:
@@ -95,7 +95,7 @@ def cmyk_to_srgb(inks_HWC: np.ndarray, profile: bytes | None, notes: list[str], 
     maxsize=32
 )  # 500 photos from everywhere share 16; reading one takes as long as decoding two photos
 def read_profile(profile: bytes) -> Conversion | None:
-    """None for what is damaged, too large, or describes no gray, RGB or CMYK."""
+    """Read a profile; None if it is damaged, too large, or not gray, RGB or CMYK."""
     if len(profile) > MAX_PROFILE_BYTES:
         return None
     try:

@@ -50,7 +50,7 @@ class JpegHeader:
     has_adobe: bool = False
     exif: bytes | None = None
     icc_parts: dict[int, bytes] = field(default_factory=dict)
-    """By their number: a segment holds 64 kB, and a profile may need several."""
+    """Parts of the ICC profile by number: a segment has at most 64 kB, and a profile may need several."""
     num_icc_parts: int = 0
     mpf: bytes | None = None
     sos_start: int = 0

@@ -57,7 +57,9 @@ def decode_shrunk(
 
 
 def plan_shrink(height: int, width: int, orientation: int, options: NormalizeOptions) -> Shrink | None:
-    """For decoded pixels; None if no side shrinks, one grows or shrinks too far, or the result would look tiny."""
+    """Plan the downscaling of decoded pixels; None if no side shrinks, one grows or shrinks too far, or the result
+    would look tiny.
+    """
     is_turned = orientation in SWAPS_SIDES
     upright = (width, height) if is_turned else (height, width)
     rows, columns = kept_spans(*upright, options)

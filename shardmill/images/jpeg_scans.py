@@ -70,11 +70,11 @@ class Component:
     """One colour of the frame."""
 
     number_of_blocks: int
-    """In a scan that holds this component alone."""
+    """Number of blocks in a scan of only this component."""
     blocks_per_unit: int
-    """In a scan that holds several."""
+    """Number of blocks per unit in a scan of several components."""
     is_set: bytearray
-    """Of a progressive frame: 1 for each coefficient that a scan has given a value."""
+    """For a progressive frame: 1 for each coefficient that a scan has set."""
     bits_left: list[int] = field(default_factory=lambda: [1] * NUM_COEFFICIENTS)
     """Number of bits of each coefficient that later scans must provide; 1 before the first scan."""
 
@@ -93,7 +93,7 @@ class Scan:
     is_refinement: bool
 
     def walk(self, bits: Bits, start: int, num_units: int) -> int:
-        """Takes the bits of the units from number `start` on; returns how many more are said to be empty.
+        """Read the bits of the units from number `start` on; returns how many further units are declared empty.
 
         Raises `Damaged` if there are not as many.
         """
@@ -194,7 +194,7 @@ class Frame:
     is_progressive: bool = False
     num_units: int = 0
     tables: dict[int, list[int]] = field(default_factory=dict)
-    """By class and number, in one byte as DHT has them."""
+    """Tables by class and number, in one byte as in DHT."""
     restart_interval: int = 0
 
     def read_segment(self, marker: int, payload: bytes) -> None:
@@ -248,7 +248,9 @@ class Frame:
 
 
 def make_table(counts: bytes, symbols: bytes) -> list[int]:
-    """For each 16 bits, the code that they begin with: 256 times its length, plus its symbol; -1 if there is none."""
+    """For each 16-bit prefix, the code that it begins with: 256 times its length, plus its symbol; -1 if there
+    is none.
+    """
     table: list[int] = []
     remaining = iter(symbols)
     for length, count in enumerate(counts, start=1):

@@ -60,7 +60,7 @@ class Layout:
     alpha_kind: int
     """One of the two alpha constants, or 0 without alpha."""
     alpha_place: int
-    """Of the sample that is alpha."""
+    """Index of the alpha sample."""
     byte_order: str
 
     def row_bytes(self) -> int:

@@ -33,7 +33,7 @@ class Photo:
 
     page: Directory
     num_pages: int
-    """Of full resolution, in the chain."""
+    """Number of full-resolution pages in the chain."""
     is_preview: bool
     """The file calls each of its pages a preview."""
     has_larger_behind: bool

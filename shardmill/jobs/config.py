@@ -37,7 +37,7 @@ _KEYS_FIX = "`shardmill config show` prints every key"
 _EXPECTED_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 _TYPES_OF_VALUES = ("bool", "float", "constrained-float")
-"""In the place of a key, if a value may also be a word: `true` or `"auto"`."""
+"""Types shown in place of a key, if a value may also be a word: `true` or `"auto"`."""
 
 
 class DatasetConfig(Section):

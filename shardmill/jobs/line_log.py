@@ -23,7 +23,7 @@ Warn = Callable[[str], None]
 
 
 def warn_on_stderr(sentence: str) -> None:
-    """For logs without an observer."""
+    """Warn on stderr, for logs without an observer."""
     sys.stderr.write(f"WARNING: {redacted_text(sentence)}\n")
 
 

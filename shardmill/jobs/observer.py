@@ -20,7 +20,7 @@ def is_progress(name: str) -> bool:
 
 
 class Observer(Protocol):
-    """Takes the events of a stage; called in the driver's main thread."""
+    """Receives the events of a stage; called in the driver's main thread."""
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """Something worth a line in `events.jsonl` happened, such as `etl.progress` or `etl.committed`."""

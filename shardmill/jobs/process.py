@@ -80,7 +80,7 @@ class StopRequest:
     is_made: bool = False
 
     def make(self) -> None:
-        """From here on the work has `patience_seconds`."""
+        """Request the end: from now on the work has `patience_seconds`."""
         self.is_made = True
         # A timer of the kernel, and no thread: a handler must not wait for a lock that the interrupted code may hold.
         signal.setitimer(signal.ITIMER_REAL, self.patience_seconds)
@@ -245,7 +245,7 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def private_temporary_folder() -> Iterator[Path]:
-    """For this process and what it starts, "the temporary folder" is one of its own."""
+    """Use a private temporary folder for this process and its children."""
     scratch = Scratch()
     before, tempfile.tempdir = tempfile.tempdir, str(scratch.path)
     try:

@@ -65,7 +65,7 @@ class RunState:
     status: Literal["running", "partial", "ok", "failed"]
     """`partial`: all stages so far ended well, and the pipeline has others."""
     exit_code: int | None
-    """None while the run continues."""
+    """Exit code; None while the run continues."""
     error: str = ""
 
 

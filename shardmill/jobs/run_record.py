@@ -54,7 +54,7 @@ class RunRecord:
         self.ended: list[StageRecord] = []
         """The stages that this process has run, in order."""
         self.summary: dict[str, Any] = {}
-        """As it was last written."""
+        """The summary as last written."""
         self._has_lost = False
         self._sections = tuple(sections)
         self._whole = whole

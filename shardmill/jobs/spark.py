@@ -92,7 +92,7 @@ def one_spark() -> Iterator[None]:
 
 @contextmanager
 def spark_for_retries() -> Iterator[None]:
-    """For work that opens a context again after a fault: it gets a fresh one, where there can be a second."""
+    """Let work reopen a Spark context after a fault: a fresh one, unless the driver can have only one."""
     with one_spark() if _driver_is_on_cluster() else nullcontext():
         yield
 

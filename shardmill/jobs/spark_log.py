@@ -66,6 +66,6 @@ def open_spark_log() -> IO[bytes] | None:
 
 
 def spark_log_hint() -> str:
-    """For an error's hint: the file that holds the JVM's output, or "" if it goes to this process's own."""
+    """Return a hint for errors: the file with the JVM's output, or "" if it goes to this process's own output."""
     log = _log.get()
     return f"Spark's own report is in {log.uri}" if log is not None else ""

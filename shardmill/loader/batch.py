@@ -30,7 +30,7 @@ class LoaderBatch(Mapping[str, Any]):
     epoch: int
     step: int
     extra: Mapping[str, Any]
-    """For each extra column a value per row; None for null and padding."""
+    """Values of each extra column, one per row; None for null and padding."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name) if name in NAMES else self.extra[name]

@@ -49,12 +49,12 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Of the next batch."""
+        """Epoch of the next batch."""
         return self._epoch
 
     @property
     def step(self) -> int:
-        """Of the next batch, within its epoch."""
+        """Step of the next batch, within its epoch."""
         return self._step
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ from shardmill.storage_errors import as_storage_error
 CONNECT_TIMEOUT_SECONDS = 10.0
 """Time in which a NameNode must accept the first connection; the client alone would try for minutes."""
 REPEATED_SECONDS = 180.0
-"""For so long the client repeats a request of which nobody answers the address; measured."""
+"""Time for which the client repeats a request to an address that does not answer; measured."""
 _BLOCK_BYTES = 1 << 22
 # What a NameNode answers beyond absence: `RPCError("<Java class>", "<message>\n\tat <stack>")`.
 _REFUSAL = re.compile(r'^RPCError\("(?:[\w.]+[.$])?(\w+)", "(.*?)(?:\\n|"\)$)', re.DOTALL)

@@ -210,7 +210,7 @@ def _check_status(response: BaseHTTPResponse) -> None:
 
 @functools.cache
 def connections(pid: int) -> PoolManager:
-    """Of one process: a connection cannot be shared with a fork."""
+    """Connections of one process: a connection cannot be shared with a fork."""
     import urllib3
 
     return urllib3.PoolManager(maxsize=_MAX_CONNECTIONS)

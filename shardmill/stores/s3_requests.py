@@ -113,7 +113,7 @@ class S3Requests:
             self._upload(bucket, key, len(data), lambda start, end: data[start:end])
 
     def put_file(self, bucket: str, key: str, file: Path) -> None:
-        """As `put`, of a file of which no more than a few pieces are held at once."""
+        """Like `put`, for a file of which only a few pieces are in memory at once."""
 
         def read(start: int, end: int) -> bytes:
             with open(file, "rb") as source:

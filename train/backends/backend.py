@@ -63,7 +63,7 @@ class ModelSpec:
     class_weights: tuple[float, ...] = ()
     """Loss weight of each class; empty if all are equal."""
     steps_per_epoch: int = 0
-    """Of the training; 0 if that is not known."""
+    """Number of steps per epoch; 0 if unknown."""
 
 
 def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
@@ -127,7 +127,7 @@ class Learner(Protocol):
     """A model whose variables exist, with its loss and its optimizer."""
 
     config_sha256: str
-    """Of what was built, before any step has changed it: two factories that build the same model agree in it."""
+    """Digest of the built model before any step: two factories that build the same model have the same digest."""
     outputs_are_logits: bool
     follows_schedule: bool
     """False if the optimizer of a compiled user model keeps the learning rate that it was compiled with."""
@@ -137,7 +137,7 @@ class Learner(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Learning rate of the next update."""
         ...
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
@@ -198,11 +198,11 @@ class Learner(Protocol):
         ...
 
     def freeze(self) -> None:
-        """From here on updates leave alone what `train.freeze` names until `train.unfreeze_epoch`."""
+        """From now on, updates do not change the weights of `train.freeze`, until `train.unfreeze_epoch`."""
         ...
 
     def unfreeze(self) -> None:
-        """From here on they change it, and the optimizer begins anew.
+        """From now on, updates change these weights again, and the optimizer starts anew.
 
         Adam corrects its means by the number of steps: with that of the first epochs and without their gradients it
         would change what was frozen several times as fast as the learning rate says.
@@ -245,7 +245,7 @@ class Recording(Protocol):
         ...
 
     def stop(self) -> None:
-        """Its files are complete then."""
+        """Stop recording and complete its files."""
         ...
 
 

@@ -20,10 +20,11 @@ SMALLEST_MOMENTUM = 0.5
 
 
 def largest_momentum(steps_per_epoch: int) -> float:
-    """For the moving statistics of models by name: a library's own may need more steps than a training has.
+    """Return the largest momentum of moving statistics for models chosen by name: a library's default may need more
+    steps than a training has.
 
     Keras's 0.99 forgets its initial values in 300 steps, MobileNetV2's 0.999 in 3000; until then a model is evaluated
-    with statistics that are not those of its activations. Whoever brings a model of their own has chosen a momentum.
+    with statistics that are not those of its activations. Users choose the momentum of their own models.
     """
     if not steps_per_epoch:
         return 1.0

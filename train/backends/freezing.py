@@ -48,7 +48,7 @@ def never_unfrozen(config: TrainConfig) -> str:
 
 
 def frozen_names(config: TrainConfig, names: Sequence[str], head: Collection[str]) -> set[str]:
-    """Of `names`, those that a pattern of `train.freeze` matches; `head`: those of the last layer.
+    """Return the elements of `names` that a pattern of `train.freeze` matches; `head`: the names of the last layer.
 
     Raises UsageError for a pattern that matches nothing, and if nothing is left to train.
     """

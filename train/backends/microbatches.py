@@ -9,7 +9,7 @@ from shardmill.values import Batch
 
 
 def microbatches_of(batch: Batch, num_microbatches: int) -> Iterator[Batch]:
-    """At most `num_microbatches` of consecutive rows, not copied; their sizes differ by at most one."""
+    """Divide into at most `num_microbatches` of consecutive rows, not copied; their sizes differ by at most one."""
     num_rows = len(batch.labels_N)
     num_microbatches = min(num_microbatches, num_rows)
     for number in range(num_microbatches):

@@ -94,7 +94,7 @@ def are_logits(
 
 
 def form_of(outputs_NK: np.ndarray) -> OutputForm | None:
-    """Of the rows that are finite; None if none is."""
+    """Return the form of the finite rows; None if there are none."""
     rows_NK = outputs_NK[np.isfinite(outputs_NK).all(axis=1)].astype(np.float64)
     if not len(rows_NK):
         return None

@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """In the names of what it writes: no attempt ever writes over another one's files."""
+        """Part of the names of the attempt's files: no attempt ever overwrites another one's files."""
         return f"a{self.number:08d}"
 
     def check(self) -> None:

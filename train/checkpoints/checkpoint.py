@@ -153,7 +153,7 @@ def check_resumable(found: FoundCheckpoint, now: TrainingIdentity, allowed: Coll
 
 
 def delete_older(folder: CheckpointFolder, keep: str) -> None:
-    """Of the complete ones the newest stay, those of the best epochs that they name, and `keep`."""
+    """Delete older checkpoints. The newest complete ones, the best epochs' ones that they name, and `keep` stay."""
     names_of = _list_checkpoints(folder.store, folder.training_dir)
     complete = sorted((path for path, names in names_of.items() if MARKER in names), key=_place_of)
     # Nothing of a newer attempt is older than this one's. What an older one is still writing will be refused to it.

@@ -34,7 +34,7 @@ STORING, OF_ALL_RANKS = Activity("storing a checkpoint"), waiting("the checkpoin
 
 
 class Ranks(Protocol):
-    """Those that write a checkpoint together; see train/strategies/member.py."""
+    """The ranks that write a checkpoint together; see train/strategies/member.py."""
 
     rank: int
     world_size: int
@@ -48,7 +48,7 @@ class Moment:
     """A moment of a training, as one rank has it."""
 
     path: str
-    """Of its checkpoint."""
+    """Path of its checkpoint."""
     files: dict[str, list[np.ndarray]]
     """This rank's, by name."""
     identity: TrainingIdentity
@@ -68,7 +68,7 @@ class Written:
 
 
 class CheckpointWriter:
-    """On one rank."""
+    """Writes the checkpoints of one rank."""
 
     def __init__(self, folder: CheckpointFolder, ranks: Ranks, reporter: Reporter) -> None:
         self._folder = folder

@@ -19,13 +19,13 @@ class Activity:
     """One thing that the thread which trains does, or waits for; it or the framework that it has called says so."""
 
     what: str = "its own work"
-    """For people; activities of one name are timed together."""
+    """Name for people; activities of one name are timed together."""
     waits: bool = False
-    """It ends only when the other ranks arrive, too."""
+    """Whether it ends only when the other ranks arrive, too."""
     repeats: bool = False
-    """It is done over and over alike, so that the times it took tell how long it may take."""
+    """Whether it repeats, so that its past times predict how long it may take."""
     may_take_seconds: float = 0.0
-    """At least so long is allowed, however quick it was before."""
+    """Minimum time limit, even if it was fast before."""
 
 
 class ReportsActivity(Protocol):
@@ -40,7 +40,7 @@ class ReportsActivity(Protocol):
 
 
 def waiting(what: str) -> Activity:
-    """For other ranks."""
+    """The activity of waiting for other ranks."""
     return Activity(what, waits=True)
 
 

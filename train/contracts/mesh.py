@@ -31,7 +31,7 @@ class DataIndex:
 
     @property
     def fraction(self) -> float:
-        """Of all streams."""
+        """Fraction of all streams."""
         return len(self.streams) / self.num_streams
 
 
@@ -108,7 +108,7 @@ class Mesh:
 
     @property
     def streams(self) -> list[range]:
-        """By data index."""
+        """Streams by data index."""
         if self.weights:
             return streams_by_weight(self.weights, self.num_streams)
         return [streams_of_rank(index, self.data_size, self.num_streams) for index in range(self.data_size)]
@@ -123,12 +123,12 @@ class Mesh:
 
     @property
     def most_streams(self) -> int:
-        """Of one rank."""
+        """Maximum number of streams of one rank."""
         return max(map(len, self.streams))
 
     @property
     def fewest_streams(self) -> int:
-        """Of one rank."""
+        """Minimum number of streams of one rank."""
         return min(map(len, self.streams))
 
     def data_index(self, rank: int) -> DataIndex:

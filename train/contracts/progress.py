@@ -97,14 +97,14 @@ class Progress:
 
     cursor: Cursor = field(default_factory=lambda: Cursor(0, 0))
     loss_sum: float = 0.0
-    """Of each step's loss times its number of samples."""
+    """Sum over steps of the loss times the number of samples."""
     num_correct: float = 0.0
     epoch_seconds: float = 0.0
     last_loss_hex: str = (0.0).hex()
     spent: TimeSpent = TimeSpent()
     early_stop: EarlyStop = EarlyStop()
     best: BestEpoch | None = None
-    """None before the first epoch's end, and without a validation split."""
+    """Best epoch; None before the end of the first epoch, and without a validation split."""
     history: tuple[EpochRecord, ...] = ()
     skipped: Skipped = Skipped()
     num_overflowed: int = 0

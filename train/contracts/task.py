@@ -10,7 +10,7 @@ from train.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """All that a rank needs to know."""
+    """All input of a rank."""
 
     config: TrainConfig
     dataset: DatasetPin
@@ -18,7 +18,7 @@ class WorkerTask:
     training_dir: str
     """Relative to `models_uri`: where this training keeps its checkpoints and its result."""
     model_source_sha256: str
-    """As the driver found it; a rank that finds another source must not train."""
+    """Digest found by the driver; a rank that finds another source must not train."""
     continues: str = ""
     """Relative to `models_uri`: the checkpoint of another training (a shorter one, or one that `--allow-change`
     accepts) from which this one continues; empty if there is none."""

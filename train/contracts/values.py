@@ -30,9 +30,9 @@ class ModelIdentity:
     """
 
     source_sha256: str
-    """Of the factory's own source; empty for the models of this program."""
+    """Digest of the factory's own source; empty for shardmill's models."""
     config_sha256: str
-    """Of what it built."""
+    """Digest of the built model's configuration."""
 
     def differences(self, now: ModelIdentity) -> list[str]:
         """One phrase for each part that differs in `now`."""
@@ -51,7 +51,7 @@ class Metric:
     name: str
     """The field of `Evaluation`."""
     words: str
-    """For people."""
+    """Words for people."""
     higher_is_better: bool
 
     def reaches(self, figure: float, limit: float) -> bool:
@@ -83,7 +83,7 @@ class ClassFigures:
     precision: float
     recall: float
     average_precision: float | None = None
-    """Of several classes an image; None without a sample of this one."""
+    """For several classes per image; None without a sample of this class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +116,15 @@ class Evaluation:
     accuracy: float | None
     """Samples whose class is right; of several classes an image the answers (yes or no) that are; None for numbers."""
     top5_accuracy: float | None
-    """None with at most five classes, of which all would be in the first five."""
+    """None with at most five classes, because all would be in the first five."""
     per_class: tuple[ClassFigures, ...]
     label_kind: LabelKind = "class"
     mean_average_precision: float | None = None
-    """Of several classes an image: the mean over the classes that occur."""
+    """For several classes per image: the mean over the classes that occur."""
     mean_absolute_error: float | None = None
-    """Of numbers."""
+    """For numeric labels."""
     confused: Confusion | None = None
-    """None if it is kept apart (`train.evaluation.evaluate.write_confusion`), or known for no class."""
+    """None if it is stored separately (`train.evaluation.evaluate.write_confusion`), or unknown."""
 
     @property
     def metric(self) -> Metric:
@@ -133,7 +133,7 @@ class Evaluation:
 
     @property
     def figure(self) -> float:
-        """Its value."""
+        """Value of the metric."""
         return getattr(self, self.metric.name)
 
     def without_classes(self) -> Evaluation:
@@ -149,7 +149,7 @@ class EpochRecord:
     num_steps: int
     train_loss: float
     train_accuracy: float | None
-    """As `Evaluation.accuracy`."""
+    """Training accuracy, defined as `Evaluation.accuracy`."""
     learning_rate: float
     seconds: float
     validation: Evaluation | None
@@ -180,9 +180,9 @@ class TrainResult:
     checkpoint: str
     """Relative to the models' root: the checkpoint that holds those weights."""
     last_checkpoint: str
-    """Likewise: where the training ended, and where a longer one continues."""
+    """Checkpoint at which the training ended, and from which a longer one continues."""
     continued_from: str
-    """Likewise: the last checkpoint of the shorter training that this one continued; empty for none."""
+    """Last checkpoint of the shorter training that this one continued; empty for none."""
     model: ModelIdentity
     strategy: str
     world_size: int
@@ -193,17 +193,18 @@ class TrainResult:
     time_shares: TimeShares
     final_loss_hex: str
     weights_sha256: str
-    """Of the weights in `checkpoint`."""
+    """Digest of the weights in `checkpoint`."""
     stopped_early: bool
     resumed_from: Cursor | None
     history: tuple[EpochRecord, ...]
     evaluation: Evaluation | None
-    """On the test split, or on validation if there is no test split; None if there is neither. Its per-class figures
-    are rank 0's alone."""
+    """Evaluation on the test split, or on validation if there is no test split; None if there is neither. Its per-class
+    values exist only on rank 0.
+    """
     num_skipped_steps: int = 0
-    """Of `num_steps`, those whose update was left out because loss or gradient was not finite."""
+    """Number of steps whose update was skipped because loss or gradient was not finite."""
     num_overflowed_steps: int = 0
-    """Likewise because the scale of the loss was too large for float16."""
+    """Number of steps that were skipped because the loss scale was too large for float16."""
     export_backend: str = "keras"
     """The backend that exports this model."""
     placement: tuple[RankDevices, ...] = ()

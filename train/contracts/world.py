@@ -67,12 +67,13 @@ class World:
     """Among those of its host."""
     ranks_per_node: int = 1
     address: str = LOOPBACK
-    """Of this host, as the other ranks reach it."""
+    """Address of this host at which the other ranks reach it."""
     exchange: Gather = alone
-    """They go through the driver, authenticated: for addresses, not for work. All
-    ranks call it equally often."""
+    """Exchanges data through the driver, authenticated: for addresses, not for gradients. All ranks call it equally
+    often.
+    """
     exchange_aside: Gather = alone
-    """Likewise, for another thread than the one that trains."""
+    """Like `exchange`, for threads other than the training thread."""
     may_begin: Callable[[int], bool] = _always
     """Asked by every rank before each global step, by a chief also ahead of it; False: the training is to stop before
     this step, and then it is so on all ranks (train/launching/stop_point.py)."""

@@ -84,7 +84,7 @@ def evaluation_section(evaluation: Evaluation | None) -> dict[str, Any] | None:
 
 
 def write_confusion(store: Store, training_dir: str, confused: Confusion) -> None:
-    """In a file of its own: it grows with the square of the number of classes."""
+    """Write the confusion matrix to a separate file: it grows with the square of the number of classes."""
     store.put(f"{training_dir}/{CONFUSION}", with_checksum(to_json(confused)))
 
 

@@ -46,11 +46,11 @@ class InitialFile:
     """Absolute: ranks may start elsewhere."""
     suffix: str
     class_names: tuple[str, ...] | None = None
-    """Of an export of ours; None if the file does not say them."""
+    """Class names of a shardmill export; None if the file has none."""
     image_shape_HWC: tuple[int, int, int] | None = None
-    """Likewise."""
+    """Image shape, likewise."""
     sha256: str = ""
-    """As the export's record or the config has it; empty if the file has yet to be hashed."""
+    """Digest in the export's record or the config; empty if the file is not hashed yet."""
 
     def check(self) -> None:
         """Raises UsageError if there is none, if it begins as no file of its kind, or if it is larger than any model

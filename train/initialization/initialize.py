@@ -23,7 +23,7 @@ INITIALIZED = "initialized.json"
 """The `Initialized` of a training, in its folder."""
 MAX_LISTED = 20
 _FEW = 0.5
-"""Of the model's numbers; from a backbone without its head most come."""
+"""Share of the model's numbers below which a warning is logged; a backbone without its head has most of them."""
 
 
 def initialize(session: Session) -> None:

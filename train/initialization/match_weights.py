@@ -22,7 +22,7 @@ class Initialized:
     num_weights: int
     """Arrays of the model."""
     share: float
-    """Of the model's numbers."""
+    """Share of the model's numbers."""
     replaced: tuple[str, ...]
     """Weights of the head that keep their fresh values, and why: other shapes, or other classes."""
     missing: tuple[str, ...]
@@ -41,7 +41,7 @@ class Match:
     unused: tuple[str, ...]
 
     def initialized(self, source: str, weights: Mapping[str, np.ndarray]) -> Initialized:
-        """For the record."""
+        """Return the record."""
         size = sum(array.size for array in weights.values())
         share = sum(array.size for array in self.arrays.values()) / max(1, size)
         return Initialized(source, len(self.arrays), len(weights), share, self.replaced, self.missing, self.unused)
@@ -100,7 +100,7 @@ def match_weights(
 
 
 def listed(names: Collection[str], most: int = MAX_NAMED) -> str:
-    """For people: the first of them, and how many there are beyond."""
+    """List the first names for people, and how many follow."""
     shown = "; ".join(list(names)[:most])
     return shown + (f"; and {len(names) - most} more" if len(names) > most else "")
 

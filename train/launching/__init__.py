@@ -48,7 +48,7 @@ class Launcher:
     check: Callable[[int, SparkConfig], None] = _no_limit
     """(world size, section `spark`): raises UsageError if so many ranks cannot start, as far as that is known."""
     strategies: tuple[str, ...] | None = None
-    """Whose ranks it can start; None for all, because ranks meet through their driver."""
+    """Strategies whose ranks it can start; None for all, because ranks meet through their driver."""
     ranks_here: Callable[[int, SparkConfig], int] = _none_here
     """(world size, section `spark`) -> how many of the ranks run on this machine and share its cores."""
     starts_again: bool = True
@@ -60,11 +60,11 @@ class Launcher:
     started_by_others: bool = False
     """The processes exist already: each of them runs this command (torchrun, SLURM, MPI, Kubernetes)."""
     chooses_nics: bool = False
-    """It gives its ranks all of `train.nics` on every host, also if none runs here."""
+    """It passes all of `train.nics` to its ranks on every host, even if no rank runs here."""
     starts_helpers: bool = True
-    """It can start more processes than the loop runs in: the workers and servers of a strategy with a chief."""
+    """It can start more processes than the loop uses: the workers and servers of a strategy with a chief."""
     outlives_ranks: bool = False
-    """Its job goes on without a lost rank, if the strategy does (`Strategy.may_lose`)."""
+    """Its job continues without a lost rank, if the strategy does (`Strategy.may_lose`)."""
 
 
 LAUNCHERS: Registry[Launcher] = Registry(

@@ -77,7 +77,7 @@ def rank_processes(
     report_output: Callable[[int, str], None],
     report_exit: Callable[[int, RankExit], None],
 ) -> Iterator[None]:
-    """Those of some ranks, by number: started on entry; none is left on exit, however that comes.
+    """The processes of some ranks, by number: started on entry; none is left on exit in any case.
 
     What each prints and how it ends is reported with the rank's number, from threads.
     """
@@ -102,7 +102,7 @@ def rank_processes(
 
 
 def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str] | None = None) -> int:
-    """For launchers whose processes start elsewhere: run one rank and report its exit to the driver. -> its exit code.
+    """Run one rank and report its exit to the driver, for launchers whose processes start elsewhere. -> its exit code.
 
     `environment` holds the driver's address and token; `assigned`: see `devices_of_rank`.
     """

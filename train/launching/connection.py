@@ -101,7 +101,7 @@ class Connection:
 
     @property
     def own_address(self) -> str:
-        """Of this host, on the network that the other side is reached by."""
+        """Return the address of this host on the network of the other side."""
         return self._socket.getsockname()[0]
 
     def set_timeout(self, until_seconds: float | None) -> None:

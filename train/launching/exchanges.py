@@ -17,7 +17,7 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class ExchangeAssembler:
-    """On the driver: puts what the ranks give to one exchange together."""
+    """Assembles the contributions of the ranks to one exchange, on the driver."""
 
     def __init__(self, world_size: int) -> None:
         self._waiting: dict[Lane, list[deque[str]]] = {lane: [deque() for _ in range(world_size)] for lane in LANES}
@@ -32,7 +32,7 @@ class ExchangeAssembler:
 
 
 class RankExchange:
-    """On a rank: `World.exchange` and `World.exchange_aside`."""
+    """Implements `World.exchange` and `World.exchange_aside` on a rank."""
 
     def __init__(self, send: Callable[[Exchange], None], lane: Lane) -> None:
         self._send = send

@@ -58,7 +58,7 @@ class RankFault:
     where: str
     """Host and process; empty before the rank has said hello."""
     seen_seconds: float
-    """On the driver's monotonic clock."""
+    """Time on the driver's monotonic clock."""
     what: str = ""
     last_step: Cursor | None = None
     failure: Failure | None = None

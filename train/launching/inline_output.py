@@ -70,7 +70,7 @@ class InlineOutput:
         return getattr(self._driver, "speaks", False)
 
     def record(self, text: str) -> None:
-        """From any thread."""
+        """Record output from any thread."""
         # Between two steps no more is kept than all of them together may print.
         if self._is_over or self._num_waiting > MAX_TOLD_BYTES:
             return
@@ -78,12 +78,12 @@ class InlineOutput:
         self._printed.append(text)
 
     def step(self, step: GlobalStep) -> None:
-        """As the observer's."""
+        """Forward a step to the observer."""
         with self._for_driver():
             self._observer.step(step)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        """As the observer's."""
+        """Forward an event to the observer."""
         with self._for_driver():
             self._observer.event(name, fields)
 

@@ -60,7 +60,7 @@ class InlineWatch:
         return self._clock.begin(activity, time.monotonic())
 
     def watch(self, trains: threading.Thread, is_over: threading.Event) -> None:
-        """Until it is over, or the rank has to be ended."""
+        """Watch until the rank finishes or must be ended."""
         ticked_seconds = time.monotonic()
         while not is_over.wait(TICK_SECONDS):
             now = time.monotonic()

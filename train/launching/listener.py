@@ -32,9 +32,9 @@ class Received:
     role: str
     rank: int
     message: Message | None
-    """None: the connection closed."""
+    """The message; None: the connection closed."""
     seen_seconds: float
-    """On this process's monotonic clock."""
+    """Time on this process's monotonic clock."""
 
 
 class RankListener:

@@ -71,7 +71,7 @@ class Heartbeat:
     """Still alive, and what the rank's main thread does: `Reporter.doing`."""
 
     num_calls: int = 0
-    """Of `Reporter.doing` so far: a rank for which it does not grow makes no progress."""
+    """Number of `Reporter.doing` calls so far: a rank makes progress only if it grows."""
     activity: Activity = field(default_factory=Activity)
     timed: tuple[Timed, ...] = ()
     """Durations of this rank's repeated activities."""
@@ -113,7 +113,7 @@ class Failure:
     expected: str
     fix: str
     exit_code: int
-    """Of a ShardmillError its own; 5 for anything else."""
+    """Exit code of a ShardmillError; 5 for other errors."""
     collective: bool
     """True if the error only says that another rank went away."""
     traceback: str
@@ -215,7 +215,7 @@ class RankExit:
     """An agent saw its rank's process end."""
 
     returncode: int
-    """As `subprocess` gives it: minus the signal's number if a signal ended it."""
+    """Return code as in `subprocess`: minus the signal's number if a signal ended it."""
     output_tail: str
     """The last lines that the process wrote to stdout and stderr."""
     kind: Literal["rank_exit"] = "rank_exit"

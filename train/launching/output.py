@@ -30,7 +30,7 @@ class OutputLines:
         self._take(lines)
 
     def end(self) -> None:
-        """Nothing comes after this."""
+        """End the output."""
         if self._unfinished:
             self._take([self._unfinished])
             self._unfinished = b""

@@ -81,7 +81,7 @@ class DriverReporter:
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """For any thread."""
+        """Return a heartbeat; may be called from any thread."""
         return heartbeat_of(self._clock)
 
 

@@ -38,11 +38,11 @@ class Question:
     """The request and its recipient."""
 
     module: str
-    """Its main program calls `answer`."""
+    """Module whose main program calls `answer`."""
     task: bytes
     """JSON."""
     environment: Mapping[str, str]
-    """In addition to this process's own."""
+    """Variables added to this process's own."""
     timeout_seconds: float | None
     key: str = ""
     """Config key of that time limit, for people."""

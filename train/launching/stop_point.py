@@ -12,7 +12,9 @@ import threading
 
 
 class StopPoint:
-    """On one rank. The thread that trains calls `may_begin`, the one that receives from the driver the rest."""
+    """A rank's side. The training thread calls `may_begin`, and the thread that receives from the driver calls the
+    rest.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -44,7 +46,7 @@ class StopPoint:
 
 
 class StopAgreement:
-    """On the driver: the answers of the ranks."""
+    """The driver's side: the answers of the ranks."""
 
     def __init__(self) -> None:
         self.is_asked = False

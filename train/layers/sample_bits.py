@@ -64,7 +64,7 @@ class DropRate:
         # Of what sixteen bits are as a signed integer.
         self.smallest_kept = num_dropped - 2 ** (BITS_OF_ELEMENT - 1)
         self.scale = 2**BITS_OF_ELEMENT / (2**BITS_OF_ELEMENT - num_dropped)
-        """Of what is kept, so that the expectation stays."""
+        """Scale of the kept elements, which preserves the expectation."""
 
 
 # A strategy of tf.distribute traces replicas in turn, each in a thread of its own and with rows of its own.

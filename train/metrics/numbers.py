@@ -19,7 +19,7 @@ class NumberMetrics:
     def __init__(self, labels: LabelSpec) -> None:
         self._labels = labels
         self._sums = np.zeros(3)
-        """Of squared errors, of absolute errors, of samples."""
+        """Sums of squared errors, of absolute errors, and of samples."""
 
     def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
         is_real_N = batch.weights_N > 0

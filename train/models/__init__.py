@@ -51,4 +51,4 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
 )
 
 BUILD_FOR_ANY_IMAGE = frozenset({"small_cnn", "vit"})
-"""Those whose build no size of images, and no number of outputs, can make fail; any other is tried before the ETL."""
+"""Models that build for any image size and number of outputs; other models are built as a check before the ETL."""

@@ -27,7 +27,7 @@ class Architectures:
 
     module: str
     find_names: Callable[[Path], Iterator[str]]
-    """From the module's own file."""
+    """Finds names in the module's own file."""
     build: Callable[[str, tuple[int, int, int], int], Any]
     """(name, image_shape_HWC, num_classes) -> a model that gives logits."""
 

@@ -13,7 +13,7 @@ FEW_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that the rules look at."""
+    """All facts that the rules read."""
 
     num_workers: int
     """0: not chosen yet."""
@@ -37,7 +37,7 @@ class Facts:
     none.
     """
     num_gpus: int = 0
-    """Of this machine, for ranks that take one each."""
+    """Number of GPUs of this machine, for ranks that use one each."""
     may_use_cluster: bool = True
     """The launcher is not one that starts ranks on this machine."""
     num_places: int | None = None
@@ -45,9 +45,9 @@ class Facts:
     why_no_places: str = ""
     """Reason why a cluster's `num_places` is unknown or 0."""
     num_steps: int | None = None
-    """Of the whole training; None as long as there is no dataset."""
+    """Number of steps of the whole training; None without a dataset."""
     num_rows: int | None = None
-    """Of the train split, likewise."""
+    """Number of rows of the train split; None without a dataset."""
 
     @property
     def has_cluster(self) -> bool:
@@ -55,7 +55,7 @@ class Facts:
 
     @property
     def has_room(self) -> bool:
-        """For several ranks."""
+        """Whether there is room for several ranks."""
         return (self.num_places or 0) > 1 if self.has_cluster else self.num_gpus > 1
 
 
@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RanksRule:
-    """Likewise, for how many ranks there are."""
+    """A rule for the number of ranks."""
 
     choice: str
     applies: Callable[[Facts], bool]

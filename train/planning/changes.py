@@ -40,7 +40,7 @@ class BegunTraining:
     path: str
 
     def read(self, models_uri: str) -> str:
-        """Its folder below this models' root; empty if the run has begun none there."""
+        """Read its folder below this models folder; empty if the run has begun none there."""
         try:
             begun = json.loads(self.store.read(self.path))
         except (FileNotFoundError, ValueError):
@@ -77,7 +77,7 @@ class Changed:
     found: FoundCheckpoint
     differences: tuple[str, ...]
     refused: tuple[str, ...]
-    """Those that were not allowed."""
+    """Names of the differences that were not allowed."""
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:

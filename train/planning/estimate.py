@@ -41,7 +41,7 @@ class Estimate:
     steps_per_epoch: int
     global_batch_size: int
     local_batch_size: int
-    """Of the rank that has most streams."""
+    """Local batch size of the rank with most streams."""
     window_bytes_per_rank: int
     cost: StepCost
     exchange_seconds: float
@@ -56,7 +56,7 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """On the device of a rank."""
+        """Memory needed on the device of a rank."""
         return self.cost.state_bytes + self.cost.work_bytes
 
     def document(self) -> dict[str, Any]:

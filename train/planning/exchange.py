@@ -13,12 +13,12 @@ from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
 
 @dataclass(frozen=True, slots=True)
 class ExchangeFacts:
-    """All that the rules look at; seconds of one step."""
+    """All facts that the rules read; seconds of one step."""
 
     step_seconds: float
     """Mean over the ranks; with the exchange."""
     exchange_seconds: float
-    """Of the rank that came last, and waited for none; only what the computation did not hide."""
+    """Exchange time of the last rank, which waited for none; only the part that computation did not hide."""
     num_ranks: int
     measured: str
     """Source of the measurement, in words."""
@@ -55,7 +55,7 @@ class Weighed:
 
     choice: str
     reason: str
-    """With the numbers, for people."""
+    """Reason with numbers, for people."""
 
 
 def weigh(facts: ExchangeFacts) -> Weighed:

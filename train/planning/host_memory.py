@@ -21,11 +21,11 @@ class Limit:
     """The usable amount of a memory."""
 
     device: str
-    """Whose it is, in words."""
+    """Owner of the memory, in words."""
     rank_bytes: int
-    """By each rank; 0: an equal part of `host_bytes`."""
+    """Limit per rank; 0: an equal part of `host_bytes`."""
     host_bytes: int = 0
-    """By all ranks of the host."""
+    """Limit of all ranks of the host."""
     on_gpu: bool = False
 
 
@@ -70,7 +70,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def gpu_bytes() -> int:
-    """Of the smallest GPU here, as NVIDIA's driver says; 0 if it does not."""
+    """Memory of the smallest GPU here, from NVIDIA's driver; 0 if unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout

@@ -45,7 +45,7 @@ class Fitted:
 
     config: TrainConfig
     fit: Fit | None
-    """None if there was nothing to choose, or nothing was measured."""
+    """The choice; None if there was nothing to choose, or nothing was measured."""
     available: str = ""
     """Memory that a rank may use; empty if unknown."""
     ample: str = ""
@@ -66,7 +66,7 @@ class Memory:
     """The memory of a training, for every world size at which it may continue."""
 
     record: MemoryRecord | None
-    """None if it was not measured."""
+    """The measurement; None if there is none."""
     spark: SparkConfig
     window_bytes: WindowBytes
     limit: Limit | None = None
@@ -125,7 +125,7 @@ def model_size(store: Store, checkpoint: str) -> str:
 
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
-    """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in microbatches."""
+    """Images of a step on the rank with most streams, or on one of its `num_gpus`, without microbatches."""
     of_update = -(
         -mesh_of(config).largest_share(config.global_batch_size) // config.options(LocalSgdOptions).local_steps
     )
@@ -133,7 +133,7 @@ def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
 
 
 def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
-    """In how many microbatches a step can be computed on every rank, with an image for each of its devices."""
+    """Maximum number of microbatches on every rank, with at least one image per device."""
     if has_chief(config) or config.sync_batch_norm:
         return 1
     of_rank = mesh_of(config).smallest_share(config.global_batch_size)

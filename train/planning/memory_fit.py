@@ -17,10 +17,10 @@ HALF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """All that the rules look at; bytes."""
+    """All facts that the rules read; bytes."""
 
     device: str
-    """Whose memory it is, in words."""
+    """Owner of the memory, in words."""
     device_bytes: int
     """Memory that a rank may use."""
     fixed_bytes: int
@@ -28,7 +28,7 @@ class MemoryFacts:
     image_bytes: int
     """Additional memory per image of a step, while it is computed."""
     num_images: int
-    """Of a step on a rank, were it computed at once."""
+    """Number of images of a step on a rank, without microbatches."""
     max_microbatches: int = 2**31
     may_change_precision: bool = False
     is_halved: bool = False
@@ -38,7 +38,7 @@ class MemoryFacts:
     recomputed_image_bytes: int = 0
     """0: that is not allowed, or was not measured."""
     why_not_recomputed: str = ""
-    """For people, if that was asked for."""
+    """Reason, for people, if recomputation was requested."""
     may_ask_to_recompute: bool = False
     """A person can still switch that on; what it would save was not measured."""
 
@@ -70,7 +70,7 @@ class MemoryFacts:
         return next(fitting, None)
 
     def helpful_microbatches(self) -> int:
-        """If nothing fits: the most, unless what does not depend on the batch is too large by itself."""
+        """If nothing fits: the maximum number, unless the memory for any batch size is already too large."""
         return max(self._parts()) if self.fixed_bytes < self.device_bytes else 1
 
     def _parts(self) -> Iterator[int]:
@@ -84,13 +84,13 @@ class Fit:
 
     choice: str
     num_microbatches: int
-    """For `train.accumulation_steps`."""
+    """Value of `train.accumulation_steps`."""
     to_bfloat16: bool
     """Whether `train.mixed_precision` becomes, or has become, bfloat16."""
     recomputes: bool
     """Whether `train.memory.activation_checkpointing` becomes `on`."""
     reason: str
-    """With the numbers, for people."""
+    """Reason with numbers, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def fit(facts: MemoryFacts) -> Fit:
 
 
 def size_of(num_bytes: float) -> str:
-    """In the unit that suits people."""
+    """Format bytes in a readable unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:,.1f} {unit}"

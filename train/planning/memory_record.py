@@ -11,7 +11,7 @@ class MemoryRecord(Section):
     device: str
     rank_bytes: int
     host_bytes: int
-    """As in `train.planning.host_memory.Limit`."""
+    """Value as in `train.planning.host_memory.Limit`."""
     on_gpu: bool
     fixed_bytes: int
     """Memory of a rank for any batch size, without its windows."""

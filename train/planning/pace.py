@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from train.planning.probe import StepCost
 
 MEASURED_SECONDS = 6.0
-"""Of steps, over as many epochs as they take; likewise, at most, of validation."""
+"""Duration of measured steps, over as many epochs as needed; the same limit applies to validation."""
 MIN_STEPS = 3
 PREFETCHED_BATCHES = 2
 """A full queue would feed the few measured steps faster than the reader can fill it."""
@@ -66,35 +66,35 @@ class Pace:
     step_seconds: float
     """Mean of a step, with the wait for its batch and its share of the start of an epoch."""
     input_wait_seconds: float
-    """Of that, the wait for the batch."""
+    """Part of it that is spent waiting for the batch."""
     first_validation_seconds: float = 0.0
     """Time of the first validation batch beyond that of the others, because the model's outputs are compiled then."""
     validation_seconds: float = 0.0
-    """Of this rank's validation batches after each epoch; 0 without a validation split."""
+    """Time of this rank's validation batches after each epoch; 0 without a validation split."""
 
     def training_seconds(self, num_epochs: int, steps_per_epoch: float, exchange_seconds: float) -> float:
-        """Of that many epochs, as `train.seconds` counts them but for checkpoints."""
+        """Return the time of so many epochs, counted like `train.seconds` but without checkpoints."""
         epoch_seconds = steps_per_epoch * (self.step_seconds + exchange_seconds) + self.validation_seconds
         return self.compile_seconds + num_epochs * epoch_seconds + self.first_validation_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """If every rank is as fast as the one that was measured here."""
+    """The speed of a training if every rank is as fast as the measured one."""
 
     num_epochs: int
     num_rows: int
-    """Of the train split."""
+    """Number of rows of the train split."""
     computed_images_per_second: float
-    """By computation and exchange alone."""
+    """Speed of computation and exchange alone."""
     pace: Pace | None
-    """None with silos, each of which reads a dataset of its own."""
+    """The pace; None with silos, each of which reads its own dataset."""
     training_seconds: float | None
-    """Of all epochs, with what `COUNTED` says; None without a pace."""
+    """Time of all epochs, as defined by `COUNTED`; None without a pace."""
 
     @property
     def images_per_second(self) -> float:
-        """Of the whole training; with silos, of computation and exchange alone."""
+        """Speed of the whole training; with silos, of computation and exchange alone."""
         if self.training_seconds is None:
             return self.computed_images_per_second
         return self.num_epochs * self.num_rows / self.training_seconds
@@ -133,7 +133,7 @@ def _not_measured(how: str) -> TrainingError:
 
 
 def measure(task: PaceTask) -> Pace:
-    """In this process, with a fresh framework."""
+    """Measure in this process, with a fresh framework."""
     dataset = open_pinned(task.dataset)
     batch_bytes = task.config.global_batch_size * math.prod(dataset.manifest.normalize.image_shape_HWC)
     prefetch_bytes = min(task.config.reading.prefetch_bytes, PREFETCHED_BATCHES * batch_bytes)

@@ -30,15 +30,15 @@ class TrainingPlan:
     """Ranks, strategy, launcher, backend, streams, and, once the memory was looked at, microbatches and precision."""
 
     asked: TrainConfig
-    """As the user's config has it."""
+    """The user's config."""
     spread: TrainConfig
-    """With everything decided that does not depend on memory."""
+    """The config with all decisions that do not depend on memory."""
     strategy_reason: str
     launcher_reason: str
     ranks_reason: str = ""
     """Empty if `train.num_workers` is set."""
     streams_reason: str = ""
-    """Likewise of `train.num_streams`."""
+    """Reason of `train.num_streams`."""
     numbers: tuple[str, ...] = ()
     """Observed facts: devices, places, data; empty if nothing was left to choose."""
     memory: Memory | None = None
@@ -116,7 +116,7 @@ class TrainingPlan:
         return replace(self, spread=self.spread.model_copy(update={"init_from": init_from}))
 
     def with_memory(self, memory: Memory) -> TrainingPlan:
-        """With the microbatches, the precision and the recomputation that follow from it."""
+        """Add the resulting microbatches, precision and recomputation."""
         return replace(self, memory=memory, fitted=memory.fitted(self.spread))
 
     def after_loss(self, num_workers: int) -> TrainingPlan:

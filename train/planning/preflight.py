@@ -39,12 +39,12 @@ class WindowMemory:
     """The maximum size of one rank's shuffle windows."""
 
     streams_per_rank: int
-    """Of the rank that owns most."""
+    """Number of streams of the rank with most streams."""
     window_chunks: int
     chunk_bytes: int
-    """Of the largest chunk."""
+    """Size of the largest chunk."""
     split_bytes: int
-    """Of all chunks of the train split; streams share a chunk that several of their windows hold."""
+    """Size of all chunks of the train split; streams share a chunk that several of their windows hold."""
     budget_bytes: int
 
     @property
@@ -52,7 +52,7 @@ class WindowMemory:
         return min(self.streams_per_rank * self.window_chunks * self.chunk_bytes, self.split_bytes)
 
     def as_fields(self) -> dict[str, str | int | float]:
-        """For an event."""
+        """Return the fields of an event."""
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
 
 

@@ -55,7 +55,7 @@ class StepCost:
     model_bytes: int
     """Likewise."""
     weights_bytes: int
-    """Of what gradients change, which is also the size of all gradients."""
+    """Size of the trainable weights, which equals that of all gradients."""
     sent_bytes: int
     """Bytes that a rank sends in one exchange of gradients."""
     state_bytes: int
@@ -68,9 +68,9 @@ class StepCost:
     process_bytes: int
     """The process itself before its first step: framework, weights, optimizer."""
     image_bytes: int
-    """Of `work_bytes`, what each image takes that is computed at a time."""
+    """Part of `work_bytes` per image computed at a time."""
     base_bytes: int
-    """And the rest, which does not grow with the images."""
+    """The other part, which does not grow with the images."""
 
 
 def probe(task: ProbeTask) -> StepCost:
@@ -85,7 +85,7 @@ def _not_measured(how: str) -> TrainingError:
 
 
 def measure(task: ProbeTask) -> StepCost:
-    """In this process, with a fresh framework."""
+    """Measure in this process, with a fresh framework."""
     config = task.config
     backend = BACKENDS[config.backend]
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 """The `PlanRecord` of a training, in its folder."""
 FORMER_CHOICE, FORMER_MEMORY = "chosen.json", "memory.json"
-"""In which the two halves of a record lie that was written before there was one."""
+"""Names of the two older records, before there was a single one."""
 _ADVICE = "delete it: `auto` is then resolved again, and numbers may differ by rounding"
 
 
@@ -39,7 +39,7 @@ class PlanRecord(Section):
     devices: str
     spark_master: str
     memory: MemoryRecord | None = None
-    """None if it was not measured."""
+    """The memory measurement; None if there is none."""
     decisions: tuple[Decision, ...] = ()
     """All of them, for people."""
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowShares:
-    """Of one epoch."""
+    """The rows of one epoch."""
 
     num_rows: int
     num_steps: int
     global_batch_size: int
     num_streams: int
     rows_of_ranks: tuple[int, ...]
-    """By data index (`train.contracts.mesh.Mesh`)."""
+    """Rows by data index (`train.contracts.mesh.Mesh`)."""
 
     def __str__(self) -> str:
         fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)
@@ -44,7 +44,9 @@ def follows_plan(config: TrainConfig) -> bool:
 
 
 def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
-    """Of a split with so many rows. Raises UsageError for more ranks than streams, and for a rank without a row."""
+    """Compute the shares of a split with so many rows. Raises UsageError for more ranks than streams, and for a rank
+    without a row.
+    """
     mesh = mesh_of(config)
     world_size = mesh.data_size
     # Where chunks end decides which rows a stream has, not how many.

@@ -57,16 +57,16 @@ class TrainingChoice:
     """Relative to the models' root."""
     model_source_sha256: str
     result: TrainResult | None
-    """Of a training that has finished: nothing is left to do."""
+    """Result of a finished training: nothing is left to do."""
     continues: TrainResult | None
     """The finished shorter training from whose last checkpoint this one continues, if it has none of its own yet."""
     discarded: tuple[Discarded, ...]
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
     recipe_version: int
-    """Of the rules by which it is trained: those of the config, or the first ones if it was begun by them."""
+    """Version of the training's rules: those of the config, or the first ones if it began with them."""
     num_streams: int
-    """Of its epoch plan, if the training is named by them; 0 if its plan has them."""
+    """Number of streams, if it is part of the training's id; 0 if the plan has it."""
 
     resumes: str = ""
     """The checkpoint of an unfinished training with other settings, from which this one continues."""

@@ -84,7 +84,7 @@ def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -
 
 
 def build(task: BuildTask) -> int:
-    """In this process, with a fresh framework. -> the weights that gradients change."""
+    """Build in this process, with a fresh framework. -> the number of trainable weights."""
     backend = BACKENDS[task.config.backend]
     backend.start(World(), task.config.seed)
     learner = backend.build(task.config, task.spec)

@@ -29,7 +29,7 @@ class Pointer(Section):
     """By the gate, by a user who named the export, or by a rollback."""
     reason: str
     accuracy: float | None
-    """Of the export on the split by which it was judged: top-1, or the figure that the labels have in its place."""
+    """Metric of the export on its evaluation split: top-1 accuracy, or the equivalent for its labels."""
     run_id: str
     created_at: str
     """UTC, ISO 8601."""

@@ -16,7 +16,7 @@ class Comparison:
 
     candidate_figure: float
     current_figure: float
-    """By the metric of their labels (train/labels.py)."""
+    """Value of the labels' metric (train/labels.py)."""
     num_samples: int
     on: str = ""
     """The samples, if not all of the candidate's evaluation."""
@@ -28,7 +28,7 @@ class Incomparable:
 
     reason: str
     is_damaged: bool = False
-    """No machine can load the current export: nothing is lost when it is replaced."""
+    """No machine can load the current export, so replacing it loses nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class GateDecision:
     metric: str = METRICS["class"].name
     """Name of the metric: a field of `Evaluation`."""
     is_passed: bool = True
-    """With `--require`, False is an error."""
+    """Whether the gate is passed; with `--require`, False is an error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ NUM_PARITY_IMAGES = 64
 # An export may differ from the training model by rounding alone: other batch sizes choose other kernels, a GPU's
 # multiply in 10 bits of mantissa. Where training computed in 16 bits and the export in 32, more of it.
 LOSS_TOLERANCE = 0.01
-"""Of the recorded loss, and absolutely below a loss of 1."""
+"""Relative tolerance of the recorded loss, and absolute below a loss of 1."""
 FIGURE_TOLERANCE = 0.005
-"""Of accuracy or mean average precision; or one sample, if that is more."""
+"""Tolerance of accuracy or mean average precision; or one sample, if that is more."""
 MIXED_PRECISION_FACTOR = 5
 
 

@@ -25,7 +25,7 @@ ARTIFACTS = "artifacts"
 
 
 class ExportRecord(Section):
-    """All that there is to know of one export."""
+    """All facts of one export."""
 
     created_at: str
     """UTC, ISO 8601."""
@@ -43,7 +43,7 @@ class ExportRecord(Section):
     class_names: tuple[str, ...]
     label_kind: LabelKind = "class"
     vector_size: int = 0
-    """Of labels that are vectors."""
+    """Size of vector labels."""
     normalize: NormalizeOptions
     """Options that convert an image file to the uint8 pixels that the model takes."""
     normalization_fingerprint: str
@@ -87,7 +87,7 @@ class ExportedModel:
 
     export: Export
     served: ServedModel
-    """Takes images of the normalized size."""
+    """The served model, which takes images of the normalized size."""
 
     @property
     def predict(self) -> Predict:

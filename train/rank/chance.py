@@ -27,12 +27,12 @@ class Chance:
 
     train_accuracy: float
     validation_figure: float
-    """Not told from it is what lies within two standard errors: `validation_limit`."""
+    """Validation figure of guessing; figures within two standard errors (`validation_limit`) are not better."""
     validation_limit: float
 
     @classmethod
     def of(cls, manifest: Manifest) -> Chance | None:
-        """None without enough validation samples, or if any guess would be right there."""
+        """Compute the chance figures. None without enough validation samples, or if any guess would be right there."""
         validation, kind = manifest.splits.get("validation"), manifest.row_schema.label_kind
         if validation is None or validation.num_rows < MIN_SAMPLES:
             return None
@@ -65,7 +65,7 @@ class Chance:
         return last.train_accuracy >= self.train_accuracy + LEARNED_SHARE * (1 - self.train_accuracy)
 
     def told(self, history: Sequence[EpochRecord]) -> str:
-        """For people: that the last epoch's validation is no better."""
+        """Describe for people that the last epoch's validation is no better."""
         last = history[-1]
         assert last.validation is not None
         metric = last.validation.metric

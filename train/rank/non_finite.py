@@ -84,7 +84,7 @@ class OwnGradient:
     """Samples whose gradient by itself is not finite; the first `MAX_NAMED_SAMPLES`."""
     num_samples: int
     first: tuple[str, ...]
-    """Of all its samples."""
+    """First names among all its samples."""
 
 
 def _what_gradients_show(session: Session, batch: Batch, num_rows: int) -> str:

@@ -78,7 +78,7 @@ class Session:
         return progress.cursor.epoch * self.epochs.num_steps + progress.cursor.step
 
     def learning_rate(self, progress: Progress) -> float | None:
-        """Of the next step by the schedule; None if the learner has its own."""
+        """Learning rate of the next step by the schedule; None if the learner has its own."""
         if not self.member.learner.follows_schedule:
             return None
         return learning_rate_at(self.task.config, self.global_step(progress), self.epochs.num_steps)
@@ -274,7 +274,7 @@ def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) ->
 def step_report(
     session: Session, batch: Batch, loss: float, progress: Progress, spent: TimeSpent, read: ReaderSeconds
 ) -> StepReport:
-    """Of the step that `progress` has just taken in; `spent` holds the checkpoint that was written just before it."""
+    """Report the step that `progress` has just counted; `spent` contains the checkpoint written just before it."""
     return StepReport(
         rank=session.member.rank,
         epoch=progress.cursor.epoch,

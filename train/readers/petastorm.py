@@ -43,7 +43,7 @@ class Share:
 
 
 def shares_of_ranks(dataset: Dataset, config: TrainConfig, world_size: int) -> list[Share]:
-    """By rank: row group i belongs to rank i mod n, as Petastorm shares them out over files in order of their names."""
+    """Shares by rank: row group i belongs to rank i mod n, as Petastorm divides files in order of their names."""
     shards = sorted(dataset.index("train", "parquet").shards, key=lambda shard: shard.path)
     rows = [chunk.num_rows for shard in shards for chunk in shard.chunks]
     rows_per_stream = config.global_batch_size // config.num_streams

@@ -51,12 +51,12 @@ class Epochs:
 
     @cached_property
     def num_steps(self) -> int:
-        """Of each epoch."""
+        """Number of steps of each epoch."""
         return self[0].num_steps
 
     @cached_property
     def num_rows(self) -> int:
-        """Of each epoch, on all ranks."""
+        """Number of rows of each epoch, on all ranks."""
         return self[0].num_rows
 
     @cached_property

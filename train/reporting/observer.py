@@ -19,9 +19,9 @@ class GlobalStep:
     """Steps of the whole epoch."""
     loss_hex: str
     sample_ids: tuple[str, ...]
-    """In global batch order, padding left out; empty unless `train.record_samples`."""
+    """Sample ids in global batch order, without padding; empty unless `train.record_samples`."""
     reports: tuple[StepReport, ...]
-    """In rank order."""
+    """Reports in rank order."""
 
 
 class TrainObserver(Observer, Protocol):

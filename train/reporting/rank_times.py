@@ -38,7 +38,7 @@ class RankTimes:
     decode: float = 0.0
 
     def plus(self, seconds: Mapping[str, float]) -> RankTimes:
-        """With one more step."""
+        """Add one more step."""
         return RankTimes(
             self.num_steps + 1,
             self.input_wait + seconds.get("input_wait", 0.0),
@@ -56,7 +56,7 @@ class RankTimes:
 
     @property
     def total(self) -> float:
-        """Of the steps themselves; checkpoints come between them."""
+        """Total time of the steps; checkpoints come between them."""
         return self.input_wait + self.compute + self.allreduce
 
 
@@ -78,7 +78,7 @@ class Straggler:
     rank: int
     host: str
     own_seconds: float
-    """Of a step, for its own part."""
+    """Time of a step's own part."""
     usual_seconds: float
     """Median of the others."""
     mostly: str
@@ -138,7 +138,7 @@ class StepSums:
         return
 
     def rows(self, placement: Sequence[RankDevices]) -> tuple[RankRow, ...]:
-        """In rank order, of the ranks that reported; `placement` knows their hosts."""
+        """Rows in rank order, for the ranks that reported; `placement` contains their hosts."""
         hosts = {each.rank: each.host for each in placement}
         return tuple(
             RankRow(rank, hosts.get(rank, ""), times.num_steps, {part: getattr(times, part) for part in STEP_SECONDS})

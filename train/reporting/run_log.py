@@ -21,7 +21,7 @@ class Sink(TrainObserver, Protocol):
     """A `TrainObserver` with an end."""
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """Close the sink; nothing follows."""
         ...
 
 
@@ -92,7 +92,7 @@ class RunLog:
         self._next_progress = 0.0
 
     def add(self, *sinks: Sink) -> None:
-        """They get what comes from here on."""
+        """Add sinks, which receive everything from now on."""
         self._sinks += sinks
 
     def step(self, step: GlobalStep) -> None:

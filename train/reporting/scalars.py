@@ -21,7 +21,7 @@ class Scalars:
 
 
 def of_step(step: GlobalStep) -> Scalars:
-    """Its loss, and its times as means over the ranks."""
+    """Return a step's loss and its times as means over the ranks."""
     values = {"step/loss": float.fromhex(step.loss_hex)}
     for name in STEP_SECONDS:
         values[f"step_seconds/{name}"] = sum(each.seconds.get(name, 0.0) for each in step.reports) / len(step.reports)

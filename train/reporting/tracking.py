@@ -14,7 +14,7 @@ from train.reporting.trackers.tracker import TrackedRun
 
 
 def tracker_names(config: TrainConfig) -> tuple[str, ...]:
-    """Those that a training with this config uses, each once."""
+    """Return the trackers that a training with this config uses, each once."""
     older = {"tensorboard": config.log.tensorboard, "mlflow": bool(config.log.mlflow_uri)}
     return tuple(dict.fromkeys([*(name for name, is_on in older.items() if is_on), *config.log.trackers]))
 
@@ -29,7 +29,7 @@ def check_trackers(config: TrainConfig) -> str:
 
 
 def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> dict[str, GuardedTracker]:
-    """By name. Raises as `check_trackers`; what they do wrong from here on is a warning."""
+    """Open trackers by name. Raises as `check_trackers`; later errors of a tracker become warnings."""
     check_trackers(config)
     settings = values_of_settings(config)
 

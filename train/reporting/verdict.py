@@ -29,7 +29,7 @@ class StepTimes(StepSums):
     """A sink that judges at the end."""
 
     def verdict(self, config: TrainConfig, placement: Sequence[RankDevices] = ()) -> Verdict | None:
-        """None if there were too few steps to judge by."""
+        """Return the verdict; None if there were too few steps."""
         ranks = self._ranks
         if min((times.num_steps for times in ranks.values()), default=0) < MIN_STEPS:
             return None

@@ -63,7 +63,7 @@ def is_former_record(given: Mapping[str, Any]) -> bool:
 
 
 def read_former_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Such a section with today's keys. Before there were recipes, it does not name its own: the first one."""
+    """Read such a section with today's keys. Before recipes existed, a section names none: it is the first one."""
     values = {"recipe_version": 1, **{name: value for name, value in record.items() if name not in MOVED}}
     for former in MOVED.keys() & record.keys():
         section, _, name = MOVED[former].partition(".")

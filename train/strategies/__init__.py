@@ -76,7 +76,7 @@ def has_chief(config: TrainConfig) -> bool:
 
 
 def fitting_strategies(framework: str, world_size: int) -> list[str]:
-    """Those installed that run so many workers, with that backend; empty for any."""
+    """Return the installed strategies that run so many workers with that backend; empty for any."""
     wide = {name: each for name, each in STRATEGIES.installed().items() if each.allows_world_size(world_size)}
     return [name for name, each in wide.items() if not framework or framework in each.backends]
 

@@ -56,7 +56,7 @@ class AnnouncedCollective:
             self._collective = join(world)
 
     def sum_inside(self) -> AnnouncedSum:
-        """Its `sum_tensors` for a compiled step."""
+        """Return its `sum_tensors` for a compiled step."""
         return AnnouncedSum(self._collective, self._reporter)
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:

@@ -133,7 +133,7 @@ def listening_on(nics: set[str] | None) -> Iterator[None]:
 
 
 def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elastic: bool) -> Callable[..., Any]:
-    """In place of `horovod.spark.runner._make_mapper`: what Spark ships to its tasks."""
+    """Replaces `horovod.spark.runner._make_mapper`: the function that Spark sends to its tasks."""
     key = settings.key
 
     def mapper(index: int, _: Any) -> Iterator[Any]:

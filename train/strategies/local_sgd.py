@@ -43,7 +43,7 @@ class LocalRound:
 
     num_samples: float
     loss_sum: float
-    """Of each sample's loss at the update that it was part of."""
+    """Sum of each sample's loss at its own update."""
     num_correct: float
     gradient_norm: float
     """The largest."""
@@ -168,7 +168,7 @@ class SiloMember(ReplicatedMember):
         return MemberStep(outcome, stopwatch.lap())
 
     def average_moving_statistics(self) -> None:
-        """They travel with the weights."""
+        """Averages nothing here: the statistics are sent with the weights."""
         return
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
@@ -208,7 +208,7 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
 
 
 def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-    """Likewise, as a silo. The silos learn the sizes of all, in which proportion they give samples to a round."""
+    """Join as a silo. Each silo learns the sizes of all, which determine its share of samples in a round."""
     uri = silos_of(config)[world.rank]
     manifest = open_dataset(uri).manifest
     if "train" not in manifest.splits:

@@ -27,7 +27,7 @@ class SiloIndex(DataIndex):
 
     @property
     def fraction(self) -> float:
-        """Of what it trains on: all."""
+        """Fraction of its training data: all."""
         return 1.0
 
 
@@ -37,9 +37,9 @@ class MemberStep:
 
     outcome: StepOutcome
     allreduce_seconds: float
-    """Of its time, what went into the exchange with other ranks; the rest was computation."""
+    """Time spent in the exchange with other ranks; the rest was computation."""
     input_wait_seconds: float = 0.0
-    """Likewise, what went into waiting for rows that another process reads."""
+    """Time spent waiting for rows that another process reads."""
     batch: Batch | None = None
     """The batch of the step, if another process has read it."""
 

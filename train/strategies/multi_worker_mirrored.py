@@ -42,7 +42,7 @@ class TensorFlowCollective:
         self._summed_flat: dict[np.dtype, Any] = {}
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
-        """As one flat tensor: the order of additions depends on a value's place in it."""
+        """Sum as one flat tensor: the order of additions depends on a value's position in it."""
         return self._summed_group(tensors)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:

@@ -139,7 +139,7 @@ class PlannedSteps:
             yield Batch(np.zeros((0, 0, 0, 0), np.uint8), nothing, nothing, nothing, number, step)
 
     def take_seconds(self) -> ReaderSeconds:
-        """Of readers in other processes."""
+        """Return the times of readers in other processes."""
         return self._chief.take_seconds()
 
 

@@ -20,11 +20,11 @@ class ClusterTask:
     role: Role
     address: str
     reads: str = ""
-    """Of a worker: the name under which TensorFlow knows its function `(epoch, step) -> the rows`."""
+    """For a worker: the name of its TensorFlow function `(epoch, step) -> the rows`."""
     image_shape_HWC: tuple[int, ...] = ()
     label_dtype: str = "int64"
     label_shape: tuple[int, ...] = ()
-    """Of one label."""
+    """Shape of one label."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

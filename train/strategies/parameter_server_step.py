@@ -41,10 +41,10 @@ class Answer:
     weights_N: np.ndarray
     sample_ids_N: np.ndarray
     wait_seconds: float
-    """For the rows."""
+    """Time spent waiting for the rows."""
     fetch_seconds: float
     decode_seconds: float
-    """Of its reader's threads since its last answer."""
+    """Time of its reader's threads since its last answer."""
 
 
 class RemoteSteps:

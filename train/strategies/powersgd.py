@@ -53,7 +53,7 @@ class LowRank:
         self._rank = rank
 
     def begin(self, generator: Any) -> None:
-        """With random directions, which also replace empty directions."""
+        """Begin with random directions, which also replace empty directions."""
         import torch
 
         self._fresh_mr.copy_(torch.randn(self._fresh_mr.shape, generator=generator))
@@ -102,7 +102,7 @@ class LowRankBucket(Bucket):
 
         super().__init__(weights, torch.float32)
         self.low: dict[int, LowRank] = {}
-        """By the number of the weight."""
+        """Low-rank states by the number of the weight."""
         for number, place in enumerate(self._places):
             if matrix := matrix_of(tuple(place.shape), rank):
                 self.low[number] = LowRank(place.view(matrix), rank)

@@ -75,7 +75,9 @@ class ReplicatedMember:
             return self.learner.gradients(batch, global_weight, self.data.fraction)
 
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
-        """For sums inside compiled gradients, where none of these is announced: all that time may be waiting."""
+        """Set the function for sums inside compiled gradients, which are not announced individually: all their time may
+        be waiting.
+        """
         self.learner.sum_moments_by(sum_in_step)
         self._around_gradients = partial(during, reporter, waiting("an allreduce in its step"))
 

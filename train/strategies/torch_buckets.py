@@ -17,11 +17,11 @@ from shardmill.errors import TrainingError
 from train.config import TrainConfig
 
 DEFAULT_BYTES = 25 * 2**20
-"""As PyTorch's."""
+"""PyTorch's default."""
 DEFAULT_BYTES_ON_CPU = 4 * 2**20
 """Faster over Gloo (docs/benchmarks/training.md)."""
 LAST_SENT_BYTES = 2**20
-"""Nothing is computed any more that could hide the exchange of the last one: it is small."""
+"""Size of the last bucket: small, because no computation is left to hide its exchange."""
 
 
 class Bucket:
@@ -86,7 +86,7 @@ class Bucket:
         """
 
     def sums(self) -> list[Any]:
-        """In the order of the weights; float32, and until the next step."""
+        """Sums in the order of the weights; float32, valid until the next step."""
         if self._work is not None:
             self._work.wait()
         summed = self._flat.float()
@@ -148,7 +148,7 @@ class BucketSums:
         return {}
 
     def files_to_resume(self, rank: int, world_size: int, saved_world_size: int) -> list[str]:
-        """Those files of a checkpoint of so many ranks that this one of `world_size` needs."""
+        """Return the files of a checkpoint of so many ranks that this rank of `world_size` needs."""
         return []
 
     def start(self, files: Mapping[str, bytes]) -> None:

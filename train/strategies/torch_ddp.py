@@ -72,7 +72,7 @@ class TorchCollective:
         self._hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if is_cuda else dist.group.WORLD
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
-        """As one flat tensor: the order of additions depends on a value's place in it."""
+        """Sum as one flat tensor: the order of additions depends on a value's position in it."""
         flat = self._torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._dist.all_reduce(flat)
         parts = flat.split([tensor.numel() for tensor in tensors])

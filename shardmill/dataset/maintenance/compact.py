@@ -30,7 +30,7 @@ class Compaction:
     manifest: Manifest
     """The version that holds the rows now: the old one if there was nothing to merge."""
     num_shards_before: int
-    """Of all splits, in one format."""
+    """Number of shards in all splits before, in one format."""
     num_shards_after: int
     num_rows_copied: int
 

@@ -29,7 +29,7 @@ class Retention:
     keep: int | None = None
     """The newest so many versions never expire; None: none expires. Versions with the very same files count as one."""
     older_than_seconds: float = 7 * 86_400.0
-    """Nothing younger expires, and no younger file is deleted."""
+    """Minimum age: no younger version expires, and no younger file is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class CommittedVersion:
 
     manifest: Manifest
     committed: float
-    """By the store's clock, in seconds since the epoch."""
+    """Time of the commit by the store's clock, in seconds since the epoch."""
 
 
 def choose_expired(

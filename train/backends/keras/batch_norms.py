@@ -26,7 +26,7 @@ def limit_momentum(model: Any, largest: float) -> None:
 
 
 class KerasBatchNorms:
-    """Those of one model, on any of Keras's own backends; `moments` are the backend's."""
+    """The batch norms of one model, on any of Keras's own backends; `moments` are the backend's."""
 
     def __init__(self, model: Any, name: str, moments: Moments) -> None:
         import keras

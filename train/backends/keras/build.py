@@ -43,7 +43,7 @@ class BuiltModel:
     compiled_optimizer: Any | None
     """The optimizer that a user's factory compiled the model with."""
     config_sha256: str
-    """Of what was built, before any step has changed it: `config_sha256`."""
+    """Digest of the built model before any step: `config_sha256`."""
 
 
 def build_model(

@@ -19,7 +19,7 @@ class Frozen:
 
     variables: tuple[Any, ...] = ()
     layers: tuple[Any, ...] = ()
-    """Those without another weight that is trained: their batch norms keep their statistics, too."""
+    """Layers without other trainable weights: their batch norms keep their statistics, too."""
 
     def set_trainable(self, is_trainable: bool) -> None:
         """Whether Keras counts them among the model's trainable variables; seen when a step is traced."""

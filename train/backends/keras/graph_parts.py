@@ -22,7 +22,7 @@ class Part:
     inputs: list[Any]
     """Keras's symbols of what comes from before it."""
     outputs: list[Any]
-    """Likewise, of what is needed after it."""
+    """Tensors needed after it, likewise."""
     is_twice: bool
 
 

@@ -28,7 +28,9 @@ def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
 
 
 def named_weights(model: Any, like: Collection[str] = ()) -> NamedWeights:
-    """By place in the model, as `.keras` and `.weights.h5` files have it, if `like` names some so; else by layer."""
+    """Weights by position in the model, as `.keras` and `.weights.h5` files name them, if `like` has such names; else
+    by layer.
+    """
     import keras
 
     by_place = any(f"{VARIABLES}/" in name for name in like)

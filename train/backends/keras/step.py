@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     labels_N: Any
     weights_N: Any
     sample_keys_N: Any
-    """From these, `train.layers` derive their random numbers."""
+    """Keys from which `train.layers` derive their random numbers."""
 
 
 Gradients = Callable[[Rows, Any, Any], list[Any]]
@@ -51,7 +51,7 @@ class SumInside(Protocol):
     """A strategy's sum over ranks as a part of the compiled step, which tells when it comes to it."""
 
     def begin(self) -> None:
-        """All that this rank adds is computed. Called in each step, by a thread of TensorFlow."""
+        """Signal that this rank's contribution is computed. Called in each step, by a TensorFlow thread."""
         ...
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
@@ -160,7 +160,7 @@ class TrainStep:
 
     @property
     def trained_variables(self) -> list[Any]:
-        """Those that an update changes now."""
+        """Variables that an update currently changes."""
         return self._built.model.trainable_variables
 
     def whole_without_sum(self, rows: Rows, global_weight: Any, learning_rate: Any) -> tuple[Any, Any, Any]:

@@ -85,7 +85,7 @@ class TorchLearner:
         share_of_streams: float,
         before_last: Callable[[Any], None] = lambda figures: None,
     ) -> Any:
-        """As `gradients`, which are left at the weights. -> (loss, number correct).
+        """Compute the gradients, which are left at the weights. -> (loss, number correct).
 
         `before_last` is given these before the backward pass that completes the gradients, that of the batch's last
         microbatch.

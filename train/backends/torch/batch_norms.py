@@ -35,7 +35,7 @@ def limit_momentum(model: Any, is_keras: bool, largest: float) -> None:
 
 
 class BatchNorms:
-    """Those of one model; none unless `train.sync_batch_norm` is set."""
+    """The batch norms of one model; none unless `train.sync_batch_norm` is set."""
 
     def __init__(self, config: TrainConfig, model: Any, is_keras: bool) -> None:
         self.sum_in_step: SumInStep = alone

@@ -21,8 +21,9 @@ class Frozen:
 
     parameters: tuple[Any, ...] = ()
     modules: tuple[Any, ...] = ()
-    """Those without another parameter that is trained: they compute as in inference, so that batch norms keep their
-    statistics."""
+    """Modules without other trainable parameters: they compute as in inference, so that batch norms keep their
+    statistics.
+    """
     of_keras: FrozenOfKeras | None = None
 
     def set_trainable(self, is_trainable: bool) -> None:

@@ -54,7 +54,7 @@ def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
 
 
 def named_weights(model: Any) -> NamedWeights:
-    """As in its state_dict."""
+    """Weights by their names in the state_dict."""
     torch = import_torch()
     tensors = model.state_dict()
     last = head_of(model)

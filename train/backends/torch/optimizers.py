@@ -106,6 +106,6 @@ def state_tensors(optimizer: Any, weights: list[Any]) -> list[Any]:
 
 
 def norm_of(gradients: list[Any]) -> float:
-    """Of all of them as one vector."""
+    """Return the norm of all tensors as one vector."""
     torch = import_torch()
     return float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))

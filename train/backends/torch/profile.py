@@ -8,7 +8,7 @@ from pathlib import Path
 from train.backends.torch.runtime import import_torch
 
 TRACE = "trace.pt.trace.json.gz"
-"""As TensorBoard's plugin and Holistic Trace Analysis look for it."""
+"""File name that TensorBoard's plugin and Holistic Trace Analysis expect."""
 
 
 class TorchRecording:

@@ -47,7 +47,7 @@ def device() -> Any:
 
 
 def generator_states() -> list[np.ndarray]:
-    """Of the generators from which dropout and the like draw."""
+    """Return the states of the generators used by dropout and similar layers."""
     torch = import_torch()
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():

@@ -14,7 +14,7 @@ from train.layers.sample_bits import drawing, number_layers, sample_keys
 
 
 class SampleDraws:
-    """Those of one model; without any, a step costs nothing more."""
+    """The random bits of one model's layers; without such layers, a step has no extra cost."""
 
     def __init__(self, config: TrainConfig, model: Any, is_keras: bool) -> None:
         self._seed = config.seed

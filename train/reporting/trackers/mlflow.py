@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "shardmill"
-"""Unless MLFLOW_EXPERIMENT_NAME names another."""
+"""Default experiment, unless MLFLOW_EXPERIMENT_NAME is set."""
 # Of one request, by the API's documentation.
 MAX_METRICS, MAX_PARAMS = 1000, 100
 MAX_PARAM_CHARS = 500

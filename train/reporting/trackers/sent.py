@@ -34,12 +34,12 @@ class SentTracker(ABC):
     """
 
     methods_to_define: ClassVar = {"begin": (), "send": ("scalars",), "end": ("is_finished=",)}
-    """With what each is called, as guarded.py has it."""
+    """Methods to define, with their arguments, for guarded.py."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
         self.run_id = ""
-        """At the server; `begin` sets it."""
+        """Id at the server; set by `begin`."""
         self._is_begun = False
         self._is_finished = False
         self._is_warned = False
@@ -66,7 +66,7 @@ class SentTracker(ABC):
 
     @abstractmethod
     def end(self, *, is_finished: bool) -> None:
-        """Nothing comes after this; `is_finished` if the training ended well."""
+        """End the run; `is_finished` if the training ended well."""
 
     def step(self, step: GlobalStep) -> None:
         if self._thread is None:

@@ -22,10 +22,12 @@ class TrackedRun:
 
     run_id: str
     settings: Mapping[str, Any]
-    """Of the section `train` and those below it, by key, as plain values."""
+    """Settings of the section `train` and those below it, by key, as plain values."""
     store: Store
     folder: str
-    """Of the run, in `store`; a tracker's own files lie below it. Further attempts at the run have the same one."""
+    """Folder of the run in `store`, below which a tracker may write its own files. Later attempts at the run have the
+    same folder.
+    """
     warn: Warn
     """Call it with one sentence, in the training's thread."""
 
@@ -34,7 +36,7 @@ class Tracker(Sink, Protocol):
     """A sink of `RunLog` that learns whether the training ended well."""
 
     run_id: str
-    """Of the run at the tracker's own place; empty if there is none."""
+    """Id of the run at the tracker's server; empty if there is none."""
 
     def finish(self) -> None:
         """The training has ended well; `close` follows."""
