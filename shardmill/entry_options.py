@@ -6,13 +6,12 @@ declares `options` it then has a section of that entry's own settings, such as `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 from pydantic import ConfigDict, Field, create_model
 
-from shardmill.registry import Entry, load_object
+from shardmill.registry import Entry, Registry, load_object
 from shardmill.section import LaterSection, Section
 
 if TYPE_CHECKING:
@@ -78,16 +77,18 @@ class SectionWithOptions(Section):
         }
 
 
-def with_options_of(registries: Mapping[str, str]) -> type[SectionWithOptions]:
-    """A base with a section for each entry that declares options.
+def with_options_of(*registries: str) -> type[SectionWithOptions]:
+    """A base with a section for each entry that declares options, of registries named as `package.module:REGISTRY`.
 
-    `registries`: their `package.module:REGISTRY` -> what the name of the section begins with, in front of the entry's.
+    The name of the section is the registry's `options_prefix` and the entry's name.
     """
     fields: dict[str, Any] = {}
-    for registry, prefix in registries.items():
-        for name, entry in load_object(registry).entries.items():
+    for target in registries:
+        registry: Registry[Any] = load_object(target)
+        assert registry.options_prefix is not None, f"{target} declares no options_prefix"
+        for name, entry in registry.entries.items():
             if entry.options:
-                options = OptionsOf(registry, name)
-                assert f"{prefix}{name}" not in fields, f"two entries have options named {prefix}{name}"
-                fields[f"{prefix}{name}"] = (Annotated[Section, options], Field(default_factory=options.defaults))
+                options, section = OptionsOf(target, name), f"{registry.options_prefix}{name}"
+                assert section not in fields, f"two entries have options named {section}"
+                fields[section] = (Annotated[Section, options], Field(default_factory=options.defaults))
     return create_model("Built", __base__=SectionWithOptions, **fields)

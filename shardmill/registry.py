@@ -44,8 +44,8 @@ class Entry:
     packages: tuple[str, ...] = ()
     """Importable names that must be installed before the entry can work."""
     options: str = ""
-    """`package.module:class` of the entry's own settings, a `Section`; empty for none. A config of which a key chooses
-    from the registry has them as a section. Every config imports that module: it needs nothing of `packages`."""
+    """`package.module:class` of the entry's own settings, a `Section`; empty for none. Only entries of a registry with
+    an `options_prefix` may have some. Every config imports that module: it needs nothing of `packages`."""
 
     suffixes: tuple[str, ...] = ()
     """Suffixes, in lower case, of files that this entry reads. A file, or a folder of such files, then selects it
@@ -86,6 +86,9 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     `libraries` are installed packages whose objects have no entry each: `module:name`, by the name of the module. The
     target of a library's entry is a `Library`.
+
+    `options_prefix`: what the names of the sections of entries' settings begin with, in front of the entry's name, in a
+    config section that derives from `with_options_of` this registry. None: its entries have no settings.
     """
 
     def __init__(
@@ -96,11 +99,19 @@ class Registry(Mapping[str, Value], Generic[Value]):
         takes_own: bool = False,
         own: Entry = _OWN,
         libraries: Mapping[str, Entry] | None = None,
+        options_prefix: str | None = None,
     ) -> None:
+        for name in (name for name, entry in entries.items() if entry.options and options_prefix is None):
+            raise UsageError(
+                f"the entry {name!r} of {key} declares options",
+                "expected none, because the config has no sections for the entries of this key",
+                f"add its settings to the section that has the key {key}",
+            )
         self.key = key
         self.entries = entries
         self.takes_own = takes_own
         self.libraries = dict(libraries or {})
+        self.options_prefix = options_prefix
         self._own = own
         self._loaded: dict[str, tuple[Entry, Value]] = {}
 

@@ -32,17 +32,16 @@ if TYPE_CHECKING:
 SHA256_OF_FILE = "#sha256="
 """Separator in `train.init_from`, as the driver passes it to the ranks: the hash of the file follows."""
 
-_ENTRIES_WITH_OPTIONS = {
-    "train.strategies:STRATEGIES": "",
-    "train.launching:LAUNCHERS": "",
-    "train.readers:READERS": "reader_",
-    "train.optimizers:OPTIMIZERS": "optimizer_",
-    "train.schedules:SCHEDULES": "schedule_",
-}
-"""Registries whose entries may have settings of their own, and what the names of those sections begin with."""
+_WithOptions = with_options_of(
+    "train.strategies:STRATEGIES",
+    "train.launching:LAUNCHERS",
+    "train.readers:READERS",
+    "train.optimizers:OPTIMIZERS",
+    "train.schedules:SCHEDULES",
+)
 
 
-class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
+class TrainConfig(_WithOptions):
     """How a model is trained. The important keys come first; settings of a single entry have their own section."""
 
     moved: ClassVar[Mapping[str, str]] = MOVED

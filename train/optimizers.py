@@ -35,6 +35,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
         "adam": Entry("train.backends.optimizers:ADAM", "Adam"),
         "adamw": Entry("train.backends.optimizers:ADAMW", "Adam with decoupled `weight_decay`"),
     },
+    options_prefix="optimizer_",
 )
 
 _FIRST_DEFAULTS = {"momentum": 0.9, "weight_decay": 1e-4}

@@ -27,6 +27,7 @@ SCHEDULES: Registry[Schedule] = Registry(
             options="train.schedules:StepOptions",
         ),
     },
+    options_prefix="schedule_",
 )
 
 

@@ -49,6 +49,13 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it():
         LETTERS["greek"]
 
 
+def test_settings_that_no_section_would_hold_are_refused():
+    entry = Entry("string:octdigits", "0 to 7", options="tests.shardmill.test_registry:Settings")
+    with pytest.raises(UsageError, match=r"'octal' of letters.case declares options; expected none.*; add .*"):
+        Registry[Any]("letters.case", {"octal": entry})
+    assert Registry[Any]("letters.case", {"octal": entry}, options_prefix="case_").options_prefix == "case_"
+
+
 def test_config_fields_take_their_choices_from_the_registry(monkeypatch: pytest.MonkeyPatch):
     assert Settings(letters="string:digits").letters == "string:digits"
     with pytest.raises(ValidationError, match=r"one of auto, upper, .*did you mean 'lower'"):

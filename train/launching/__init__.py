@@ -94,6 +94,7 @@ LAUNCHERS: Registry[Launcher] = Registry(
         ),
     },
     takes_own=True,
+    options_prefix="",
 )
 
 

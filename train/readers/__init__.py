@@ -22,6 +22,7 @@ READERS: Registry[TrainReader] = Registry(
             packages=("petastorm",),
         ),
     },
+    options_prefix="reader_",
 )
 
 

@@ -57,6 +57,7 @@ STRATEGIES: Registry[Strategy] = Registry(
         ),
     },
     takes_own=True,
+    options_prefix="",
 )
 
 
