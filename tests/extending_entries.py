@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pydantic import Field
 
@@ -23,6 +24,7 @@ from shardmill.stores.local import LocalStore
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.config import TrainConfig
+from train.contracts.world import World
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer
@@ -30,6 +32,8 @@ from train.readers.planned import Planned
 from train.reporting.scalars import Scalars
 from train.reporting.trackers.sent import SentTracker
 from train.schedules import STEP
+from train.strategies.collective import SingleCollective
+from train.strategies.replicated import replicated
 from train.strategies.single import SINGLE
 
 NEW_READER = Planned()
@@ -45,14 +49,32 @@ class NewOptions(Section):
     """Anything that no other strategy has."""
 
 
+class NewCollective(SingleCollective):
+    """How its one rank exchanges data; its first sum says with what setting."""
+
+    def __init__(self, patience: int) -> None:
+        self._says = f"the first sum with patience {patience}"
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        if self._says:
+            print(self._says)
+            self._says = ""
+        return super().sum_tensors(tensors)
+
+
+def join_new(world: World, config: TrainConfig) -> NewCollective:
+    """Runs on a rank."""
+    return NewCollective(config.options(NewOptions).patience)
+
+
 def check_new(config: TrainConfig) -> None:
-    """Refuses a value of its own setting, which shows that it gets it."""
+    """Runs in the driver, which refuses a value of the strategy's own setting."""
     if (patience := config.options(NewOptions).patience) > 9:
         raise UsageError(f"train.new.patience = {patience}", "expected at most 9")
 
 
 NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
-NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new)
+NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new, join=replicated(join_new))
 NEW_BACKEND = KerasBackend()
 NEW_LAUNCHER = replace(INLINE)
 NEW_ENVIRONMENT = Starter("the new cluster", "NEW_RANK", "NEW_SIZE", local_numbers("NEW_LOCAL_RANK", "NEW_LOCAL_SIZE"))

@@ -110,7 +110,7 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    # The strategy has a setting of its own, which is shown, checked, and given to it.
+    # The strategy has a setting of its own, which is shown, and checked by the driver.
     write_images(tmp_path / "images", num_images=60, num_classes=3)
     assert "[train.new]\npatience = 1\n" in run("config", "show")
     for value, expected in (("0", "greater than or equal to 1"), ("10", "at most 9")):
@@ -143,6 +143,8 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     assert "ok" in run("verify", dataset, "--deep")
     assert "Confusion matrix" in (tmp_path / "work/runs/r/report.html").read_text()
     curves = (tmp_path / "work/runs/r/curves.txt").read_text()
+    # The setting has reached the rank.
+    assert "rank 0: the first sum with patience 3\n" in (tmp_path / "work/runs/r/ranks.log").read_text()
     assert curves.startswith("0 step/loss ") and "0 epoch/validation_accuracy " in curves and curves.endswith("True")
 
 

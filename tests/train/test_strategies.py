@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,15 +15,15 @@ from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.strategies import STRATEGIES, find_strategy
-from train.strategies.collective import Collective
-from train.strategies.horovod import HorovodCollective
+from train.strategies.horovod import HorovodCollective, join_horovod
+from train.strategies.replicated import JoinCollective
 from train.strategies.single import open_single
 
 
-def every_collective_is_the_identity(join: Callable[[World], Collective]) -> None:
+def every_collective_is_the_identity(join: JoinCollective) -> None:
     import tensorflow as tf
 
-    collective = join(World())
+    collective = join(World(), TrainConfig())
     tensors = [tf.constant([0.1, 0.2]), tf.constant([[3.0]])]
     for given, summed in zip(tensors, collective.sum_tensors(tensors), strict=True):
         np.testing.assert_array_equal(given, summed)
@@ -36,7 +35,7 @@ def every_collective_is_the_identity(join: Callable[[World], Collective]) -> Non
     collective.close()
 
 
-@pytest.mark.parametrize("join", [open_single, HorovodCollective])
+@pytest.mark.parametrize("join", [open_single, join_horovod])
 def test_in_a_world_of_one_every_collective_is_the_identity(join):
     in_own_process(every_collective_is_the_identity, join)
 

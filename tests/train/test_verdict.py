@@ -233,7 +233,7 @@ class SlowExchange(TorchCollective):
         return sums
 
 
-SLOW_EXCHANGE = replace(TORCH_DDP, join=replicated(SlowExchange))
+SLOW_EXCHANGE = replace(TORCH_DDP, join=replicated(lambda world, config: SlowExchange(world)))
 
 
 @pytest.mark.drill

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,7 @@ from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
-from train.strategies.member import Member, MemberStep
+from train.strategies.member import MemberStep
 from train.strategies.replicated import REPLICATED, ReplicatedMember, replicated
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 
@@ -142,13 +142,9 @@ def timeline(folder: Path) -> Iterator[None]:
     hvd.stop_timeline()
 
 
-def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-    """`train.strategies.strategy.Join`."""
-
-    def join_collective(world: World) -> HorovodCollective:
-        return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.log.profile_steps))
-
-    return replicated(join_collective, _sum_in_step, HorovodMember)(world, config, build, reporter)
+def join_horovod(world: World, config: TrainConfig) -> HorovodCollective:
+    """`train.strategies.replicated.JoinCollective`."""
+    return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.log.profile_steps))
 
 
 def _sum_in_step(tensor: Any, name: str) -> Any:
@@ -166,7 +162,7 @@ HOROVOD = Strategy(
     leaves_out_batches=True,
     checkpoint_layout=REPLICATED,
     max_world_size=None,
-    join=join_horovod,
+    join=replicated(join_horovod, _sum_in_step, HorovodMember),
     timeline=timeline,
     # The binding's operations do not take bfloat16.
     compressions=("none", "fp16"),

@@ -157,11 +157,13 @@ class ReplicatedMember:
                     self.learner.assign(part, load_arrays(received), "rank 0")
 
 
+JoinCollective = Callable[[World, TrainConfig], Collective]
+"""Connects this rank to the others; `config.options(...)` are the settings of its strategy."""
 MakeMember = Callable[[Learner, AnnouncedCollective, DataIndex, Gather], ReplicatedMember]
 
 
 def replicated(
-    join_collective: Callable[[World], Collective],
+    join_collective: JoinCollective,
     sum_in_step: SumInStep | None = None,
     make_member: MakeMember = ReplicatedMember,
 ) -> Join:
@@ -175,7 +177,7 @@ def replicated(
         data = Mesh.of(config).data_index(world.rank)
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
-        collective = AnnouncedCollective(join_collective, world, reporter)
+        collective = AnnouncedCollective(lambda world: join_collective(world, config), world, reporter)
         member = make_member(learner, collective, data, world.exchange_aside)
         if config.sync_batch_norm and sum_in_step and world.world_size > 1:
             member.sum_moments_by(sum_in_step, reporter)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from train.config import TrainConfig
 from train.contracts.world import World
 from train.strategies.collective import SingleCollective
 from train.strategies.replicated import REPLICATED, replicated
 from train.strategies.strategy import Strategy
 
 
-def open_single(world: World) -> SingleCollective:
+def open_single(world: World, config: TrainConfig) -> SingleCollective:
     assert world.world_size == 1, world
     return SingleCollective()
 
