@@ -53,7 +53,7 @@ class Lists(Protocol):
 
 
 class Source(Lists, Protocol):
-    """A pile of images, made of its config: `SOURCES[config.kind](config)`."""
+    """A collection of images, created from its config: `SOURCES[config.kind](config)`."""
 
     def open(self, max_source_bytes: int) -> SourceReader:
         """A reader for the process that calls this. It need not hold more bytes of an image of unknown size."""

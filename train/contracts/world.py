@@ -26,7 +26,7 @@ class Role(StrEnum):
     """The role of a process in a training."""
 
     MEMBER = "member"
-    """One of equals: runs the loop."""
+    """Runs the loop, as all other ranks do."""
     CHIEF = "chief"
     """Runs the loop for all."""
     WORKER = "worker"
@@ -69,9 +69,8 @@ class World:
     address: str = LOOPBACK
     """Address of this host at which the other ranks reach it."""
     exchange: Gather = alone
-    """Exchanges data through the driver, authenticated: for addresses, not for gradients. All ranks call it equally
-    often.
-    """
+    """Goes through the driver's authenticated connection, so use it for addresses, not for bulk data. All ranks call
+    it equally often."""
     exchange_aside: Gather = alone
     """Like `exchange`, for threads other than the training thread."""
     may_begin: Callable[[int], bool] = _always

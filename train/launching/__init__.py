@@ -48,7 +48,7 @@ class Launcher:
     check: Callable[[int, SparkConfig], None] = _no_limit
     """(world size, section `spark`): raises UsageError if so many ranks cannot start, as far as that is known."""
     strategies: tuple[str, ...] | None = None
-    """Strategies whose ranks it can start; None for all, because ranks meet through their driver."""
+    """Strategies whose ranks it can start; None: all, because ranks meet through their driver."""
     ranks_here: Callable[[int, SparkConfig], int] = _none_here
     """(world size, section `spark`) -> how many of the ranks run on this machine and share its cores."""
     starts_again: bool = True

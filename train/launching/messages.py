@@ -48,7 +48,7 @@ class Welcome:
 
     proof: str
     task_json: str
-    """A `train.task.WorkerTask`; the wire does not look into it."""
+    """A `train.contracts.task.WorkerTask`; the wire does not look into it."""
     worker: str
     """Dotted name `package.module:function` of the function that does it."""
     kind: Literal["welcome"] = "welcome"

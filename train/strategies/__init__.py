@@ -77,7 +77,7 @@ def has_chief(config: TrainConfig) -> bool:
 
 
 def fitting_strategies(framework: str, world_size: int) -> list[str]:
-    """Return the installed strategies that run so many workers with that backend; empty for any."""
+    """Names of installed strategies that allow `world_size` ranks; `framework` filters by backend, `""` does not."""
     wide = {name: each for name, each in STRATEGIES.installed().items() if each.allows_world_size(world_size)}
     return [name for name, each in wide.items() if not framework or framework in each.backends]
 

@@ -60,7 +60,7 @@ def _loses_none(config: TrainConfig) -> frozenset[int]:
 
 
 def all_members(config: TrainConfig) -> tuple[Role, ...]:
-    """`train.num_workers` equals."""
+    """`train.num_workers` ranks, all with the role MEMBER."""
     return (Role.MEMBER,) * config.num_workers
 
 
