@@ -7,8 +7,7 @@ from typing import Any
 
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
-# Usage, data integrity, rejection limit, security, gate: a second try meets the same config, bytes and figures.
-EXIT_CODES_WITHOUT_RETRY = frozenset({2, 3, 7, 8, 9})
+from shardmill.errors import is_worth_retrying
 
 
 class RunFolder:
@@ -53,9 +52,8 @@ class RunFolder:
         if not code:
             # Killed or never started: nothing is known against another try.
             line = f"{stage} {ended} and left no reason in summary.json; see the log above"
-            return AirflowFailException(line) if exit_code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
-        line = f"{stage} failed with exit code {code}: {summary.get('error')}"
-        return AirflowFailException(line) if code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
+            return _failure(line, exit_code)
+        return _failure(f"{stage} failed with exit code {code}: {summary.get('error')}", code)
 
     def result_of(self, stage: str) -> tuple[dict[str, Any], bool]:
         """Ids and digests, for XCom; and whether this run has published something that was not there before."""
@@ -71,3 +69,7 @@ class RunFolder:
         # About the run, not the try: one that died after its commit is followed by one that only finds it.
         is_published = (sections.get("etl") or {}).get("published") or promotion.get("published")
         return {name: value for name, value in found.items() if value is not None}, bool(is_published)
+
+
+def _failure(line: str, exit_code: int) -> AirflowException:
+    return AirflowException(line) if is_worth_retrying(exit_code) else AirflowFailException(line)

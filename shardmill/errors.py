@@ -12,6 +12,8 @@ class ShardmillError(Exception):
     """
 
     exit_code = 1
+    is_worth_retrying = True
+    """Whether a later try may succeed, which schedulers ask: not if it meets the same config, bytes and figures."""
 
     def __init__(self, what: str, expected: str = "", fix: str = "", *, detail: dict[str, Any] | None = None) -> None:
         self.what = what
@@ -30,6 +32,7 @@ class UsageError(ShardmillError):
     """The command line, the config or a user's own factory is wrong."""
 
     exit_code = 2
+    is_worth_retrying = False
 
 
 class NoDataset(UsageError):
@@ -40,6 +43,7 @@ class IntegrityError(ShardmillError):
     """Stored data is not what was committed, or was never committed."""
 
     exit_code = 3
+    is_worth_retrying = False
 
 
 class StorageError(ShardmillError):
@@ -76,18 +80,21 @@ class RejectLimitExceeded(ShardmillError):
     """More inputs were refused than `etl.max_reject_fraction` allows; nothing was published."""
 
     exit_code = 7
+    is_worth_retrying = False
 
 
 class SecurityRefusal(ShardmillError):
     """An artefact asks for something no honest one asks for (a path outside its root, code in data)."""
 
     exit_code = 8
+    is_worth_retrying = False
 
 
 class GateNotPassed(ShardmillError):
     """The new model did not pass the gate and `--require` asked for it."""
 
     exit_code = 9
+    is_worth_retrying = False
 
 
 ERROR_BY_EXIT_CODE: dict[int, type[ShardmillError]] = {
@@ -103,3 +110,8 @@ ERROR_BY_EXIT_CODE: dict[int, type[ShardmillError]] = {
         GateNotPassed,
     )
 }
+
+
+def is_worth_retrying(exit_code: int) -> bool:
+    """As the error of this exit code; also after a signal, or an exit code that is none of ours."""
+    return ERROR_BY_EXIT_CODE.get(exit_code, ShardmillError).is_worth_retrying

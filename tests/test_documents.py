@@ -139,4 +139,5 @@ def test_the_columns_of_a_shard_are_listed():
 def test_every_exit_code_is_explained():
     text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     for code, kind in ERROR_BY_EXIT_CODE.items():
-        assert re.search(rf"^\| {code} \|.*`{kind.__name__}`", text, re.MULTILINE)
+        retries = "yes" if kind.is_worth_retrying else "no"
+        assert re.search(rf"^\| {code} \|.*`{kind.__name__}` \| {retries} \|$", text, re.MULTILINE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.doctor.finding import Finding, Status, found_by
 from pipeline.tree import PipelineTree
-from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.errors import ShardmillError, UsageError
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
@@ -40,7 +40,7 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
         memory = window_memory(train, dataset)
     except ShardmillError as error:
         found = f"the committed dataset: {found_by(error)}"
-        yield Finding(status, subject, found, error.fix, is_transient=isinstance(error, StorageError))
+        yield Finding(status, subject, found, error.fix, is_transient=error.is_worth_retrying)
         return
     found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {of_version}"
     yield Finding("ok", subject, found)

@@ -23,9 +23,9 @@ class Finding:
 
 
 def failed(subject: str, error: ShardmillError) -> Finding:
-    is_of_place = isinstance(error, StorageError)
-    fix = error.fix or ("check the path, its permissions and the AWS_* environment" if is_of_place else "")
-    return Finding("fail", subject, found_by(error), fix, is_transient=is_of_place)
+    of_storage = "check the path, its permissions and the AWS_* environment"
+    fix = error.fix or (of_storage if isinstance(error, StorageError) else "")
+    return Finding("fail", subject, found_by(error), fix, is_transient=error.is_worth_retrying)
 
 
 def found_by(error: ShardmillError) -> str:
