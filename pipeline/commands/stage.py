@@ -10,7 +10,9 @@ from pipeline.cli_options import Common
 from pipeline.config import after_etl, load_for_dataset, require
 from pipeline.output.printing import print_result, stage_rows, stage_title
 from pipeline.running import Run, open_run
+from pipeline.tree import PipelineTree
 from shardmill.dataset.versions import split_version
+from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_record
 
 if TYPE_CHECKING:
@@ -27,10 +29,28 @@ def print_record(common: Common, record: StageRecord) -> None:
     print_result(common, machine, stage_rows(record), title=stage_title(record))
 
 
+def load_before_run(dataset_or_config: str, common: Common) -> PipelineTree:
+    """For a command that must know its config before it opens its run. An error is recorded as `open_run` does it."""
+    try:
+        return load_for_dataset(dataset_or_config, common.overrides, common.workdir)
+    except ShardmillError as error:
+        found = error
+
+    def fail(*_: object) -> PipelineTree:
+        raise found
+
+    with open_run(dataset_or_config, common, load=fail) as run:
+        return run.tree
+
+
 @contextmanager
-def open_dataset_run(dataset_or_config: str, common: Common) -> Iterator[Run]:
-    """The argument is a dataset or a config file: a folder of images says nothing about what these commands need."""
-    with open_run(dataset_or_config, common, load=load_for_dataset) as run, after_etl(dataset_or_config):
+def open_dataset_run(dataset_or_config: str, common: Common, tree: PipelineTree | None = None) -> Iterator[Run]:
+    """The argument is a dataset or a config file: a folder of images says nothing about what these commands need.
+
+    `tree`: that of `load_before_run`.
+    """
+    load = load_for_dataset if tree is None else lambda *_: tree
+    with open_run(dataset_or_config, common, load=load) as run, after_etl(dataset_or_config):
         require(run.tree, "dataset")
         yield run
 

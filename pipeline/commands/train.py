@@ -5,8 +5,7 @@ from __future__ import annotations
 import typer
 
 from pipeline.cli_options import AllowChange, Common, DatasetArgument, Fresh, command
-from pipeline.commands.stage import dataset_of_run, open_dataset_run, print_stage
-from pipeline.config import load_for_dataset
+from pipeline.commands.stage import dataset_of_run, load_before_run, open_dataset_run, print_stage
 from pipeline.preflight import refuse_what_cannot_work
 
 
@@ -23,9 +22,9 @@ def train(
     from train.tree import TrainTree
 
     common: Common = context.obj
-    again, config = Again(fresh, tuple(allow_change)), load_for_dataset(dataset, common.overrides, common.workdir).train
+    again, loaded = Again(fresh, tuple(allow_change)), load_before_run(dataset, common)
     try:
-        with attached(config), open_dataset_run(dataset, common) as run:
+        with attached(loaded.train), open_dataset_run(dataset, common, loaded) as run:
             refuse_what_cannot_work(run.tree, common.workdir, ("train",))
             tree, pin = run.tree.part(TrainTree), open_dataset(dataset_of_run(run)).pin
             run.stage("train", lambda: train_in_run(tree, run.record, run.progress, pin, again), train_record)
