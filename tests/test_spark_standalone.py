@@ -107,7 +107,7 @@ def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     etl = submitter.start("etl/job.py", "--config", "killed.toml", "--workdir", "work", "--run-id", "killed")
     until(lambda: len(list(folder.glob("killed/pending/*.json"))) > 1, etl)
     # Executors have our code as the bundle, and nowhere else.
-    roots = {Path(arguments[3]).name for arguments in spark_cluster.processes("etl.engines.unit_worker").values()}
+    roots = {Path(arguments[4]).name for arguments in spark_cluster.processes("etl.engines.unit_worker").values()}
     assert roots == {"shardmill.zip"}
     # Everybody on a node can read command lines.
     assert spark_cluster.processes("org.apache.spark") and not spark_cluster.processes(spark_cluster.secret)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import IO
 
 from etl.engines.worker_process import StartWorker, start_worker
 from shardmill import errors
-from shardmill.messages import pack_message, read_message
+from shardmill.child_process import ChildDied
 from shardmill.printable import printable
 
 
@@ -36,10 +35,8 @@ class UnitRunner:
         self._start()
 
     @property
-    def answers(self) -> IO[bytes]:
-        """The file that becomes readable when `receive` has an answer; it may change whenever `receive`
-        returned None.
-        """
+    def answers(self) -> int:
+        """The pipe that becomes readable when `receive` has an answer; it may be another one after each None."""
         return self._process.answers
 
     def send(self, unit: bytes) -> None:
@@ -47,7 +44,7 @@ class UnitRunner:
         self._unit = unit
         self._last_begun = ""
         self.is_decoding, self.is_retried = True, False
-        self._write({}, unit)
+        self._process.send({}, unit)
 
     def receive(self) -> bytes | None:
         """The result of the unit that was sent last; None if there is none yet.
@@ -57,31 +54,19 @@ class UnitRunner:
         Raises the unit's own error; StorageError if it ends the careful process as well: its images were decoded apart,
         so it is this machine.
         """
-        message = read_message(self.answers)
-        if message is not None:
-            header, result = message
-            if "error" in header:
-                kind = getattr(errors, header["error"], errors.ShardmillError)
-                raise kind(*header["parts"], detail=header["detail"])
-            if "begun" in header:
-                self._last_begun = f"; the last image that it started was {printable(header['begun'])}"
-                return None
-            self.is_decoding = False
-            return None if header.get("is_decoded") else result
-        if self._is_careful:
-            raise errors.StorageError(
-                f"the process of work unit {json.loads(self._unit)['index']} ended twice "
-                f"(exit status {self._process.end()}{self._last_begun})",
-                "its images were decoded in another process, so no image was the cause",
-                "free memory on this machine, or lower etl.num_workers; finished units are kept",
-            )
-        # From now on: where one image ends a process, others often do.
-        self.close()
-        self._is_careful = True
-        self._start()
-        self.send(self._unit)
-        self.is_retried = True
-        return None
+        try:
+            header, result = self._process.receive()
+        except ChildDied as died:
+            self._run_again(died)
+            return None
+        if "error" in header:
+            kind = getattr(errors, header["error"], errors.ShardmillError)
+            raise kind(*header["parts"], detail=header["detail"])
+        if "begun" in header:
+            self._last_begun = f"; the last image that it started was {printable(header['begun'])}"
+            return None
+        self.is_decoding = False
+        return None if header.get("is_decoded") else result
 
     def close(self) -> None:
         """End the process."""
@@ -89,15 +74,20 @@ class UnitRunner:
 
     def _start(self) -> None:
         self._process = self._start_worker()
-        self._write({"is_careful": self._is_careful}, self.task)
+        self._process.send({"is_careful": self._is_careful}, self.task)
 
-    def _write(self, header: dict[str, bool], body: bytes) -> None:
-        try:
-            for part in pack_message(header, body):
-                self._process.requests.write(part)
-            self._process.requests.flush()
-        except BrokenPipeError:
-            pass  # `receive` finds that it has ended
+    def _run_again(self, died: ChildDied) -> None:
+        if self._is_careful:
+            raise errors.StorageError(
+                f"the process of work unit {json.loads(self._unit)['index']} ended twice ({died}{self._last_begun})",
+                "its images were decoded in another process, so no image was the cause",
+                "free memory on this machine, or lower etl.num_workers; finished units are kept",
+            ) from None
+        # From now on: where one image ends a process, others often do.
+        self._is_careful = True
+        self._start()
+        self.send(self._unit)
+        self.is_retried = True
 
 
 _warm: UnitRunner | None = None

@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from etl.sources import SOURCES
 from etl.units.copy_unit import copy_rows
 from etl.units.units import CopyUnit
 from etl.units.write_unit import Decoder, sandbox_of_process, write_unit
+from shardmill.child_process import begin_child, own_pipes
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
@@ -35,18 +35,16 @@ from shardmill.values import ImageSample, Rejection, SourceImage
 
 
 def main() -> None:
-    """`argv`: ..., the parent's process id. Work on the standard streams."""
-    _begin(int(sys.argv[-1]))
-    gc.enable()
-    requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what a library prints must not get into an answer
-    _work(requests, answers)
+    """Work on the standard streams."""
+    begin_child()
+    _work(*own_pipes())
 
 
 def serve() -> None:
-    """`argv`: ..., the parent's process id. Fork workers, and end them, as a `ForkServer` asks on the socket 0."""
-    _begin(int(sys.argv[-1]))
+    """Fork workers, and end them, as a `ForkServer` asks on the socket 0."""
+    begin_child()
     os.dup2(2, 1)
+    gc.disable()
     _load_usual_entries()
     # What there is now is never freed: looking at it would only copy the pages that all workers share.
     gc.freeze()
@@ -66,13 +64,6 @@ def serve() -> None:
             os.kill(process_id, signal.SIGKILL)
             answer = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
         asked.send(str(answer).encode())
-
-
-def _begin(parent: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM go to the whole group: the parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent(parent, exit_code=1)
 
 
 def _load_usual_entries() -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import resource
-import signal
 import sys
 from collections.abc import Callable
 
+from shardmill.child_process import begin_child, own_pipes
 from shardmill.images.decode_messages import pack_outcome
 from shardmill.images.decoder_id import INSTALLED_DECODERS
 from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
-from shardmill.parent_death import die_with_parent
 from shardmill.values import ImageSample, Rejection, SourceImage
 
 Process = Callable[[SourceImage, bytes, NormalizeOptions], ImageSample | Rejection]
@@ -25,11 +24,10 @@ Process = Callable[[SourceImage, bytes, NormalizeOptions], ImageSample | Rejecti
 
 def main() -> None:
     """`argv`: ..., module:function, bytes of memory an image may take, the parent's process id."""
-    entry, memory_bytes, parent = sys.argv[-3], int(sys.argv[-2]), int(sys.argv[-1])
-    _end_with_parent(parent)
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a C library prints must not get into an answer
+    begin_child()
+    entry, memory_bytes = sys.argv[-3], int(sys.argv[-2])
+    in_pipe, out_pipe = own_pipes()
+    requests, answers = os.fdopen(in_pipe, "rb"), os.fdopen(out_pipe, "wb")
     module, _, function = entry.partition(":")
     process: Process = getattr(importlib.import_module(module), function)
     answers.writelines(pack_message({"decoders": INSTALLED_DECODERS}, b""))
@@ -59,14 +57,6 @@ def _outcome(
         return process(source, data, options)
     except MemoryError:
         return None
-
-
-def _end_with_parent(parent: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM go to the whole group: the parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A closed pipe is seen between two images only; the kernel's signal also ends one that hangs.
-    die_with_parent(parent, exit_code=1)
 
 
 def _silence_stderr() -> None:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -25,22 +23,18 @@ from types import TracebackType
 from typing import Any
 
 import shardmill
+from shardmill.child_process import ChildDied, calling, start_child
 from shardmill.errors import StorageError, UsageError
 from shardmill.images.decode_messages import unpack_outcome
 from shardmill.images.decoder_id import INSTALLED_DECODERS
-from shardmill.messages import LENGTHS, pack_message
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
 PROCESS_IMAGE = "shardmill.images.process:process_image"
-# The interpreter's own paths come first, and the working directory is in none of them.
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from shardmill.images.decode_child import main; main()"
 _START_SECONDS = 120.0
-_END_SECONDS = 10.0
 # A child that neither works nor answers is given this many times its limit: a loaded machine may not let it run.
 CLOCK_PER_CPU_SECOND = 6
 _PIPE_BYTES = 1 << 20
-_READ_BYTES = 1 << 16
 
 
 class _Failed(Exception):
@@ -88,7 +82,7 @@ class DecodeSandbox:
     def close(self) -> None:
         """End the child; the next image starts another."""
         if self._child is not None:
-            self._child.kill()
+            self._child.end()
         self._child = self._pending = None
 
     def decode(
@@ -152,27 +146,20 @@ class _Child:
     def __init__(self, limits: DecodeLimits, entry: str) -> None:
         self._limits = limits
         root = str(Path(shardmill.__file__).parent.parent.absolute())
-        arguments = [root, entry, str(limits.decode_memory_bytes), str(os.getpid())]
-        command = [sys.executable, "-P", "-c", _BOOTSTRAP, *arguments]
+        main = calling("shardmill.images.decode_child:main", root)
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
+            self._process = start_child([*main, entry, str(limits.decode_memory_bytes)], _environment())
         except OSError as error:
             raise StorageError(
                 f"the decoding process does not start: {error}", "expected this interpreter", f"see {sys.executable}"
             ) from error
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        for pipe in (self._requests, self._answers):
+        for pipe in (self._process.requests, self._process.answers):
             try:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # most images then pass in one write
             except OSError:
                 pass  # the user's pipes are at the system's limit; smaller ones only take longer
-        os.set_blocking(self._requests.fileno(), False)
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(self._answers, select.POLLIN)
-        self._writable.register(self._requests, select.POLLOUT)
         self._failed: _Failed | None = None
-        self._cpu_clock = ~self._process.pid << 3 | 2  # as clock_getcpuclockid(3) makes it
+        self._cpu_clock = ~self._process.process_id << 3 | 2  # as clock_getcpuclockid(3) makes it
         self._cpu_start = 0.0
         self._options: NormalizeOptions | None = None
         self._clock_start = time.monotonic()
@@ -190,10 +177,7 @@ class _Child:
         if options != self._options:  # seldom: a task has one set of them
             header["options"], self._options = options.model_dump(), options
         try:
-            for part in pack_message(header, data):
-                self._write(part)
-        except BrokenPipeError:
-            pass  # `receive` will find out how it ended
+            self._process.send(header, data, self._wait)
         except _Failed as failed:
             self._failed = failed  # for `receive`: an outcome belongs to `finish`
 
@@ -202,34 +186,13 @@ class _Child:
             raise self._failed
         # The parent may have read the next source since `send`, and the child cannot write more than the pipe holds.
         self._clock_start = time.monotonic()
-        buffer = bytearray()
-        answers, expected = self._answers.fileno(), LENGTHS.size
-        while len(buffer) < expected:
-            self._wait(self._readable)
-            piece = os.read(answers, _READ_BYTES)
-            if not piece:
-                raise _Failed(*self._how_it_ended())
-            buffer += piece
-            if expected == LENGTHS.size and len(buffer) >= expected:
-                header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
-                expected += header_bytes + body_bytes
-        body_start = LENGTHS.size + header_bytes
-        return json.loads(buffer[LENGTHS.size : body_start]), bytes(buffer[body_start:])
+        try:
+            return self._process.receive(self._wait)
+        except ChildDied as died:
+            raise _Failed(*_how_it_ended(died.status)) from None
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._answers.close()
-        self._requests.close()
-
-    def _write(self, part: bytes) -> None:
-        left = memoryview(part)
-        while left:
-            self._wait(self._writable)
-            try:
-                left = left[os.write(self._requests.fileno(), left) :]
-            except BlockingIOError:
-                pass
+    def end(self) -> None:
+        self._process.end()
 
     def _wait(self, pipe: select.poll) -> None:
         """Wait until the pipe is ready. Raises `_Failed` when the image's time is over."""
@@ -249,40 +212,42 @@ class _Child:
         except OSError:  # it ended; reading the pipe will show how
             return self._cpu_start
 
-    def _how_it_ended(self) -> tuple[RejectReason, str]:
-        try:
-            status = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return RejectReason.DECODER_CRASH, "closes the decoding process's pipe"
-        if status == -signal.SIGKILL:  # not by us, and it ignores all other signals that ask
-            return RejectReason.DECODER_MEMORY, "killed from outside, as the kernel does when memory runs out"
-        if status < 0:
-            return RejectReason.DECODER_CRASH, f"ends the decoding process by {signal.Signals(-status).name}"
-        return RejectReason.DECODER_CRASH, f"ends the decoding process with status {status}"
-
     def _expect_hello(self) -> None:
         """Its imports take a moment; a failed import is not the fault of an image."""
         decoders = ""
-        if self._readable.poll(1000 * _START_SECONDS):
-            try:
-                decoders = self.receive()[0]["decoders"]
-            except _Failed:
-                pass  # what it printed on stderr is there to be read
+        try:
+            decoders = self._process.receive(_wait_for_start)[0]["decoders"]
+        except (_Failed, ChildDied):
+            pass  # what it printed on stderr is there to be read
         if not decoders:
-            self.kill()
+            self.end()
             raise StorageError(
                 "the decoding process does not start",
                 f"expected an answer within {_START_SECONDS:g} s",
                 f"make sure that {sys.executable} can import this shardmill and its packages, then run it again",
             )
         if decoders != INSTALLED_DECODERS:
-            self.kill()
+            self.end()
             raise UsageError(
                 f"the decoding process decodes with {decoders!r}",
                 f"expected {INSTALLED_DECODERS!r}, as here",
                 f"make sure that {sys.executable} can import this shardmill and its packages",
             )
+
+
+def _wait_for_start(pipe: select.poll) -> None:
+    if not pipe.poll(1000 * _START_SECONDS):
+        raise _Failed(RejectReason.DECODER_TIMEOUT, "does not start")
+
+
+def _how_it_ended(status: int | None) -> tuple[RejectReason, str]:
+    if status is None:
+        return RejectReason.DECODER_CRASH, "closes the decoding process's pipe"
+    if status == -signal.SIGKILL:  # not by us, and it ignores all other signals that ask
+        return RejectReason.DECODER_MEMORY, "killed from outside, as the kernel does when memory runs out"
+    if status < 0:
+        return RejectReason.DECODER_CRASH, f"ends the decoding process by {signal.Signals(-status).name}"
+    return RejectReason.DECODER_CRASH, f"ends the decoding process with status {status}"
 
 
 def _environment() -> dict[str, str]:

@@ -7,10 +7,8 @@ they are.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,14 +38,13 @@ def forked_ranks(backend: str) -> Iterator[None]:
     """All ranks that the launcher `local` starts in this block are forked."""
     modules = _MODULES[backend]
 
-    def start(command: list[str], *, env: dict[str, str], **how: Any) -> ForkedProcess:
-        assert command[1:3] == ["-m", "train.launching.rank"] and how.pop("start_new_session")
+    def start(options: list[str], environment: dict[str, str], **how: Any) -> ForkedProcess:
+        assert options == ["-m", "train.launching.rank"] and how["own_session"]
         arguments = ("rank", str(parent_of_forks(modules)))
-        program = Program("train.launching.rank:main", arguments, os.getcwd(), env)
+        program = Program("train.launching.rank:main", arguments, os.getcwd(), environment)
         return ForkedProcess(modules, program, is_one_output=True)
 
-    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    with patch.object(agent, "subprocess", stand_in):
+    with patch.object(agent, "start_python", start):
         yield
 
 

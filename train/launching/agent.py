@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from shardmill.child_process import kill_session, start_python
 from shardmill.environments.place import Place
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
@@ -40,13 +39,13 @@ class RankProcess:
     def __init__(self, environment: dict[str, str], emit: Callable[[str], None]) -> None:
         """`emit`: as in `RankOutput`, called in a thread of its own."""
         self._scratch = Scratch()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "train.launching.rank", str(os.getpid())],
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH, "TMPDIR": str(self._scratch.path)},
+        self._process = start_python(
+            ["-m", "train.launching.rank"],
+            {"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH, "TMPDIR": str(self._scratch.path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            own_session=True,
         )
         assert isinstance(self._process.stdout, io.BufferedReader)
         self._output = RankOutput(self._process.stdout, emit)
@@ -65,10 +64,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill it and its children by SIGKILL, which ends stopped processes too."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        kill_session(self._process)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
+from shardmill.child_process import end_with_parent
 from shardmill.dataset.open import open_pinned
 from shardmill.environments.place import Place, place_from_environment
 from shardmill.errors import IntegrityError, UsageError
@@ -22,7 +23,6 @@ from shardmill.jobs.addresses import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
-from shardmill.parent_death import die_with_parent
 from shardmill.stores.retries import num_retried
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
@@ -87,7 +87,7 @@ class DriverReporter:
 
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
-    _end_with_driver(int(sys.argv[1]))
+    _end_with_driver()
     place = place_from_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
@@ -170,10 +170,10 @@ def _report_retries(reporter: DriverReporter, rank: int) -> None:
         reporter.event("requests_retried", {"rank": rank, RETRIED: num_retried()})
 
 
-def _end_with_driver(parent: int) -> None:
+def _end_with_driver() -> None:
     """Whoever ends a job may signal a whole host: a rank ends with its driver, or when that says so."""
     # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
-    die_with_parent(parent, EXIT_ABORTED)
+    end_with_parent(EXIT_ABORTED)
     # No SIG_IGN: what this process starts would inherit that, and could not be ended by SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     # A system call of a library is not to fail for it.

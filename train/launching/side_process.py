@@ -1,6 +1,6 @@
 """Runs work in a separate process, because a framework or a user's code may print, crash, hang or exit.
 
-That process is `python -m MODULE PARENT ANSWER`: its task comes on stdin, its answer goes into the file ANSWER.
+That process is `python -m MODULE ANSWER PARENT`: its task comes on stdin, its answer goes into the file ANSWER.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardmill.child_process import end_with_parent, kill_session, start_python
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, python_path, scratch_folder
-from shardmill.parent_death import die_with_parent
 from shardmill.user_module import line_of_user_in_dump
 from train.contracts.values import from_json, to_json
 from train.launching.faults import failure_of, how_it_ended, last_line
@@ -77,7 +77,7 @@ def ask(question: Question, kind: type[Value], refusal: Callable[[str], Shardmil
 
 def answer(kind: type[Any], work: Callable[[Any], object]) -> None:
     """The main program of a module that is asked: does the work, and ends this process."""
-    die_with_parent(int(sys.argv[1]), 1)
+    end_with_parent()
     # Where it stood, if it crashes or has to be aborted.
     faulthandler.enable()
     try:
@@ -85,7 +85,7 @@ def answer(kind: type[Any], work: Callable[[Any], object]) -> None:
     except (Exception, SystemExit) as error:
         # A user's function may raise anything.
         said = _FAILURE + to_json(failure_of(error))
-    file = Path(sys.argv[2])
+    file = Path(sys.argv[1])
     file.with_suffix(".part").write_bytes(said)
     file.with_suffix(".part").rename(file)
     # Not by Python's own end, which waits for a user's threads.
@@ -98,14 +98,14 @@ def _run(question: Question, folder: Path) -> tuple[int, bool]:
     """-> exit code, whether it was ended because it took too long."""
     environment = {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, "TMPDIR": str(folder)}
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", question.module, str(os.getpid()), str(folder / "answer")],
-            env={**environment, **question.environment},
+        process = start_python(
+            ["-m", question.module, str(folder / "answer")],
+            {**environment, **question.environment},
             stdin=subprocess.PIPE,
             # Files: pipes would stay open for as long as anything lives that a user's code has started.
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            own_session=True,
         )
     try:
         assert process.stdin is not None
@@ -119,8 +119,7 @@ def _run(question: Question, folder: Path) -> tuple[int, bool]:
             process.wait(DUMP_SECONDS)
         return -signal.SIGABRT, True
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_session(process)
         process.wait()
 
 
