@@ -20,7 +20,7 @@ from shardmill.errors import CannotList, UsageError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores.read_only import ReadOnlyStore
-from shardmill.stores.retries import count_retry, pause_seconds
+from shardmill.stores.retries import patiently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -137,14 +137,7 @@ class _Transient(OSError):
 
 
 def _patiently(request: Callable[[float], Value]) -> Value:
-    """The value of `request(deadline)`, called until it succeeds or fails for good, or the deadline comes."""
-    from tenacity import Retrying, retry_if_exception_type, stop_before_delay
-
-    tries = Retrying(
-        retry=retry_if_exception_type(_Transient), stop=stop_before_delay(DEADLINE_SECONDS),
-        wait=pause_seconds, reraise=True, before_sleep=lambda state: count_retry(),
-    )  # fmt: skip
-    return tries(request, time.monotonic() + DEADLINE_SECONDS)
+    return patiently(request, lambda error, seconds: isinstance(error, _Transient), DEADLINE_SECONDS)
 
 
 def _head(url: str, path: str, deadline: float) -> StoredFile:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
+
+Value = TypeVar("Value")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 8.0
 # Not the process's own generator, as tenacity's waits: Keras takes the seeds of a model's first weights from that.
@@ -16,7 +20,34 @@ _lock = threading.Lock()
 _num_retried = 0
 
 
-def pause_seconds(state: RetryCallState) -> float:
+def patiently(
+    request: Callable[[float], Value],
+    is_worth_another: Callable[[BaseException | None, float], bool],
+    deadline_seconds: float,
+    give_up: Callable[[], Value] | None = None,
+) -> Value:
+    """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes.
+
+    It receives the deadline, of time.monotonic(). None begins after it; the last may stall beyond it.
+    `is_worth_another` receives the error of each call, None after a success, and the seconds since the first call.
+    At the deadline `give_up` decides; by default the last error is raised.
+    """
+    from tenacity import Retrying, stop_before_delay
+
+    tries = Retrying(
+        retry=lambda state: is_worth_another(
+            state.outcome.exception() if state.outcome else None, state.seconds_since_start or 0.0
+        ),
+        wait=_pause_seconds,
+        stop=stop_before_delay(deadline_seconds),
+        before_sleep=lambda state: count_retry(),
+        retry_error_callback=(lambda state: give_up()) if give_up else None,
+        reraise=True,
+    )
+    return tries(request, time.monotonic() + deadline_seconds)
+
+
+def _pause_seconds(state: RetryCallState) -> float:
     """tenacity's `wait`: anything up to a bound that doubles with each attempt ("full jitter", Brooker, AWS, 2015)."""
     return _jitter.uniform(0, min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (state.attempt_number - 1)))
 

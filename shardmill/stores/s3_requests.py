@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import botocore.exceptions as botocore_errors
-from tenacity import RetryCallState, Retrying, stop_before_delay
 
 from shardmill.errors import UsageError
-from shardmill.stores.retries import count_retry, pause_seconds
+from shardmill.stores.retries import patiently
 from shardmill.stores.s3_errors import Damaged, as_os_error, is_transient, status_of, was_not_sent
 from shardmill.stores.s3_signed_get import SignedGets
 
@@ -155,14 +154,10 @@ class S3Requests:
                 raise
 
     def _patiently(self, request: Callable[[float], Value]) -> Value:
-        """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes.
-
-        It receives the deadline, of time.monotonic(). None begins after it; the last may stall beyond it, by an eighth.
-        """
+        """As `shardmill.stores.retries.patiently`; the last request may stall beyond the deadline by an eighth."""
         failed: list[BaseException] = []
 
-        def is_worth_another(state: RetryCallState) -> bool:
-            error = state.outcome.exception() if state.outcome else None
+        def is_worth_another(error: BaseException | None, seconds: float) -> bool:
             if error is None or isinstance(error, botocore_errors.ClientError):
                 self._has_answered = True
             if error is None or not is_transient(error):
@@ -174,18 +169,14 @@ class S3Requests:
             if self._has_answered or not was_not_sent(error):
                 return True
             # Once: what comes after it, to clean up, is not to wait as long again.
-            self._is_given_up |= (state.seconds_since_start or 0.0) >= CONNECT_SECONDS
+            self._is_given_up |= seconds >= CONNECT_SECONDS
             return not self._is_given_up
 
-        def give_up(state: RetryCallState) -> NoReturn:
+        def give_up() -> NoReturn:
             waited = f"no success within {self._deadline_seconds:g} s ({DEADLINE})"
             raise OSError(errno.EIO, f"{waited}; the last of {len(failed)} errors: {failed[-1]}") from failed[-1]
 
-        tries = Retrying(
-            retry=is_worth_another, wait=pause_seconds, stop=stop_before_delay(self._deadline_seconds),
-            before_sleep=lambda state: count_retry(), retry_error_callback=give_up,
-        )  # fmt: skip
-        return tries(request, time.monotonic() + self._deadline_seconds)
+        return patiently(request, is_worth_another, self._deadline_seconds, give_up)
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._patiently(lambda deadline: self._once(method, **arguments))
