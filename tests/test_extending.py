@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import train.config
 from pipeline.choices import registries, registry_keys
 from pipeline.config import load_pipeline
 from pipeline.config_file import commented_toml, to_toml
@@ -21,7 +23,7 @@ from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
 from scripts.docs_site.entries import entries, of_registry
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, Registry, install_hint
+from shardmill.registry import Entry, OneOf, Registry, install_hint
 from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.quick_start import FOLDER
 from tests.support import write_images
@@ -202,6 +204,15 @@ def test_the_reference_lists_every_entry(registry: Registry[Any]):
     assert all(
         f"| `{name}` | {entry.help.replace('|', chr(92) + '|')} |" in page for name, entry in registry.entries.items()
     )
+
+
+def test_the_document_names_the_registries_whose_entries_have_settings():
+    registries_of_config = re.findall(r'"([\w.]+:[A-Z]+)",\n', inspect.getsource(train.config).partition("\nclass ")[0])
+    have_sections = [one_of.registry for one_of in map(OneOf, registries_of_config)]
+    assert have_sections == [registry for registry in REGISTRIES if registry.options_prefix is not None]
+    text = " ".join(EXTENDING.read_text(encoding="utf-8").split())
+    for registry in have_sections:
+        assert re.search(rf"`{registry.key}`.{{1,30}}`\[train\.{registry.options_prefix}NAME\]`", text), registry.key
 
 
 def test_the_document_says_where_each_point_is():
