@@ -1,11 +1,12 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
-# make test    the tests, without drills (pytest -m drill)
+# make test    the tests, without drills
+# make drill   the drills: slow tests of real faults, servers and clusters
 # make check   formatting, lint, types, documentation, tests; .ci/run adds the drills
 # make docs    the documentation site, in ./site; a link that leads nowhere fails it
 # make test-fast   those that start no other process: no server, Spark, rank or command
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test test-fast check setup lint docs bundle clean
+.PHONY: demo test test-fast drill check setup lint docs bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -22,6 +23,9 @@ test: setup
 
 test-fast: setup
 	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill" --in-process -r fE
+
+drill: setup
+	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m drill
 
 lint: setup
 	@$(RUN) ruff format --check .
