@@ -134,8 +134,7 @@ class AugmentOptions(Section):
     """Pad by this many pixels (edges repeated), then crop back at a random offset; 0 switches it off."""
     random_flip: bool | Literal["auto"] = "auto"
     """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
-    text.
-    Labels that are numbers (positions, angles) are not mirrored with the image."""
+    text. Labels that are numbers (positions, angles) are not mirrored with the image."""
 
     @property
     def flips(self) -> bool:

@@ -54,12 +54,10 @@ class TrainConfig(_WithOptions):
     """Samples of one optimizer step, summed over all ranks."""
     accumulation_steps: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """Number of microbatches into which a rank splits its share of a step, so that it needs the memory of one;
-    gradients
-    are exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
+    gradients are exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
     init_from: Annotated[str, DEFAULTED] = ""
     """Initial weights: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or an export `MODELS@N`.
-    A
-    last layer for different classes is initialized randomly. Changing the file starts a new run."""
+    A last layer for different classes is initialized randomly. Changing the file starts a new run."""
     freeze: Annotated[tuple[str, ...], DEFAULTED] = ()
     """Weights that are not trained: `all_but_head` (all except the last layer), or name patterns such as `conv*`."""
     unfreeze_epoch: Annotated[int, DEFAULTED] = Field(default=0, ge=0)
@@ -76,8 +74,7 @@ class TrainConfig(_WithOptions):
     approximation error is added to the next step's gradients (arXiv:1905.13727)."""
     bucket_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """`horovod` and `torch_ddp` only: bytes of gradients that are exchanged at a time. 0: 128 MiB under `horovod`
-    (Horovod's
-    default); under `torch_ddp` 4 MiB on CPUs and 25 MiB on GPUs."""
+    (Horovod's default); under `torch_ddp` 4 MiB on CPUs and 25 MiB on GPUs."""
     backend: Annotated[str, OneOf("train.backends:BACKENDS", also=("auto",))] = "auto"
     """The framework; `auto` chooses it by the strategy and the model."""
     launcher: Annotated[str, OneOf("train.launching:LAUNCHERS", also=("auto",)), EXECUTION] = "auto"
@@ -94,8 +91,7 @@ class TrainConfig(_WithOptions):
     """Seed of the initial weights, the order of samples and augmentation."""
     num_streams: int = Field(default=0, ge=0)
     """Logical streams of the epoch plan: the maximum number of ranks, and a divisor of the global batch. 0: the
-    smallest
-    divisor that is at least 8 and at least the number of ranks; a resumed training keeps its number."""
+    smallest divisor that is at least 8 and at least the number of ranks; a resumed training keeps its number."""
     standardize: bool = True
     """Pass `(x - mean) / std` to the model, per channel of the train split, as float32; false: pixels from 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
@@ -133,8 +129,7 @@ class TrainConfig(_WithOptions):
     (docs/training/optimization.md)."""
     ema_decay: Annotated[float, DEFAULTED] = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average (EMA) of the weights, for example 0.999; evaluation and export use EMA
-    weights.
-    The first updates use a smaller decay. 0 switches it off."""
+    weights. The first updates use a smaller decay. 0 switches it off."""
     sync_batch_norm: Annotated[bool, DEFAULTED] = False
     """Compute the moments of batch norms over the whole global batch: over all ranks and without padding."""
     gradient_clip_norm: Annotated[float, RESUMABLE] = Field(default=0.0, ge=0)
@@ -150,8 +145,7 @@ class TrainConfig(_WithOptions):
         Field(default_factory=dict)
     )
     """Weight of each class in the loss, by name; other classes have weight 1. `balanced`: inverse frequency, so that
-    all
-    classes have the same total weight. Evaluation metrics are not weighted."""
+    all classes have the same total weight. Evaluation metrics are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
     """Precision of the computation; weights stay float32. `auto`: off, or bfloat16 if memory is too small."""
     early_stop_epochs: Annotated[int, RESUMABLE] = Field(default=0, ge=0)
@@ -170,8 +164,8 @@ class TrainConfig(_WithOptions):
     """
     nics: Annotated[tuple[str, ...], EXECUTION] = ()
     """Network interfaces for the ranks' traffic; empty: the one by which a rank reaches the driver (with
-    `horovod_spark`,
-    Horovod chooses). If several are given, `horovod_spark` uses all of them, other launchers the first."""
+    `horovod_spark`, Horovod chooses). If several are given, `horovod_spark` uses all of them, other launchers the
+    first."""
 
     def plan_spec(self, dataset: Dataset) -> PlanSpec:
         """The plan of every epoch: the same at every world size, because nothing in it depends on `num_workers`."""

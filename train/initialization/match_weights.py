@@ -59,8 +59,8 @@ def match_weights(
 
     Names of either side may have a common prefix: a model inside an export or in DistributedDataParallel, a file of a
     backbone that is a part of the model. The head's arrays are left out if one of them does not fit, or with
-    `other_classes`.
-    Raises UsageError that lists all other weights of which the file has another shape, or if nothing fits.
+    `other_classes`. Raises UsageError that lists all other weights of which the file has another shape, or if nothing
+    fits.
     """
     of_file, of_model = _prefixes(weights, given)
     # The head as a whole: half of another one is none.

@@ -31,8 +31,7 @@ class MirroredOptions(Section):
 
     num_devices: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """Number of devices of the process over which a batch is split; 0: all GPUs, or one CPU. Without GPUs the CPU
-    counts as
-    that many devices: useful for testing only."""
+    counts as that many devices: useful for testing only."""
 
 
 class ParameterServerOptions(Section):
