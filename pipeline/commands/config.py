@@ -28,5 +28,5 @@ def show(
         sys.stdout.write(to_toml(tree, with_choices=True))
 
 
-show.help = "Print the resolved config with all defaults, as TOML."
+show.help = "Print the config with all defaults, as TOML; `auto` stays `auto`."
 config = TyperGroup(name="config", commands={"show": show}, no_args_is_help=True)
