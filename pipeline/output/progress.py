@@ -118,7 +118,7 @@ class RunProgress:
                     self.finish(_epoch_line(self._epoch(numbers), numbers))
                 elif name in SENTENCES and fields.get("rank", 0) == 0:
                     shown = {"epoch": self._epoch(numbers), "step": int(numbers.get("step", 0)) + 1}
-                    self.say(SENTENCES[name].format(**{**fields, **shown}))
+                    self.say(_sentence(name, {**fields, **shown}))
                 elif WARNING in fields:
                     self.say(f"{name.partition('.')[0]}: WARNING: {fields[WARNING]}")
 
@@ -166,6 +166,13 @@ class RunProgress:
         left = "" if ends else f", {(num_total - num_done) / max(rate, 1e-9):,.0f} s left"
         pace = f", {rate:,.0f} a second{left}" if rate else ""
         self.say(f"{label}: {num_done:,} of {num_total:,} {unit}{pace}")
+
+
+def _sentence(name: str, fields: Mapping[str, FieldValue]) -> str:
+    try:
+        return SENTENCES[name].format(**fields)
+    except (LookupError, ValueError):  # of another version, say: no reason to end the work that it is about
+        return f"{name}: " + ", ".join(f"{key} {value}" for key, value in fields.items())
 
 
 def _epoch_line(epoch: str, numbers: Mapping[str, int | float]) -> str:

@@ -1,4 +1,4 @@
-"""The names that a run may have, on every command and on the jobs."""
+"""The names that a run may have, on every command and on the jobs; a named run records why it has no config."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.commands.train import train
+from pipeline.config import load_for_dataset
+from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from shardmill.jobs.run_record import RunRecord
 from tests.pipeline.command import ENVIRONMENT, ROOT, shardmill
@@ -33,3 +36,25 @@ def test_every_command_refuses_a_bad_run_id_before_it_works(tmp_path: Path):
     done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     assert done.returncode == 2 and "ERROR 2: run id '../x'" in done.stderr, done.stderr
     assert not list(tmp_path.parent.glob("x"))
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_train_loads_its_config_once_and_records_for_who_named_the_run_that_it_cannot(
+    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loaded: list[str] = []
+
+    def counted(named: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
+        loaded.append(named)
+        return load_for_dataset(named, overrides, workdir)
+
+    monkeypatch.setattr("pipeline.commands.stage.load_for_dataset", counted)
+    options = [str(tmp_path / "c.toml"), "--workdir", str(tmp_path / "work"), *(["--run-id", "r"] if is_named else [])]
+    with pytest.raises(SystemExit) as ended:
+        train.main(options, standalone_mode=False)
+    assert ended.value.code == 2
+    assert (tmp_path / "work/runs/r/summary.json").exists() == is_named
+    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{tmp_path}/none"\n')
+    with pytest.raises(SystemExit):
+        train.main(options, standalone_mode=False)
+    assert len(loaded) == 2

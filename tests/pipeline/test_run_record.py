@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -17,11 +16,8 @@ import jsonschema
 import pytest
 
 from pipeline.cli_options import Common
-from pipeline.commands.train import train
-from pipeline.config import load_for_dataset
-from pipeline.output.progress import SENTENCES, RunProgress
+from pipeline.output.progress import RunProgress
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
-from pipeline.tree import PipelineTree
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Terminated
@@ -98,28 +94,6 @@ def test_a_run_without_a_config_is_recorded_only_for_who_named_it(is_named: bool
     # A scheduler names its runs, and finds the reason of a failed task in the summary.
     assert (tmp_path / "work/runs/r/summary.json").exists() == is_named
     assert (tmp_path / "work").exists() == is_named
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-def test_train_loads_its_config_once_and_records_for_who_named_the_run_that_it_cannot(
-    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    loaded: list[str] = []
-
-    def counted(named: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
-        loaded.append(named)
-        return load_for_dataset(named, overrides, workdir)
-
-    monkeypatch.setattr("pipeline.commands.stage.load_for_dataset", counted)
-    options = [str(tmp_path / "c.toml"), "--workdir", str(tmp_path / "work"), *(["--run-id", "r"] if is_named else [])]
-    with pytest.raises(SystemExit) as ended:
-        train.main(options, standalone_mode=False)
-    assert ended.value.code == 2
-    assert (tmp_path / "work/runs/r/summary.json").exists() == is_named
-    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{tmp_path}/none"\n')
-    with pytest.raises(SystemExit):
-        train.main(options, standalone_mode=False)
-    assert len(loaded) == 2
 
 
 def test_time_left_is_estimated_from_work_under_way(
@@ -312,9 +286,3 @@ def test_a_damaged_record_of_a_run_is_one_line_and_ends_no_other_stage(tmp_path:
     for damaged in (b"", b"[]", b"\xff", b"{}"):
         (tmp_path / "runs/r/summary.json").write_bytes(damaged)
         assert read_run_state(tmp_path, "r") == PARTIAL
-
-
-@pytest.mark.parametrize("name", ["etl.listed", "etl.units_kept"])
-def test_no_sentence_counts_one_thing_in_the_plural(name: str):
-    sentence = SENTENCES[name].format(listed=1, images=1, units=1, kept=1, missing=1)
-    assert not re.search(r"\b1 \w+ ?\w*s\b", sentence)
