@@ -109,7 +109,9 @@ class ChildProcess:
         """`end` gives it so many seconds to end by itself; -> its exit status, or None if it had to be killed."""
         self.process_id, self.requests, self.answers = process_id, requests, answers
         self._end: Callable[[float], int | None] | None = end
+        # Most messages pass without a wait.
         os.set_blocking(requests, False)
+        os.set_blocking(answers, False)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(answers, select.POLLIN)
         self._writable.register(requests, select.POLLOUT)
@@ -120,10 +122,10 @@ class ChildProcess:
             for part in pack_message(header, body):
                 left = memoryview(part)
                 while left:
-                    wait(self._writable)
-                    # What it took last may have left too little room.
-                    with suppress(BlockingIOError):
+                    try:
                         left = left[os.write(self.requests, left) :]
+                    except BlockingIOError:
+                        wait(self._writable)
         except BrokenPipeError:
             pass
 
@@ -155,8 +157,11 @@ class ChildProcess:
         buffer = memoryview(bytearray(num_bytes))
         start = 0
         while start < num_bytes:
-            wait(self._readable)
-            num_read = os.readv(self.answers, [buffer[start:]])
+            try:
+                num_read = os.readv(self.answers, [buffer[start:]])
+            except BlockingIOError:
+                wait(self._readable)
+                continue
             if num_read == 0:
                 raise ChildDied(self._ended(END_SECONDS))
             start += num_read
