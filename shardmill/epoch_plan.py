@@ -45,6 +45,8 @@ class PlanSpec:
     num_streams: int
     window_chunks: int
     shuffle: bool = True
+    selection: str = ""
+    """Digest of how often each row of the split is used; empty if that is once."""
 
     def __post_init__(self) -> None:
         if self.num_streams < 1 or self.global_batch_size < 1 or self.global_batch_size % self.num_streams:
@@ -71,7 +73,11 @@ class PlanSpec:
     @property
     def fingerprint(self) -> str:
         """Names this plan in cursors and checkpoints."""
-        text = json.dumps({"plan_version": PLAN_VERSION, **asdict(self)}, sort_keys=True)
+        fields = {"plan_version": PLAN_VERSION, **asdict(self)}
+        if not self.selection:
+            # Plans of all rows keep the name that they had before rows could be selected.
+            del fields["selection"]
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
@@ -14,19 +15,23 @@ from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.loader import Loader
 from shardmill.loader.metadata import read_metadata
 from shardmill.loader.ranks import find_ranks
-from shardmill.loader.reader import ReaderOptions
+from shardmill.loader.reader import ReaderOptions, RowOptions
 from shardmill.loader.samples import Samples
-from shardmill.loader.torch import Layout, as_tensors
+from shardmill.loader.sampling import ONCE, Sample, select_rows
+from shardmill.loader.torch import Layout, as_tensors, require_torch
+from shardmill.loader.transform import HandOver
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     import pandas as pd
     import pyarrow as pa
     from PIL.Image import Image
+    from pyarrow.compute import Expression
 
     from shardmill.loader.batch import LoaderBatch
+    from shardmill.loader.transform import Transform
     from shardmill.options import AugmentOptions
     from shardmill.values import Batch
 
@@ -52,6 +57,18 @@ class Reading(TypedDict, total=False):
     """False: each stream in stored order."""
     augment: AugmentOptions | None
     """Random changes of the images; none by default."""
+    columns: Sequence[str] | None
+    """The extra columns that batches have; all by default."""
+    where: str | Expression | None
+    """Only rows for which this is true: `"label in (1, 2) and caption is not None"`, in Python's syntax, or a pyarrow
+    expression, over the columns of `dataset.metadata`."""
+    sample: Sample
+    """How often an epoch uses each row: `"once"`; `"balanced"`, every class as often as the largest one; a number for
+    some classes, `{"rare": 5, "common": 0.5}`; or a metadata column of such numbers. In whole repeats, always the same
+    ones (`shardmill.loader.sampling`)."""
+    transform: Transform | None
+    """`f(batch, rng)` in the loader's threads, on batches as the loader hands them out -> the new batch, or a dict of
+    what is new in it. The NumPy generator is the same for the same seed, epoch, step and rank."""
 
 
 class LoadableDataset(Dataset):
@@ -73,6 +90,7 @@ class LoadableDataset(Dataset):
         """
         if layout not in ("NCHW", "NHWC"):
             raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "omit it for 'NCHW'")
+        require_torch()
         return self._loader(split, partial(as_tensors, layout=layout), reading)
 
     def tf_dataset(self, split: str, **reading: Unpack[Reading]) -> Any:
@@ -98,7 +116,7 @@ class LoadableDataset(Dataset):
         return Samples(self, split, format)
 
     def metadata(self, split: str, columns: Collection[str] | None = None) -> pa.Table:
-        """What is known of each row beside its pixels, in stored order, as an Arrow table; no shard is read.
+        """An Arrow table of every column but the pixels, one row per sample in stored order; no shard is read.
 
         Raises UsageError for a column that the dataset does not have.
         """
@@ -118,9 +136,9 @@ class LoadableDataset(Dataset):
         return frame
 
     def show(self, num_samples: int = 12, split: str | None = None) -> Image:
-        """A contact sheet: samples from all over a split (`train`, if it is left out), as a PIL image."""
+        """A contact sheet: samples from all over a split (`train` by default), as a PIL image."""
         if num_samples < 1:
-            raise UsageError(f"num_samples = {num_samples}", "expected at least one", "leave it out for 12")
+            raise UsageError(f"num_samples = {num_samples}", "expected at least one", "omit it for 12")
         splits = list(self.manifest.splits)
         samples = self.samples(split or ("train" if "train" in splits else splits[0]))
         # Equal distances; all of a split that is smaller.
@@ -132,7 +150,7 @@ class LoadableDataset(Dataset):
         """Names of the classes: a label is a position in them. Empty in a dataset without classes."""
         return tuple(self.manifest.class_names)
 
-    def _loader(self, split: str, hand_over: Callable[[Batch], LoaderBatch], reading: Reading) -> Loader:
+    def _loader(self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading) -> Loader:
         if unknown := sorted(set(reading) - Reading.__annotations__.keys()):
             raise UsageError(
                 f"a loader with {', '.join(unknown)}",
@@ -146,6 +164,7 @@ class LoadableDataset(Dataset):
             )
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         self.index(split, options.format)
+        rows = self._row_options(split, reading)
         ranks = find_ranks(reading.get("rank"), reading.get("world_size"))
         num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
         spec = self.plan_spec(
@@ -155,8 +174,24 @@ class LoadableDataset(Dataset):
             num_streams=num_streams,
             shuffle=shuffle,
         )
+        if rows.selection is not None:
+            spec = replace(spec, selection=rows.selection.digest)
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
-        return Loader(self, spec, streams, options=options, augment=reading.get("augment"), hand_over=hand_over)
+        if (transform := reading.get("transform")) is not None and not callable(transform):
+            raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
+        finish = HandOver(convert, transform, spec.seed, streams.start)
+        return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
+
+    def _row_options(self, split: str, reading: Reading) -> RowOptions:
+        columns, known = reading.get("columns"), [column.name for column in self.manifest.row_schema.extra]
+        if unknown := sorted(set(columns or ()).difference(known)):
+            raise UsageError(
+                f"columns = {list(columns or ())!r}: there is no extra column {', '.join(unknown)}",
+                f"expected some of {', '.join(known)}" if known else "this dataset has none",
+                "omit columns for all of them",
+            )
+        selection = select_rows(self, split, reading.get("where"), reading.get("sample", ONCE))
+        return RowOptions(reading.get("augment"), None if columns is None else tuple(columns), selection)
 
 
 def open_dataset(uri: str) -> LoadableDataset:

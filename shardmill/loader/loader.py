@@ -7,18 +7,23 @@ and valid at every world size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
-from shardmill.loader.batch import LoaderBatch, as_arrays
-from shardmill.loader.reader import BatchReader, OneProcess, ReaderOptions, read_batches
+from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.reader import BatchReader, OneProcess, ReaderOptions, ReaderSeconds, RowOptions
+from shardmill.loader.report import LoaderReport
+from shardmill.stores.retries import num_retried
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
-    from shardmill.options import AugmentOptions
-    from shardmill.values import Batch
+    from shardmill.loader.transform import HandOver
 
 STATE_VERSION = 1
 
@@ -31,21 +36,28 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset, spec: PlanSpec, streams: range, *, options: ReaderOptions | None = None,
-        augment: AugmentOptions | None = None, hand_over: Callable[[Batch], LoaderBatch] = as_arrays,
+        self, dataset: Dataset, spec: PlanSpec, streams: range, *, options: ReaderOptions, rows: RowOptions,
+        hand_over: HandOver,
     ) -> None:  # fmt: skip
         self.spec = spec
         self._dataset = dataset
         self.streams = streams
-        self._options = options or ReaderOptions()
-        self._augment = augment
+        self._options = options
+        self._rows = rows
         self._hand_over = hand_over
-        self._num_steps = spec.num_steps(dataset.manifest.splits[spec.split].num_rows)
+        index = dataset.index(spec.split)
+        self._chunk_rows = index.chunk_rows if rows.selection is None else rows.selection.chunk_rows
+        self._num_rows = int(self._chunk_rows.sum())
+        self._num_steps = spec.num_steps(self._num_rows)
         self._epoch, self._step = 0, 0
-        self._reader: BatchReader | None = None
+        self._reader: BatchReader[LoaderBatch] | None = None
         self._is_broken_off = False
         """An iteration has begun and not come to its last batch."""
         self._process = OneProcess()
+        self._steps = self._rows_seen = 0
+        self._wait_seconds = 0.0
+        self._seconds = ReaderSeconds()
+        self._retries_before = num_retried()
 
     @property
     def epoch(self) -> int:
@@ -60,6 +72,26 @@ class Loader:
     def __len__(self) -> int:
         return self._num_steps
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """The same on every rank, and as `len` says."""
+        return self._num_steps
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether its batches are those of a user's transform."""
+        return self._hand_over.transform is not None
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Rows of an epoch of all ranks without padding; a repeated row as often as it is used."""
+        return self._num_rows
+
+    @property
+    def num_padding(self) -> int:
+        """Rows of weight 0 in an epoch of all ranks."""
+        return self._num_steps * self.spec.global_batch_size - self._num_rows
+
     def __iter__(self) -> Iterator[LoaderBatch]:
         """The rest of the current epoch: all of it, unless `load_state_dict` or `seek` has set a later step.
 
@@ -72,14 +104,17 @@ class Loader:
         self.close()
         if self._is_broken_off:
             self._epoch, self._step = self._epoch + 1, 0
-        plan = self._dataset.plan_epoch(self.spec, self._epoch)
-        self._reader = read_batches(
-            self._dataset, plan, streams=self.streams, first_step=self._step, options=self._options,
-            augment=self._augment,
-        )  # fmt: skip
-        return self._iterate(self._reader)
+        plan = plan_epoch(self.spec, self._chunk_rows, self._epoch)
+        self._reader = self._open(plan, self._step)
+        return self._iterate(self._reader, plan)
 
-    def _iterate(self, reader: BatchReader) -> Iterator[LoaderBatch]:
+    def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[LoaderBatch]:
+        return BatchReader(
+            self._dataset, plan, streams=self.streams, first_step=first_step, options=self._options, rows=self._rows,
+            finish=self._hand_over,
+        )  # fmt: skip
+
+    def _iterate(self, reader: BatchReader[LoaderBatch], plan: EpochPlan) -> Iterator[LoaderBatch]:
         with reader:
             batches = iter(reader)
             for step in range(self._step, self._num_steps):
@@ -89,12 +124,16 @@ class Loader:
                         "expected one iteration at a time, because they share one position",
                         "create a loader for each",
                     )
+                asked = time.perf_counter()
                 batch = next(batches)
+                self._wait_seconds += time.perf_counter() - asked
+                self._steps += 1
+                self._rows_seen += plan.num_rows_of_step(step, self.streams)
                 # What was handed out counts, not what was read ahead. The last batch ends the epoch before it is
                 # handed out: a loop that knows `len` does not ask for the end, and Lightning never does.
                 self._is_broken_off = step + 1 < self._num_steps
                 self._epoch, self._step = (self._epoch, step + 1) if self._is_broken_off else (self._epoch + 1, 0)
-                yield self._hand_over(batch)
+                yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch as JSON, the same on every rank between two steps, for
@@ -117,7 +156,7 @@ class Loader:
             raise UsageError(
                 "the loader state belongs to another plan",
                 f"expected the plan of {self.spec}",
-                "open the same dataset version with the same split, global_batch_size, seed and num_streams",
+                "give the same dataset version, split, global_batch_size, seed, num_streams, shuffle, where and sample",
             )
         self.seek(state["epoch"], state["step"])
 
@@ -132,6 +171,10 @@ class Loader:
         self.close()
         self._epoch, self._step, self._is_broken_off = epoch, step, False
 
+    def seek_to_step(self, num_steps: int) -> None:
+        """The next iteration begins where so many steps are done, counted over all epochs."""
+        self.seek(*divmod(num_steps, self._num_steps))
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of `epoch`, for loops that count epochs themselves; the same epoch has the same order.
 
@@ -140,8 +183,43 @@ class Loader:
         is_resumed = epoch == self._epoch and not self._is_broken_off
         self.seek(epoch, self._step if is_resumed else 0)
 
+    def cached(self, num_batches: int) -> CachedBatches:
+        """The next batches again and again, epochs as long as the loader's: how fast a loop is if input costs nothing.
+
+        The loader stays where it is. Raises UsageError for less than one batch.
+        """
+        if num_batches < 1:
+            raise UsageError(f"cached({num_batches})", "expected at least one batch", "pass, for example, 10")
+        with self._open(plan_epoch(self.spec, self._chunk_rows, self._epoch), self._step) as reader:
+            return CachedBatches(tuple(islice(reader, num_batches)), self._num_steps)
+
+    def report(self) -> LoaderReport:
+        """What this rank has handed out, and where the time went."""
+        self._take_seconds()
+        selection = self._rows.selection
+        num_distinct = self._num_rows if selection is None else selection.num_distinct
+        return LoaderReport(
+            steps=self._steps,
+            rows_seen=self._rows_seen,
+            rows_padded=self._steps * len(self.streams) * self.spec.rows_per_stream - self._rows_seen,
+            rows_dropped=0,
+            epoch_rows=self._num_rows,
+            epoch_rows_repeated=self._num_rows - num_distinct,
+            epoch_rows_left_out=self._dataset.manifest.splits[self.spec.split].num_rows - num_distinct,
+            wait_seconds=self._wait_seconds,
+            fetch_seconds=self._seconds.fetch,
+            decode_seconds=self._seconds.decode,
+            retries=num_retried() - self._retries_before,
+        )
+
+    def _take_seconds(self) -> None:
+        if self._reader is not None:
+            more = self._reader.take_seconds()
+            self._seconds = ReaderSeconds(self._seconds.fetch + more.fetch, self._seconds.decode + more.decode)
+
     def close(self) -> None:
         """End an iteration and join its threads."""
+        self._take_seconds()
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -151,6 +229,20 @@ class Loader:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBatches:
+    """An iterable of as many steps as an epoch has, over some batches in memory."""
+
+    batches: tuple[LoaderBatch, ...]
+    num_steps: int
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[LoaderBatch]:
+        return (self.batches[step % len(self.batches)] for step in range(self.num_steps))
 
 
 def _refuse_workers() -> None:

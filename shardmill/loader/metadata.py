@@ -1,4 +1,4 @@
-"""What is known of each row of a split beside its pixels, as one table: read from the row segments, not from shards."""
+"""The metadata of a split as one table, a row per sample: read from the row segments, not from the shards."""
 
 from __future__ import annotations
 

@@ -11,9 +11,10 @@ import collections
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,13 @@ from shardmill.options import AugmentOptions
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 
+if TYPE_CHECKING:
+    from shardmill.loader.selection import Selection
+
+Item = TypeVar("Item")
+Finish = Callable[[Batch, Callable[[], list[str]]], Item]
+"""What a reader's thread makes of a batch; it may ask for the source of each row."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReaderOptions:
@@ -40,13 +48,24 @@ class ReaderOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class RowOptions:
+    """Which rows a reader reads, and what of them."""
+
+    augment: AugmentOptions | None = None
+    columns: tuple[str, ...] | None = None
+    """Of the extra columns; all by default."""
+    selection: Selection | None = None
+    """How often each row is used: the plan is then one of its entries. By default once each."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReaderSeconds:
     """Working time of a reader's threads, summed; two threads work up to two seconds in one."""
 
     fetch: float = 0.0
     """Reading chunks from storage and verifying them."""
     decode: float = 0.0
-    """Decoding and augmenting images."""
+    """Decoding and changing images."""
 
 
 class OneProcess:
@@ -71,18 +90,21 @@ class OneProcess:
             )
 
 
-class BatchReader:
+class BatchReader(Generic[Item]):
     """One epoch's batches for a group of streams, in order. Use it as a context manager: closing joins its threads."""
 
     def __init__(
         self, dataset: Dataset, plan: EpochPlan, *, streams: range, first_step: int, options: ReaderOptions,
-        augment: AugmentOptions | None,
+        rows: RowOptions, finish: Finish[Item],
     ) -> None:  # fmt: skip
         self._plan = plan
         self._first_step = first_step
-        self._augment = augment
+        self._rows = rows
+        self._finish = finish
         self._normalize = dataset.manifest.normalize
-        self._schema = dataset.manifest.row_schema
+        schema, wanted = dataset.manifest.row_schema, rows.columns
+        is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
+        self._schema = replace(schema, extra=tuple(is_wanted))
         self._fetcher = ChunkFetcher(dataset.store, dataset.index(plan.spec.split, options.format), self._schema)
         self._planner = StepPlanner(plan, streams)
         self._local_batch_size = len(streams) * plan.spec.rows_per_stream
@@ -97,8 +119,8 @@ class BatchReader:
         self._seconds = ReaderSeconds()
         self._process = OneProcess()
 
-    def __iter__(self) -> Iterator[Batch]:
-        waiting: collections.deque[Future[Batch]] = collections.deque()
+    def __iter__(self) -> Iterator[Item]:
+        waiting: collections.deque[Future[Item]] = collections.deque()
         try:
             for step in range(self._first_step, self._plan.num_steps):
                 waiting.append(self.submit(step))
@@ -114,7 +136,7 @@ class BatchReader:
                 for future in waiting:
                     future.cancel()
 
-    def __enter__(self) -> BatchReader:
+    def __enter__(self) -> BatchReader[Item]:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -134,16 +156,20 @@ class BatchReader:
         self._fetch_pool.shutdown(wait=True, cancel_futures=True)
         self._chunks.clear()
 
-    def submit(self, step: int) -> Future[Batch]:
+    def submit(self, step: int) -> Future[Item]:
         """Begin to read one step, whichever it is; not from several threads at once. Iterating does it in order.
 
         Raises UsageError in a fork of the process that began.
         """
         self._process.check()
-        rows = self._planner.rows_of_step(step)
+        rows, selection = self._planner.rows_of_step(step), self._rows.selection
+        occurrences_N = np.zeros_like(rows.rows_N)
+        live = self._planner.live_chunks()
+        if selection is not None:
+            occurrences_N, live = selection.occurrences_of(rows), selection.chunks_of(live)
+            rows = selection.rows_of(rows)
         # Keep the chunks of the current windows. A step in flight holds its own references, so dropping a chunk here
         # frees its memory only after the last step that needs it.
-        live = self._planner.live_chunks()
         self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in live}
         needed: dict[int, Future[ChunkRows]] = {}
         for chunk in np.unique(rows.chunks_N).tolist():
@@ -151,7 +177,7 @@ class BatchReader:
             if future is None:
                 future = self._chunks[chunk] = self._fetch_pool.submit(self._fetch, chunk)
             needed[chunk] = future
-        return self._decode_pool.submit(self._decode, step, rows, needed)
+        return self._decode_pool.submit(self._decode, step, rows, occurrences_N, needed)
 
     def _fetch(self, chunk: int) -> ChunkRows:
         started = time.perf_counter()
@@ -159,19 +185,26 @@ class BatchReader:
         self._count(ReaderSeconds(fetch=time.perf_counter() - started))
         return rows
 
-    def _decode(self, step: int, rows: StepRows, futures: dict[int, Future[ChunkRows]]) -> Batch:
+    def _decode(
+        self, step: int, rows: StepRows, occurrences_N: np.ndarray, futures: dict[int, Future[ChunkRows]]
+    ) -> Item:
         chunks = {chunk: future.result() for chunk, future in futures.items()}
         started = time.perf_counter()
-        batch = self._batch(step, rows, chunks)
+
+        def sources() -> list[str]:
+            places = zip(rows.chunks_N.tolist(), rows.rows_N.tolist(), strict=True)
+            return [str(chunks[chunk].sources[row]) for chunk, row in places]
+
+        finished = self._finish(self._batch(step, rows, occurrences_N, chunks), sources)
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
-        return batch
+        return finished
 
     def _count(self, more: ReaderSeconds) -> None:
         with self._lock:
             so_far = self._seconds
             self._seconds = ReaderSeconds(so_far.fetch + more.fetch, so_far.decode + more.decode)
 
-    def _batch(self, step: int, rows: StepRows, chunks: dict[int, ChunkRows]) -> Batch:
+    def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, chunks: dict[int, ChunkRows]) -> Batch:
         shape_HWC = self._normalize.image_shape_HWC
         images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
         shape = label_shape(self._schema.label_type, len(self._schema.class_names))
@@ -183,9 +216,11 @@ class BatchReader:
             chunk, row = chunks[int(rows.chunks_N[place])], int(rows.rows_N[place])
             sample_id = int(chunk.sample_ids_N[row])
             image_HWC = decode_stored(chunk.images[row], self._normalize.encoding, shape_HWC)
-            if self._augment is not None:
-                seed, epoch = self._plan.spec.seed, self._plan.epoch
-                image_HWC = augment_image(image_HWC, self._augment, seed=seed, epoch=epoch, sample_id=sample_id)
+            if self._rows.augment is not None:
+                image_HWC = augment_image(
+                    image_HWC, self._rows.augment, seed=self._plan.spec.seed, epoch=self._plan.epoch,
+                    sample_id=sample_id, occurrence=int(occurrences_N[place]),
+                )  # fmt: skip
             images_NHWC[place] = image_HWC
             if is_real:
                 label = chunk.labels_N[row]
@@ -207,7 +242,7 @@ def read_batches(
     first_step: int = 0,
     options: ReaderOptions | None = None,
     augment: AugmentOptions | None = None,
-) -> BatchReader:
+) -> BatchReader[Batch]:
     """Read an epoch, or its rest from `first_step`, for a rank's streams (all of them by default).
 
     Raises UsageError for streams or a step that the plan does not have. Iterating raises IntegrityError for a chunk
@@ -226,11 +261,16 @@ def read_batches(
         streams=range(num_streams) if streams is None else streams,
         first_step=first_step,
         options=options or ReaderOptions(),
-        augment=augment,
+        rows=RowOptions(augment),
+        finish=_as_it_is,
     )
 
 
-def read_split(dataset: Dataset, split: str, *, batch_size: int = 64, format: str = "auto") -> BatchReader:
+def _as_it_is(batch: Batch, sources: Callable[[], list[str]]) -> Batch:
+    return batch
+
+
+def read_split(dataset: Dataset, split: str, *, batch_size: int = 64, format: str = "auto") -> BatchReader[Batch]:
     """Read a split once, in stored order, in batches of exactly `batch_size`; padding of the last one has weight 0."""
     spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=1, shuffle=False)
     return read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format))

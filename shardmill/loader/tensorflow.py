@@ -16,6 +16,7 @@ def as_tf_dataset(
 
     `keras.Model.fit` takes the third element as sample weights, so padding does not count.
     """
+    import numpy as np
     import tensorflow as tf
 
     num_rows = len(loader.streams) * loader.spec.rows_per_stream
@@ -30,5 +31,10 @@ def as_tf_dataset(
         tf.TensorSpec((num_rows, *label_shape), label_type),
         tf.TensorSpec((num_rows,), tf.float32),
     )
+    if loader.is_transformed:
+        # Only a batch shows the types and shapes that a transform gives.
+        [first] = loader.cached(1).batches
+        arrays = [np.asarray(each) for each in (first.images, first.labels, first.weights)]
+        signature = tuple(tf.TensorSpec(each.shape, each.dtype) for each in arrays)
     dataset = tf.data.Dataset.from_generator(rows, output_signature=signature)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(loader)))

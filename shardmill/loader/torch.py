@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
+from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
     from shardmill.values import Batch
 
 Layout = Literal["NCHW", "NHWC"]
+
+
+def require_torch() -> None:
+    """Raises UsageError if PyTorch cannot be imported: before the first batch, which a thread reads."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"a torch_loader needs PyTorch: {error}", "not installed here", install_hint("torch")
+        ) from None
 
 
 def as_tensors(batch: Batch, layout: Layout = "NCHW") -> LoaderBatch:

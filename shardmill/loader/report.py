@@ -1,0 +1,38 @@
+"""The report of a loader: rows read so far, and time spent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderReport:
+    """Of one rank since its loader was made; the rows of an epoch are those of all ranks."""
+
+    steps: int
+    rows_seen: int
+    """Handed out, without padding; a repeated row as often as it was."""
+    rows_padded: int
+    rows_dropped: int
+    """0: a loader drops none."""
+    epoch_rows: int
+    epoch_rows_repeated: int
+    """Of `epoch_rows`: uses of a row after its first one."""
+    epoch_rows_left_out: int
+    """Rows of the split that `where` or a weight of 0 leave out."""
+    wait_seconds: float
+    """The loop waited so long for batches."""
+    fetch_seconds: float
+    """Threads read and verified chunks so long, all together."""
+    decode_seconds: float
+    """Threads decoded and changed images so long, all together."""
+    retries: int
+    """Requests to storages that this process repeated."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps: {self.rows_seen} rows seen, {self.rows_padded} padded, {self.rows_dropped} dropped; "
+            f"an epoch has {self.epoch_rows} rows, {self.epoch_rows_repeated} of them repeated, "
+            f"{self.epoch_rows_left_out} left out; waited {self.wait_seconds:.2f} s (threads: "
+            f"{self.fetch_seconds:.2f} s fetched, {self.decode_seconds:.2f} s decoded, {self.retries} retries)"
+        )

@@ -1,0 +1,81 @@
+"""The last step in a loader's threads: a batch becomes the framework's arrays, and the user's transform changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardmill.errors import UsageError
+from shardmill.ids import format_sample_id
+from shardmill.loader.batch import NAMES, LoaderBatch
+from shardmill.mix import mix64
+
+if TYPE_CHECKING:
+    from shardmill.values import Batch
+
+Transform = Callable[[LoaderBatch, np.random.Generator], "LoaderBatch | Mapping[str, Any]"]
+"""A batch of the loader -> the batch that it hands out, or what of it is new by name (other names: extra columns)."""
+
+_DRAWS = 4
+"""First word of its key: no other draw has the same one."""
+_NAMED = 3
+"""Samples of a batch that a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """`Finish` of a reader: runs in its threads, several batches at a time."""
+
+    convert: Callable[[Batch], LoaderBatch]
+    transform: Transform | None
+    seed: int
+    first_stream: int
+    """Ranks draw differently."""
+
+    def __call__(self, batch: Batch, sources: Callable[[], list[str]]) -> LoaderBatch:
+        """Raises UsageError, from its cause, if the transform fails or gives no such batch."""
+        before = self.convert(batch)
+        if self.transform is None:
+            return before
+        rng = np.random.default_rng(mix64(_DRAWS, self.seed, batch.epoch, batch.step, self.first_stream))
+        try:
+            changed = self.transform(before, rng)
+        except Exception as error:
+            raise UsageError(
+                f"the transform raised {type(error).__name__} at {_place(batch, sources())}: {error}",
+                "expected it to change every batch",
+                "the cause is above; `loader.seek(epoch, step)` gives this batch again",
+            ) from error
+        return _checked(before, changed, len(batch.weights_N), lambda: _place(batch, sources()))
+
+
+def _checked(before: LoaderBatch, changed: object, num_rows: int, place: Callable[[], str]) -> LoaderBatch:
+    if isinstance(changed, Mapping) and not isinstance(changed, LoaderBatch):
+        extra = {name: value for name, value in changed.items() if name not in NAMES}
+        own = {name: value for name, value in changed.items() if name in NAMES}
+        changed = replace(before, **own, extra={**before.extra, **extra})
+    if not isinstance(changed, LoaderBatch):
+        raise UsageError(
+            f"the transform returned {type(changed).__name__} at {place()}",
+            "expected a batch, or a dict of what is new in it",
+            'return, for example, {"images": images}',
+        )
+    for name, values in changed.items():
+        if not hasattr(values, "__len__") or len(values) != num_rows:
+            found = f"{len(values)} rows" if hasattr(values, "__len__") else f"a {type(values).__name__}"
+            raise UsageError(
+                f"the transform gave {name} {found} at {place()}",
+                f"expected {num_rows}, as the batch had, because all ranks take equal steps",
+                "give rows that do not count weight 0 instead of removing them",
+            )
+    return changed
+
+
+def _place(batch: Batch, sources: list[str]) -> str:
+    real = [place for place, weight in enumerate(batch.weights_N.tolist()) if weight]
+    named = [f"{format_sample_id(int(batch.sample_ids_N[place]))} ({sources[place]!r})" for place in real[:_NAMED]]
+    more = f" and {len(real) - _NAMED} more" if len(real) > _NAMED else ""
+    return f"epoch {batch.epoch}, step {batch.step}, in samples {', '.join(named)}{more}"

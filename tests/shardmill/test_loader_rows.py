@@ -1,0 +1,231 @@
+"""Which rows of a split a loader reads, how often, and what of them: where, sample, columns; and its report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardmill
+from shardmill.augment import augment
+from shardmill.epoch_plan import PlanSpec
+from shardmill.errors import UsageError
+from shardmill.loader.sampling import _shared
+from shardmill.options import AugmentOptions
+from tests.etl import test_extra_columns as extra_columns
+from tests.support import make_dataset
+
+BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
+CLASSES = ("class_0", "class_1", "class_2")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
+    return shardmill.open_dataset(make_dataset(tmp_path_factory.mktemp("rows")))
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
+    """24 rows without classes, with extra columns, some of them null."""
+    folder = tmp_path_factory.mktemp("captioned")
+    extra_columns.build(extra_columns.as_parquet(folder, extra_columns.ROWS), folder / "dataset")
+    return shardmill.open_dataset(str(folder / "dataset"))
+
+
+def ids_of(loader) -> list[list[int]]:
+    return [batch.sample_ids[batch.weights > 0].tolist() for batch in loader]
+
+
+def test_plans_of_all_rows_keep_their_names_and_any_selection_changes_them(dataset):
+    spec = PlanSpec("layout", "train", 5, 16, 8, 2)
+    assert spec.fingerprint == "5af70635267c77bc2d5f37ef0ddddb703d62eb89daafb7e46f674c36d103a496"
+    assert replace(spec, selection="a").fingerprint != spec.fingerprint
+    every_row = dataset.batches("train", **BATCH)
+    for same in (
+        {"where": "label >= 0"},
+        {"sample": {"class_1": 1}},
+        {"where": "label in (0, 1, 2)", "sample": "once"},
+    ):
+        assert dataset.batches("train", **BATCH, **same).state_dict() == every_row.state_dict()
+    state = dataset.batches("train", **BATCH, where="label != 1").state_dict()
+    with pytest.raises(UsageError, match="belongs to another plan"):
+        every_row.load_state_dict(state)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_selected_row_is_used_exactly_so_often_at_any_world_size_and_after_any_resume(dataset, data):
+    weights = {name: data.draw(st.sampled_from([0, 0.3, 1, 2.5, 4]), name) for name in CLASSES}
+    weights[data.draw(st.sampled_from(CLASSES))] = 1.5
+    chosen = {"sample": weights, "where": data.draw(st.sampled_from([None, "label != 2 or sample_id > 0"]), "where")}
+    loader = dataset.batches("train", **BATCH, **chosen)
+    whole = ids_of(loader)
+
+    table = dataset.metadata("train")
+    rows = table if chosen["where"] is None else table.filter((pc.field("label") != 2) | (pc.field("sample_id") > 0))
+    counts = Counter(sample_id for ids in whole for sample_id in ids)
+    classes = dict(zip(table.column("sample_id").to_pylist(), table.column("class_name").to_pylist(), strict=True))
+    uses = Counter()
+    for sample_id, count in counts.items():
+        uses[classes[sample_id]] += count
+        assert abs(count - weights[classes[sample_id]]) < 1
+    sizes = Counter(rows.column("class_name").to_pylist())
+    assert uses == +Counter({name: round(sizes[name] * weights[name]) for name in CLASSES})
+    assert counts.keys() <= set(rows.column("sample_id").to_pylist())
+    assert sum(map(len, whole)) == loader.samples_per_epoch == loader.steps_per_epoch * 24 - loader.num_padding
+
+    world_size = data.draw(st.integers(1, 8), "world size")
+    step = data.draw(st.integers(0, len(whole) - 1), "step")
+    state = json.loads(json.dumps({**loader.state_dict(), "epoch": 0, "step": step}))
+    of_ranks = []
+    for rank in range(world_size):
+        resumed = dataset.batches("train", rank=rank, world_size=world_size, **BATCH, **chosen)
+        resumed.load_state_dict(state)
+        of_ranks.append(ids_of(resumed))
+    assert [[each for ids in of_ranks for each in ids[number]] for number in range(len(whole) - step)] == whole[step:]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(0, 200), min_size=4, max_size=4))
+def test_shares_of_a_class_add_up_and_differ_by_at_most_one(labels, totals):
+    labels_N = np.array(labels)
+    repeats_N = _shared(labels_N, np.array(totals))
+    for label in set(labels):
+        mine = repeats_N[labels_N == label]
+        assert mine.sum() == totals[label] and mine.max() - mine.min() <= 1
+
+
+def test_balanced_classes_are_as_frequent_as_the_largest(dataset):
+    less = "label != 1 or sample_id > 0"
+    sizes = Counter(label for batch in dataset.batches("train", **BATCH, where=less) for label in labels_of(batch))
+    assert len(set(sizes.values())) > 1
+    loader = dataset.batches("train", **BATCH, where=less, sample="balanced")
+    balanced = Counter(label for batch in loader for label in labels_of(batch))
+    assert set(balanced.values()) == {max(sizes.values())} and len(balanced) == 3
+
+
+def labels_of(batch) -> list[int]:
+    return batch.labels[batch.weights > 0].tolist()
+
+
+def test_weights_of_a_column_are_counted_exactly(captioned):
+    rows = captioned.metadata("train", ["sample_id", "ratio"]).to_pylist()
+    found = Counter(each for ids in ids_of(captioned.batches("train", **BATCH, sample="ratio")) for each in ids)
+    assert sum(found.values()) == int(sum(row["ratio"] for row in rows))
+    assert all(abs(found[row["sample_id"]] - row["ratio"]) < 1 for row in rows)
+
+
+def test_repeats_of_a_row_are_augmented_differently(dataset):
+    options = AugmentOptions(random_crop_padding=3)
+    stored = {sample.sample_id: sample.image_HWC for sample in dataset.samples("train")}
+    seen: dict[int, list[np.ndarray]] = {}
+    for batch in dataset.batches("train", **BATCH, augment=options, sample=dict.fromkeys(CLASSES, 3)):
+        for sample_id, weight, image in zip(batch.sample_ids.tolist(), batch.weights, batch.images, strict=True):
+            if weight:
+                seen.setdefault(sample_id, []).append(image.tobytes())
+    for sample_id, images in seen.items():
+        key = {"seed": 7, "epoch": 0, "sample_id": sample_id}
+        expected = [augment(stored[sample_id], options, **key, occurrence=number).tobytes() for number in range(3)]
+        assert sorted(images) == sorted(expected)
+    assert any(len(set(images)) == 3 for images in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("where", "holds"),
+    [
+        ("age < -5 and caption is not None", lambda row: (row["age"] or 0) < -5 and row["caption"] is not None),
+        ("age is None", lambda row: row["age"] is None),
+        ("not (ratio >= 1)", lambda row: row["ratio"] < 1),
+        ("0.5 <= ratio < 2 or ratio in (0, 2.5)", lambda row: 0.5 <= row["ratio"] < 2 or row["ratio"] in (0, 2.5)),
+        ("ratio * 2 + 1 > 3", lambda row: row["ratio"] > 1),
+        (pc.field("ratio") > 2, lambda row: row["ratio"] > 2),
+    ],
+    ids=str,
+)
+def test_where_chooses_the_rows_for_which_it_is_true(where, holds, captioned):
+    rows = captioned.metadata("train").to_pylist()
+    expected = sorted(row["sample_id"] for row in rows if holds(row))
+    assert 0 < len(expected) < len(rows)
+    assert sorted(each for ids in ids_of(captioned.batches("train", **BATCH, where=where)) for each in ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"where": "agee > 1"}, "no metadata column agee in .*expected some of sample_id"),
+        ({"where": "age >"}, "where = 'age >': invalid syntax"),
+        ({"where": "__import__('os')"}, "is not understood; expected a condition"),
+        ({"where": "1 == 1"}, "it is no condition on columns"),
+        ({"where": "age"}, "where = 'age'"),
+        ({"where": "caption > 3"}, "where = 'caption > 3': .*caption: string"),
+        ({"where": pc.field("agee") > 1}, "agee"),
+        ({"where": "age > 1000"}, r"leave none of the \d+ rows of split 'train'"),
+        ({"sample": "balanced"}, "a dataset without one class an image"),
+        ({"sample": "caption"}, "sample = 'caption', a column of string; expected numbers"),
+        ({"sample": "age"}, "rows have a weight that is null, negative or above 10000.*where = 'age >= 0'"),
+        ({"sample": 3}, "sample = 3; expected 'once', 'balanced'"),
+        ({"columns": ["captoin"]}, "there is no extra column captoin; expected some of age, box, caption"),
+        ({"transform": "flip"}, "transform = 'flip'; expected a function"),
+    ],
+)
+def test_what_no_row_has_is_refused_before_the_first_batch(given, said, captioned):
+    with pytest.raises(UsageError, match=said):
+        captioned.batches("train", **BATCH, **given)
+
+
+def test_unknown_classes_are_refused_with_the_nearest(dataset):
+    for sample, said in (({"clas_1": 2}, "did you mean 'class_1'"), ({"class_1": -1}, "expected a weight from 0")):
+        with pytest.raises(UsageError, match=said):
+            dataset.batches("train", **BATCH, sample=sample)
+
+
+@pytest.mark.parametrize("format", ["parquet", "tfrecord"])
+def test_batches_have_the_chosen_columns(format, captioned):
+    for columns, expected in ((None, set(extra_columns.TYPES)), ([], set()), (["age"], {"age"})):
+        batch = next(iter(captioned.batches("train", **BATCH, format=format, columns=columns)))
+        assert set(batch.extra) == expected
+        assert np.array_equal(batch.images, next(iter(captioned.batches("train", **BATCH))).images)
+
+
+def test_the_report_counts_every_row(dataset):
+    chosen = {"where": "label != 0", "sample": {"class_1": 3}}
+    ranks = [dataset.batches("train", **BATCH, **chosen, rank=rank, world_size=2) for rank in range(2)]
+    for loader in ranks:
+        for _ in range(2):
+            for _ in loader:
+                pass
+    reports = [loader.report() for loader in ranks]
+    rows = dataset.metadata("train", ["label"]).column("label").to_pylist()
+    per_epoch = 3 * rows.count(1) + rows.count(2)
+    assert sum(report.rows_seen for report in reports) == 2 * per_epoch == 2 * ranks[0].samples_per_epoch
+    assert sum(report.rows_padded for report in reports) == 2 * ranks[0].num_padding
+    for report, loader in zip(reports, ranks, strict=True):
+        assert report.steps == 2 * len(loader) and report.rows_dropped == 0 and report.retries == 0
+        assert report.epoch_rows == per_epoch and report.epoch_rows_repeated == 2 * rows.count(1)
+        assert report.epoch_rows_left_out == rows.count(0)
+        assert report.fetch_seconds > 0 and report.decode_seconds > 0 and report.wait_seconds > 0
+        assert f"{report.rows_seen} rows seen, {report.rows_padded} padded, 0 dropped" in str(report)
+
+
+def test_a_step_counted_over_all_epochs_is_found(dataset):
+    loader = dataset.batches("train", **BATCH)
+    epochs = [ids_of(loader) for _ in range(3)]
+    loader.seek_to_step(len(loader) + 2)
+    assert (loader.epoch, loader.step) == (1, 2) and ids_of(loader) == epochs[1][2:]
+
+
+def test_cached_batches_come_again_and_again_and_the_loader_stays(dataset):
+    loader = dataset.batches("train", **BATCH)
+    first = ids_of(loader)
+    loader.seek(0, 1)
+    cached = loader.cached(2)
+    assert (loader.epoch, loader.step) == (0, 1) and len(cached) == len(loader)
+    assert ids_of(cached) == [first[1 + number % 2] for number in range(len(loader))]
+    assert ids_of(loader) == first[1:]
+    with pytest.raises(UsageError, match=r"cached\(0\)"):
+        loader.cached(0)
