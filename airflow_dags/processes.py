@@ -37,7 +37,8 @@ def end_with_worker(by: signal.Signals = signal.SIGTERM) -> None:
 
 
 def _pid_behind_stdin() -> int | None:
-    """Who has made the socket that is this process's stdin (SO_PEERCRED in unix(7)); None if it is not such a socket.
+    """Return the process that created the socket that is this process's stdin (SO_PEERCRED in unix(7)); None if stdin
+    is not such a socket.
 
     Airflow's supervisor talks to its task through one. It lets nobody look into its /proc, being non-dumpable.
     """

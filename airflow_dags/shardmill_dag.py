@@ -30,14 +30,14 @@ from airflow_dags.settings import DagSettings, dag_settings
 VERSION = "{{ ti.xcom_pull(task_ids='etl')['version'] }}"
 # Of both DAGs: what `verify` has found to be whole, also if the latest version is another one by now.
 VERIFIED_VERSION = "{{ ti.xcom_pull(task_ids='verify')['version'] }}"
-# The newest of those whose events started the run; 0, which is the latest, if a person did.
+# The newest version among the events that started the run; 0 (the latest) for a manual run.
 ASSET_VERSION = (
     "{{ (triggering_asset_events.values() | map('list') | sum(start=[])"
     " | map(attribute='extra.version') | list + [0]) | max }}"
 )
 # The id of the DAG that says why there are no others.
 NO_CONFIGS = "shardmill_config_error"
-# What a person may ask of a run, and the option of the task that does it.
+# Parameters of a manual run, and the option of the task that each one sets.
 REPLACE_SOURCE = Param(False, type="boolean", description="etl: allow the images to come from another source")
 FRESH = Param(False, type="boolean", description="train: start from the first step even if a result exists")
 REQUIRE = Param(False, type="boolean", description="promote: fail the run if the gate is not passed")

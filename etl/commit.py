@@ -73,7 +73,7 @@ def _clear_pending(plan: BuildPlan, latest: Manifest, changes: Changes | None) -
 def _beside_parent(
     plan: BuildPlan, parent: Manifest, changes: Changes, finished: Finished, copier: RowCopier, copy: Copy | None
 ) -> tuple[Build, list[UnitResult]] | None:
-    """What to commit: what stays of the parent, and what is new; None if that is the parent again."""
+    """Return the rows to commit: the remaining rows of the parent, and the new ones; None if that equals the parent."""
     build, results = plan.build, finished.results
     if plan.is_append:
         added = append(plan.store, parent, build, changes, finished, copier)

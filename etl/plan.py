@@ -280,7 +280,7 @@ def _extends(plan: BuildPlan, parent: Manifest) -> bool:
 
 
 def _unit_settings(build: Build) -> str:
-    """What decides a unit's output beside the listed facts: the config, and where the source lies.
+    """Return what determines a unit's output in addition to the listed facts: the config, and the source's location.
 
     Two tables of one name in two folders may list equal facts for different files.
     """
@@ -288,7 +288,7 @@ def _unit_settings(build: Build) -> str:
 
 
 def _place(section: SourceConfig) -> SourceRef:
-    """Where a source lies, before it is listed."""
+    """Return the location of a source, before it is listed."""
     parts = {name: part.uri for name, part in section.parts.items()}
     uri = section.uri or ", ".join(parts)
     return SourceRef(uri=uri, kind=section.kind, parts=parts, listing_fingerprint="", key_sum="0" * 64)

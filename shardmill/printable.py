@@ -23,7 +23,7 @@ def without_surrogates(text: str) -> str:
 
 def _escaped(character: str) -> str:
     if "\udc80" <= character <= "\udcff":
-        # Python stands for the byte 0x80 with U+DC80, and so on.
+        # Python represents the byte 0x80 as U+DC80, and so on.
         return rf"\x{ord(character) - 0xDC00:02x}"
     # Control, format, surrogate, line and paragraph separator.
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")

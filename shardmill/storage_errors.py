@@ -47,7 +47,7 @@ def as_storage_error(
 
 
 def _free(path: Path | str) -> str:
-    """How much room there is where `path` was to be; empty if that is not a folder of this machine."""
+    """Return the free space at `path`, in words; empty if that is not a folder of this machine."""
     for folder in Path(path).parents if Path(path).is_absolute() else ():
         with suppress(OSError):
             return f", {shutil.disk_usage(folder).free} bytes are free"

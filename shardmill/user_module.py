@@ -214,7 +214,7 @@ def _written_frames(text: str) -> list[tuple[str, int]]:
 
 @functools.cache
 def _not_the_users() -> tuple[str, ...]:
-    """How the names of files begin that are ours, or a library's."""
+    """Return the path prefixes of shardmill's and libraries' files."""
     # Its tables take a millisecond, which every command would spend; few have an error to tell.
     import sysconfig
 

@@ -149,7 +149,7 @@ def _kept_trainings(
         *(folder for folder in by_age if _age(trainings[folder], now) <= retention.older_than_seconds),
         *(each.record.training_dir for each in kept_exports),
     } & trainings.keys()
-    # A training may name checkpoints of the shorter one that it goes on from, and that one of another.
+    # A training may name checkpoints of the shorter one that it continues, and that one those of another.
     waiting = list(kept)
     while waiting:
         needed = {_training_of(path) for path in _checkpoints_named(store, waiting.pop())}

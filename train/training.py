@@ -119,7 +119,7 @@ def train_model(
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """What the ranks are launched with."""
+    """The settings with which the ranks are launched."""
 
     plan: TrainingPlan
     spark: SparkConfig
@@ -200,7 +200,7 @@ def _report_plan(
 
 
 def _report_memory(plan: TrainingPlan, observer: TrainObserver) -> None:
-    """How a step fits into a rank's memory, if that was looked at."""
+    """Report how a step fits into a rank's memory, if that was examined."""
     fitted = plan.fitted
     if fitted is None or fitted.fit is None:
         return

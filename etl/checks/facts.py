@@ -164,7 +164,7 @@ def _class_twins(class_names: Iterable[str]) -> Iterator[str]:
     for name in class_names:
         look = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
         by_look[" ".join(look.split())].append(name)
-    # Names that are printed alike are told apart by their escapes.
+    # Names that look equal when printed are distinguished by their escapes.
     twins = tuple(" and ".join(map(ascii, names)) for names in by_look.values() if len(names) > 1)
     if twins:
         yield (

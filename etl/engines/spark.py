@@ -102,7 +102,7 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
             store.put_file(copy.path, Path(task.listing.uri) / segment.path)
         yield ListingPlace(store.uri, shared)
     finally:
-        # They must not stand in for what went wrong inside.
+        # They must not hide an error from inside.
         with suppress(errors.ShardmillError):
             for copy in shared:
                 store.delete(copy.path)

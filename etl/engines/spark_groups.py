@@ -56,7 +56,7 @@ def answers_folder(store: Store) -> Iterator[str]:
     try:
         yield folder
     finally:
-        # They must not stand in for what went wrong inside.
+        # They must not hide an error from inside.
         with suppress(ShardmillError):
             for file in list(store.list(folder)):
                 store.delete(file.path)
@@ -90,7 +90,7 @@ def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -
 
 
 def _blocks(group: GroupBy, places: Iterable[int], nonce: Nonce) -> Iterator[tuple[int, tuple[int, bytes]]]:
-    """What these segments contribute to each part: (part, (place of the first segment, Arrow stream))."""
+    """Yield these segments' contributions to each part: (part, (place of the first segment, Arrow stream))."""
     check_nonce(nonce)
     store = open_store(group.uri)
     waiting, num_waiting, first = [], 0, -1

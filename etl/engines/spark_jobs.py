@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 def start_job(action: Callable[[], Value]) -> Future[Value]:
     """Run a job in a thread, so that this one can take results and answer Ctrl-C."""
-    # Its thread must be a daemon, or a job that hangs would keep this process from ending; a pool's threads are none.
+    # Its thread must be a daemon (a pool's threads are not), or a job that hangs would keep this process from ending.
     job: Future[Value] = Future()
 
     def run() -> None:

@@ -67,7 +67,7 @@ def serve() -> None:
 
 
 def _load_usual_entries() -> None:
-    """What most tasks look up in registries; of the rest, each worker loads what its task names."""
+    """Load the registry entries that most tasks use; each worker loads further ones when its task names them."""
     _ = SOURCES[SourceConfig().kind], [SHARD_FORMATS[name] for name in EtlConfig().formats]
     open_store(os.getcwd())
     # Arrow imports pandas, if it is here, when it first makes a table: once is enough for all workers.

@@ -67,7 +67,7 @@ def _stays_whole(parent: Manifest, changes: Changes, task: UnitTask) -> bool:
 
 
 def _result_of_version(parent: Manifest, changes: Changes, store: Store) -> UnitResult:
-    """What one unit that had written all of `parent` would have returned, without reading a row."""
+    """Return the result of one unit that would have written all of `parent`, without reading a row."""
     refused = (key_hash(each.key) for each in read_rejections(store, parent))
     return UnitResult(
         unit_index=-len(changes.shards),

@@ -127,7 +127,7 @@ class Compared:
         return self._without_refused(images.filter(pa.array(~self._find(images))))
 
     def _find(self, images: pa.Table) -> np.ndarray:
-        """Which of these are rows already; marks them."""
+        """Find images that already are rows, and mark the rows."""
         rows_N, found_N = self._rows.find(images)
         self._is_found_N[rows_N[found_N]] = True
         return found_N

@@ -143,7 +143,7 @@ class _Sorted:
 
 
 def _as_listed(rows: pa.Table, schema: RowSchema) -> pa.Table:
-    """What was listed of the rows' sources, but for their splits."""
+    """Return the listed facts of the rows' sources, except their splits."""
     names = pa.array([*schema.class_names, None], pa.string())
     labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
     extra = rows.column("extra") if schema.has_values else pa.array([""] * rows.num_rows, pa.string())

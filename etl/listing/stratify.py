@@ -169,7 +169,7 @@ def share_out(wanted: Sequence[int], held: Sequence[int], num_new: int) -> list[
 
 
 def _count_pairs(labels_N: np.ndarray, splits_N: np.ndarray) -> Iterator[tuple[tuple[int, int], int]]:
-    """How many known images there are of each label and split."""
+    """Count the known images of each label and split."""
     is_known_N = splits_N != _UNKNOWN
     pairs, times = np.unique(np.stack([labels_N[is_known_N], splits_N[is_known_N]]), axis=1, return_counts=True)
     yield from zip(zip(*pairs.tolist(), strict=True), times.tolist(), strict=True)

@@ -76,7 +76,7 @@ def _repeated_ids(folder: Path, segments: Sequence[str], group: Group) -> np.nda
 
 
 def _resolve(folder: Path, segments: Sequence[str], repeated_N: np.ndarray, group: Group) -> Iterator[Correction]:
-    """What becomes of the rows with the ids of `repeated_N`; one segment after the other is rewritten."""
+    """Resolve the rows with the ids of `repeated_N`; rewrites one segment after the other."""
     with _Files(folder) as files:
         for number, segment in enumerate(segments):
             files.add(_placed_rows(folder / segment, number, repeated_N))

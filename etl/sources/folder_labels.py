@@ -197,7 +197,7 @@ class _Folders:
         if self.rule.takes_labels:
             labels = pa.array([folders[path].label for path in paths], pa.string())
         splits = pa.array([folders[path].split for path in paths], pa.string())
-        # What an archive's own name says stands behind what its folders say.
+        # The name of an archive has lower priority than its folders.
         columns = {"label": labels, "split": pc.coalesce(splits, images.column("split").combine_chunks())}
         for name, values in columns.items():
             images = images.set_column(images.column_names.index(name), LISTED_SCHEMA.field(name), values)

@@ -85,7 +85,7 @@ class IdxSource:
 
 
 def _label_names(images: str) -> Iterator[str]:
-    """What the file of labels may be called: `train-labels-idx1-ubyte`, packed or not, in a folder of that name too."""
+    """Possible names of the file of labels: `train-labels-idx1-ubyte`, packed or not, or in a folder of that name."""
     folder, slash, name = images.rpartition("/")
     plain = name.replace("images", "labels").removesuffix(".gz")
     folders = dict.fromkeys((folder, folder.replace("images", "labels")))

@@ -25,7 +25,7 @@ _LABEL_WORDS = frozenset(
         *("target", "targets", "annotation", "annotations", "species", "breed", "diagnosis"),
     }
 )
-# Of columns that repeat as classes do and are none.
+# Names of columns whose values repeat but are not classes.
 _MEASURES = frozenset(
     {
         *("width", "height", "size", "bytes", "channels", "dpi", "format", "license", "licence"),

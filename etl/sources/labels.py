@@ -29,7 +29,7 @@ def as_labels(column: pa.ChunkedArray, class_names: tuple[str, ...], where: str)
     if pa.types.is_integer(kind) and class_names:
         numbers = column.cast(pa.int64())
         is_named = pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, len(class_names)))
-        # -1 stands for "no label" in the test splits of Hugging Face's datasets.
+        # -1 means "no label" in the test splits of Hugging Face's datasets.
         return pa.chunked_array(
             [pa.array(class_names, pa.string()).take(chunk) for chunk in pc.if_else(is_named, numbers, None).chunks],
             pa.string(),

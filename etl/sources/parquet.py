@@ -173,7 +173,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a batch of rows is, and the split that its file names."""
+    """Position of a batch of rows, and the split that its file names."""
 
     rows: pa.Array
     blocks: pa.Array
@@ -294,6 +294,6 @@ class _ImageRows:
         metadata = self._parquet.metadata.row_group(group)
         columns = (metadata.column(number) for number in range(metadata.num_columns))
         chunk = next(column for column in columns if column.path_in_schema == self._column)
-        # In a dictionary one value may stand for every row; without one, the values add up to the chunk.
+        # In a dictionary one value may be used by every row; without one, the values add up to the chunk.
         largest = chunk.total_uncompressed_size / (1 if chunk.has_dictionary_page else max(1, metadata.num_rows))
         return int(min(_MAX_READ_ROWS, max(1, _MAX_BATCH_BYTES // max(1, largest))))

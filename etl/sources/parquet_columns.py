@@ -19,7 +19,7 @@ from shardmill.errors import IntegrityError
 _BATCH_ROWS = 65_536
 _MAGIC, _TAIL_BYTES = b"PAR1", 8
 _WRITERS_TYPES = b"ARROW:schema"
-# What one batch may become in memory: few bytes of a hostile file can stand for one long text in every row.
+# What one batch may become in memory: few bytes of a hostile file can expand to one long text in every row.
 _MAX_BATCH_BYTES = 1 << 30
 
 

@@ -44,7 +44,7 @@ def unpacked_records(file: BinaryIO) -> BinaryIO:
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:
-    """Every record from here on. Raises IntegrityError where the next one cannot be found, or the file ends in one."""
+    """Every record from here on. Raises IntegrityError if the next one cannot be found, or the file ends in one."""
     start = file.tell()
     while (record := read_record(file, start)) is not None:
         yield record

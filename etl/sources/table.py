@@ -89,7 +89,7 @@ class TableSource:
         choice.check_all_found()
 
     def _signs(self, rows: pa.Table, columns: TableColumns, names: Sequence[str], table: str) -> ListingBatch:
-        """What columns that are not used show by their names, and by the values of a table's first rows."""
+        """Find signs of labels in unused columns, by their names and by the values of a table's first rows."""
         used = {"split": columns.split, "group": columns.group}
         warnings, signs = misspelt(names, used, table), ()
         if columns.label is None and self._config.label_kind == "class":

@@ -89,7 +89,7 @@ def _link_of(header: bytes, extended: dict[str, str]) -> str:
 
 
 class _Targets:
-    """Where the latest files of an archive are, by digests of their names: a name may be long."""
+    """Positions of the latest files of an archive, by digests of their names, because a name may be long."""
 
     def __init__(self, max_files: int) -> None:
         self._max_files = max_files

@@ -58,7 +58,7 @@ def read_zip_member(file: BinaryIO, start: int, size_bytes: int) -> bytes:
     if flags & _HAS_DESCRIPTOR:
         if not has_end:
             raise IntegrityError("it is packed with LZMA without an end mark, so its checksum cannot be found")
-        # The CRC stands behind the data, with or without a signature before it.
+        # The CRC follows the data, with or without a signature before it.
         behind = file.read(8)
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\x07\x08" else behind[:4], "little")
     if len(data) != size_bytes or zlib.crc32(data) != crc:
@@ -67,7 +67,7 @@ def read_zip_member(file: BinaryIO, start: int, size_bytes: int) -> bytes:
 
 
 class _Unpacker(Protocol):
-    """What `bz2` and `lzma` call a decompressor: asked for more than it was given, it takes what it kept."""
+    """The interface of decompressors in `bz2` and `lzma`: asked for more output without input, it uses what it kept."""
 
     @property
     def eof(self) -> bool: ...

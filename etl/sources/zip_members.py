@@ -31,7 +31,7 @@ _WINDOWS_HOSTS = frozenset({0, 10, 14})
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """Where the central directory lies."""
+    """Location of the central directory."""
 
     start: int
     num_members: int
@@ -86,7 +86,7 @@ def _path(name: bytes, extra: bytes, flags: int, host: int) -> str:
 
 
 def _unicode_path(name: bytes, extra: bytes) -> str | None:
-    """What the field 4.6.9 says, unless another program has renamed the member since."""
+    """Return the name in the field 4.6.9, unless another program has renamed the member since."""
     for data in _fields(extra, _UNICODE_PATH):
         if len(data) > 5 and data[0] == 1 and int.from_bytes(data[1:5], "little") == zlib.crc32(name):
             try:

@@ -32,7 +32,7 @@ class Unit(Protocol):
     def fingerprint(self) -> str: ...
 
 
-# A run that nobody has resumed for so long loses nothing but time.
+# A run that was not resumed for so long only has to repeat its work.
 _ABANDONED_SECONDS = 7 * 86_400.0
 _NUM_AT_ONCE = 8
 

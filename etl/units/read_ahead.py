@@ -63,6 +63,6 @@ def _read_in_turn(
 
 
 def _num_waits() -> int:
-    """How often this thread has waited, for a disk or a server, or had a disk begin to read."""
+    """Count how often this thread has waited, for a disk or a server, or started a disk read."""
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_nvcsw + usage.ru_inblock

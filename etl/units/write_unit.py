@@ -99,7 +99,7 @@ def _check_host(task: UnitTask, reader: SourceReader) -> None:
 
 @dataclass(slots=True)
 class _Ended:
-    """How the sources of a unit ended, beside the rows that they became."""
+    """The outcomes of a unit's sources, in addition to its rows."""
 
     accepted: list[str] = field(default_factory=list)
     """Keys of the rows."""

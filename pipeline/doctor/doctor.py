@@ -156,7 +156,7 @@ def _compiler() -> Finding:
 
 
 def _kernel(tree: PipelineTree) -> Finding:
-    """Which kernel would shrink JPEGs, and how to get the faster one."""
+    """Report the kernel that would downscale JPEGs, and how to get the faster one."""
     subject = "etl.kernel"
     try:
         kernel = resolve_kernel(tree.etl.kernel)
@@ -168,8 +168,9 @@ def _kernel(tree: PipelineTree) -> Finding:
 
 
 def _preflight(tree: PipelineTree, train: TrainConfig | None, workdir: str, *, has_config: bool) -> Iterator[Finding]:
-    """What a run, or a training alone, would be refused for; then, if nothing is, what the listing of the source says,
-    and whether the model builds."""
+    """Report what would stop a run, or a training alone; if nothing does, report the source's listing, and whether the
+    model builds.
+    """
     uris = {**tree.source.uris(), "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
     unset = [subject for subject, uri in uris.items() if not uri]
     if has_config:
@@ -220,8 +221,8 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
 
 
 def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator[Finding]:
-    """What the ETL would infer from the listing, whether the model builds for it, and the room that a build would take;
-    reads names and sizes, and no image but a few that decide the size of stored ones.
+    """Report what the ETL would infer from the listing, whether the model builds for it, and the disk space of a build;
+    reads names and sizes, and only the few images that decide the size of stored ones.
 
     Raises what the ETL and the training would raise for this listing.
     """
@@ -247,7 +248,7 @@ def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator
 
 
 def _room(root: Path, listing: Listing, etl: EtlConfig) -> Finding:
-    """What is free where the dataset is to be, beside what a full build of it might take."""
+    """Report the free space at the dataset's location, and the size that a full build may take."""
     from etl.units.units import stored_image_bytes
 
     num_images = listing.num_images

@@ -84,7 +84,7 @@ def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
 
 
 def _gate(train: TrainConfig) -> Finding:
-    """Where rank 0 is called, which only its own host can try."""
+    """Check the address of rank 0, which only its own host can test."""
     from shardmill.environments import find_place
     from train.launching.attach_options import AttachOptions
     from train.launching.attach_place import host_of_rank_0, loopback_warning
@@ -148,7 +148,9 @@ def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[
 
 
 def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iterator[Finding]:
-    """Where its driver would listen, which it tells its executors and ranks; and the ports that its settings fix."""
+    """Check the address at which the application's driver listens, which executors and ranks use, and the ports that
+    its settings fix.
+    """
     default = LOOPBACK if is_local_master(spark.master) else os.environ.get("SPARK_LOCAL_IP") or socket.gethostname()
     told = conf.get("spark.driver.host", default)
     bind = conf.get("spark.driver.bindAddress", LOOPBACK if is_local_master(spark.master) else told)

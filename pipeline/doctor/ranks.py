@@ -72,7 +72,7 @@ def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
 
 
 def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
-    """Which device each rank gets that starts here; those elsewhere tell each other when they start."""
+    """Report the device of each rank that starts here; ranks elsewhere agree on theirs when they start."""
     from train.launching.devices import devices_here
 
     if num_ranks_here:

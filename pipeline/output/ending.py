@@ -141,7 +141,7 @@ def _end(error: BaseException) -> int:
 
 
 def _command_of(error: BaseException) -> str:
-    """That whose words the argument parser refuses, as people call it."""
+    """Return the command whose arguments the parser rejected, as users type it."""
     names, context = [], getattr(error, "ctx", None)
     while context is not None and context.parent is not None:
         names.append(context.info_name)

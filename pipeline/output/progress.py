@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_LINE_SECONDS = 5.0
-# What a person should read among the events; the rest is for `events.jsonl`.
+# Events to show on the terminal; the rest is only in `events.jsonl`.
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",

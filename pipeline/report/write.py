@@ -101,7 +101,9 @@ def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:
 
 
 def _of_failed_build(detail: dict[str, Any], config_toml: str) -> dict[str, Any]:
-    """What a build refused that broke a limit: no version names its ledger, the record of the stage does."""
+    """Return the rejections of a build that broke a limit: no version names its ledger, but the record of the stage
+    does.
+    """
     try:
         return {
             "num_listed": detail["num_listed"],
@@ -198,7 +200,7 @@ def _is_near(rejection: Rejection) -> bool:
 
 
 def _decode_leniently(data: bytes) -> np.ndarray | None:
-    """What can still be seen of a damaged JPEG, RGB, or None. Other damaged formats show nothing useful."""
+    """Decode the readable part of a damaged JPEG, RGB, or None. Other damaged formats show nothing useful."""
     import simplejpeg
 
     try:

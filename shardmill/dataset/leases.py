@@ -104,7 +104,7 @@ class HeldLease:
             self._store.delete(self.path)
 
     def _note_gap(self, now: float) -> None:
-        # By the wall clock: a monotonic one stands still while a machine is suspended.
+        # By the wall clock: a monotonic one stops while a machine is suspended.
         if self._renewed is not None:
             self._longest_gap_seconds = max(self._longest_gap_seconds, now - self._renewed)
 

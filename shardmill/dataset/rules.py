@@ -145,7 +145,7 @@ class RecordRules:
         return f"{by_note.total()} notes, {found.duplicates} duplicates"
 
     def _contents(self) -> pa.Table:
-        """What `count_duplicates` takes."""
+        """Return the columns for `count_duplicates`."""
         columns = {name: self.column(name) for name in ("source_sha256", "label")}
         types = [*(ROWS_SCHEMA.field(name) for name in columns), pa.field("split", pa.string())]
         splits = [shard.split for shard in self._shards_of(None) for _ in range(shard.num_rows)]

@@ -133,7 +133,7 @@ def _feature_of(value: Value, type_name: str) -> FeatureList:
 
 
 def _value_of(feature: FeatureList | None, type_name: str) -> Value:
-    """What `_feature_of` was given. Raises IntegrityError for a feature of another kind or number of values."""
+    """Decode the value of `_feature_of`. Raises IntegrityError for a feature of another kind or number of values."""
     if feature is None:
         return None
     is_list, scalar = type_name.startswith("list<"), scalar_of(type_name)

@@ -68,7 +68,7 @@ def choose_page(data: bytes) -> Photo:
 
 
 def _chain(data: bytes, first: Directory) -> list[int]:
-    """Where each page begins; 0 stands for the first one."""
+    """Return the offset of each page; 0 means the first one."""
     seen = {0: None}
     start = first.next_start
     while start:

@@ -196,7 +196,7 @@ def _keys(error: ErrorDetails) -> list[str]:
 
 
 def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
-    """What was given, and what was expected."""
+    """Return the given and the expected value."""
     keys = _keys(error)
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":

@@ -182,7 +182,7 @@ def raise_on_signals() -> None:
         _signals.first_seconds = None
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGALRM, terminate)
-        # A process that was started with Ctrl-C ignored (in the background, by nohup) goes on ignoring it.
+        # A process that was started with Ctrl-C ignored (in the background, by nohup) continues to ignore it.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, interrupt)
 

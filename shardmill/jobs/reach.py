@@ -59,6 +59,6 @@ def planted(store: Store) -> Iterator[Nonce]:
         clear_stale(store)
         yield nonce
     finally:
-        # It must not stand in for what went wrong inside; a later driver clears what is left.
+        # It must not hide an error from inside; a later driver clears what is left.
         with suppress(ShardmillError):
             store.delete(nonce.path)

@@ -172,7 +172,7 @@ def latest_run(workdir: str | Path) -> str:
     folder_of = {file.path: "/".join(file.path.split("/")[:2]) for file in files}
     records = (path for path in folder_of if path.endswith(".json") and path.count("/") == 2)
     with_stages = {folder_of[path] for path in records if not path.endswith(f"/{SUMMARY}")}
-    # Or a part of it, of a run that goes on or was killed.
+    # Or a part of it, for a run that continues or was killed.
     found = [file for file in files if "/events.jsonl" in file.path and folder_of[file.path] in with_stages]
     if not found:
         raise UsageError(f"no run below {workdir}", "expected a run with a record there", "check --workdir")

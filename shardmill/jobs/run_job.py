@@ -39,7 +39,7 @@ def run_job(
     """
     raise_on_signals()
     if is_under_spark_submit():
-        # A driver that trains in its own process would not miss Spark's JVM, and go on with nobody to stop it.
+        # A driver that trains in its own process would not notice the end of Spark's JVM, and would continue alone.
         end_with_parent()
     else:
         end_with_script()

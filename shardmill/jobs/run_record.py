@@ -122,7 +122,7 @@ class RunRecord:
         return state_after(read_stage_records(self.workdir, self.run_id, skip_damaged=True), self._whole)
 
     def _warn(self, sentence: str) -> None:
-        """What `events.jsonl` itself cannot tell."""
+        """Warn about problems that `events.jsonl` itself cannot record."""
         warn_on_stderr(sentence)
         self._warnings.append(sentence)
 

@@ -182,7 +182,7 @@ def as_submitted(spark: SparkConfig, settings: Collection[str]) -> SparkConfig:
 
 
 def _submitted_settings() -> dict[str, str]:
-    """What `spark-submit` was given."""
+    """Return the settings passed to `spark-submit`."""
     from pyspark import SparkConf, SparkContext
 
     SparkContext._ensure_initialized()  # pyright: ignore[reportPrivateUsage]

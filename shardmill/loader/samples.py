@@ -90,7 +90,7 @@ class Samples:
         return self.__getitems__([which])[0]
 
     def __getitems__(self, numbers: Iterable[int]) -> list[StoredSample]:
-        """What `DataLoader` calls for a whole batch."""
+        """Return a whole batch; called by `DataLoader`."""
         if self._pid != os.getpid():
             # A fork shares connections and locks with the process that it left.
             self._open(open_pinned(self._dataset.pin), self._split, self._format)

@@ -101,7 +101,7 @@ class HttpStore(ReadOnlyStore):
         return b"".join(piece.data for piece in pieces)[:num_bytes]
 
     def _get_piece(self, url: str, start: int, end: float, deadline: float) -> _Piece:
-        """What is between `start` and `end`, but no more than a piece; from a server without ranges, all to `end`."""
+        """Get the bytes from `start` to `end`, but at most one piece; from a server without ranges, all up to `end`."""
         stop = int(min(end, start + PIECE_BYTES))
         most: dict[int, float] = {HTTPStatus.PARTIAL_CONTENT: stop - start, HTTPStatus.OK: end}
         response, body = _ask("GET", url, most, deadline, Range=f"bytes={start}-{stop - 1}")
@@ -125,7 +125,7 @@ class HttpStore(ReadOnlyStore):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one GET gave of a file."""
+    """The bytes of a file that one GET returned."""
 
     data: bytes
     version: str

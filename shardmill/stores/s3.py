@@ -109,7 +109,9 @@ class S3Store:
             return
 
     def _pages(self, prefix: str, method: str, **places: str) -> Iterator[dict[str, Any]]:
-        """What answers a listing of a folder. `places`: what asks for the next page -> where it is told."""
+        """Yield the pages of a folder's listing. `places`: request parameter of the next page -> its position in the
+        answer.
+        """
         folder = f"{self._root}{prefix}/" if prefix else self._root
         arguments: dict[str, str] = {}
         while True:

@@ -47,7 +47,7 @@ class UnknownOutcome(OSError):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one ranged GET gave of an object."""
+    """The bytes of an object that one ranged GET returned."""
 
     data: bytes
     object_bytes: int

@@ -105,7 +105,9 @@ def form_of(outputs_NK: np.ndarray) -> OutputForm | None:
 
 
 def _form_under_noise(probe: Probe, images_NHWC: np.ndarray, at_first: OutputForm) -> OutputForm:
-    """What is probabilities by construction is so with any weights; the model gets its own back."""
+    """Test whether outputs are probabilities with random weights, too, and so by construction; restores the model's
+    weights.
+    """
     forms, rng, own = {at_first}, np.random.default_rng(0), probe.weights()
     try:
         for size in _NOISE:

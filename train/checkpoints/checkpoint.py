@@ -212,7 +212,7 @@ def _best_of(store: Store, path: str) -> str:
     try:
         best = _read_marker(store, path).progress.best
     except IntegrityError:
-        # Passed over when a training goes on; nothing that only it names is needed then.
+        # Skipped when a training resumes; files that only this checkpoint names are not needed then.
         return ""
     return best.checkpoint if best else ""
 

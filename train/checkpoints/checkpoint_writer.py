@@ -180,7 +180,7 @@ class CheckpointWriter:
         problem = "; ".join(each.problem for each in of_all_ranks if each.problem)
         if self._ranks.rank == 0 and not problem:
             problem = self._publish(moment, tuple(file for of_rank in of_all_ranks for file in of_rank.files))
-        # All ranks go on alike: rank 0's word counts.
+        # All ranks continue in the same way: rank 0 decides.
         return json.loads(self._gather(json.dumps(problem).encode())[0])
 
     def _gather(self, data: bytes) -> list[bytes]:
@@ -213,7 +213,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What one rank has stored of a checkpoint, or why it could not."""
+    """The files of a checkpoint that one rank has stored, or why it could not."""
 
     files: tuple[ChecksummedFile, ...]
     problem: str = ""

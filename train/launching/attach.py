@@ -166,7 +166,9 @@ def _open_gate(address: str, token: str, world_size: int) -> Gate:
 
 
 def _environment() -> dict[str, str]:
-    """What a rank's process gets of this one's: user code may print it, so it holds no secret of the job."""
+    """Return the variables of this process for a rank's process: user code may print them, so they contain
+    no secret.
+    """
     kept = {name: value for name, value in os.environ.items() if name != JOB_TOKEN_VARIABLE}
     return {**kept, "PYTHONPATH": python_path()}
 

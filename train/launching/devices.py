@@ -24,7 +24,7 @@ from train.strategies import STRATEGIES, roles_of
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICES_VARIABLE = "SHARDMILL_DEVICES"
-# CUDA ignores what stands behind the first entry that is no device; SLURM writes the last one.
+# CUDA ignores entries after the first invalid one; SLURM writes the last one.
 NO_DEVICE = ("", "-1", "none", "NoDevFiles")
 _DRIVERS_FILES = re.compile(r"nvidia\d+")
 

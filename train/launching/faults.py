@@ -36,7 +36,7 @@ class FaultKind(StrEnum):
     """A survivor's "connection closed": a secondary error of another rank's fault."""
 
 
-# A rank that ended so is lost; the work can go on without it.
+# A rank that ended like this is lost; the work can continue without it.
 LOSSES = {FaultKind.KILLED, FaultKind.SILENT, FaultKind.STALLED}
 
 # Of several faults the one with the lowest number is the cause, the earliest of equals.

@@ -64,7 +64,7 @@ class InlineWatch:
         ticked_seconds = time.monotonic()
         while not is_over.wait(TICK_SECONDS):
             now = time.monotonic()
-            # This process was suspended, or a person looks at it.
+            # This process was suspended, or a user is debugging it.
             if now - ticked_seconds > self._max_tick_seconds or _is_in_debugger(trains):
                 self._deadlines.restart_clocks(now)
                 self._clock.restart(now)
@@ -84,7 +84,7 @@ class InlineWatch:
                 return
 
     def _end_process(self, fault: RankFault) -> None:
-        # Where it stands, for whoever looks into it.
+        # The current stack, for debugging.
         faulthandler.dump_traceback(all_threads=True)
         error = error_of(fault)
         sys.stderr.write(f"ERROR {error.exit_code}: {error}\n")

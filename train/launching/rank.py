@@ -165,7 +165,7 @@ def _work(
 
 
 def _report_retries(reporter: DriverReporter, rank: int) -> None:
-    """What only this process knows of its storage."""
+    """Report storage retries, which only this process can count."""
     if num_retried():
         reporter.event("requests_retried", {"rank": rank, RETRIED: num_retried()})
 

@@ -20,7 +20,7 @@ SLOT_SETTINGS = (
     GPUS_OF_TASK, GPUS_OF_EXECUTOR, "spark.task.cpus", "spark.cores.max", "spark.executor.instances",
     "spark.executor.cores", "spark.dynamicAllocation.enabled",
 )  # fmt: skip
-# What Spark takes on YARN and Kubernetes for what nobody sets; spark-defaults.conf may.
+# Spark's defaults on YARN and Kubernetes; spark-defaults.conf may change them.
 _DEFAULTS = {"spark.executor.instances": "2", "spark.executor.cores": "1"}
 # A standalone master hands out at once all that it has; how far apart two executors start, on a busy machine.
 SETTLED_SECONDS = 15.0

@@ -207,7 +207,7 @@ class Watchdog:
             return False
 
     def _receive_last_output(self) -> None:
-        """What finished ranks have printed comes from those who started them, until their processes have ended."""
+        """Receive the output of finished ranks from the agents that started them, until their processes have ended."""
         deadline_seconds = time.monotonic() + LAST_WORDS_SECONDS
         while any(rank.number not in self._exited for rank in self._ranks if not rank.is_lost):
             try:

@@ -57,7 +57,7 @@ def _keras_names(file: Path) -> Iterator[str]:
 
 
 def _torchvision_names(file: Path) -> Iterator[str]:
-    """What the package takes from modules that it imports whole: builders are written in lower case."""
+    """Yield the builders that the package imports with whole modules; builders are written in lower case."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*":
             yield from (name for name in _exported(file.parent / f"{node.module}.py") if name.islower())

@@ -134,7 +134,7 @@ def _num_rows(dataset: Dataset) -> int | None:
 
 
 def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tuple[str, ...]:
-    """What the rules have looked at, in words."""
+    """Describe the facts that the rules have read."""
     devices = f"{facts.num_devices} device(s)" if facts.num_devices else "no GPU"
     found = [f"{devices} and {len(os.sched_getaffinity(0))} processors here"]
     if not facts.has_cluster:
@@ -158,7 +158,7 @@ def _what_keeps_one(config: TrainConfig) -> str:
     local_steps = config.options(LocalSgdOptions).local_steps
     one = {
         f"train.launcher = {config.launcher!r}": launcher is not None and launcher.in_this_process,
-        # With another number of ranks some compute another training, which is for a person to ask for.
+        # With another number of ranks, some strategies compute another training, which the user must request.
         f"train.strategy = {config.strategy!r}": strategy is not None
         and (strategy.max_world_size == 1 or not strategy.synchronous),
         f"train.local_sgd.local_steps = {local_steps}": local_steps > 1,

@@ -188,7 +188,7 @@ def _continued(
 
 
 def _way_to_allow(changed: Changed) -> str:
-    """How to resume it, if every difference is safe."""
+    """Describe how to resume it, if every difference is safe."""
     safe = settings_of(RESUMABLE) | settings_of(DURATION)
     named = [re.match(r"train\.([\w.]+):", each) for each in changed.differences]
     names = [match[1] for match in named if match]

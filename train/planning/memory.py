@@ -166,7 +166,7 @@ def considered(
 ) -> MemoryRecord:
     """Compare the cost of `task` with the available memory, at the given precision.
 
-    Where nothing else fits, the step is measured once more, with activations that are computed twice.
+    If nothing else fits, the step is measured once more, with activations that are computed twice.
     """
     record = record_of(limit, cost)
     facts = facts_of(record, config, window_bytes, spark)

@@ -149,7 +149,7 @@ def measure(task: PaceTask) -> Pace:
 
 
 def _measure_compilation(learner: Learner, config: TrainConfig, dataset: Dataset) -> float:
-    """What the first of two steps on one batch took beyond the second."""
+    """Measure the time of the first of two steps on one batch beyond that of the second."""
     epoch = _epochs(config, dataset)[0]
     with epoch.read(0) as batches:
         batch = next(iter(batches))

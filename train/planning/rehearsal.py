@@ -99,7 +99,7 @@ def _removed_folder(models: Store) -> Iterator[str]:
     try:
         yield folder
     finally:
-        # It must not stand in for what went wrong inside.
+        # It must not hide an error from inside.
         with suppress(ShardmillError):
             for file in list(models.list(folder)):
                 models.delete(file.path)

@@ -57,7 +57,7 @@ MIXED_PRECISION_FACTOR = 5
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """How an export that was loaded back compares with its training."""
+    """The comparison of a reloaded export with its training."""
 
     parity_max_abs_diff: float
     parity_num_images: int

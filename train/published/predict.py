@@ -45,8 +45,9 @@ class Prediction:
     rejection: str
     """`reason: detail` from the closed list of reasons; empty if the file is an image."""
     top: tuple[Guess, ...] = ()
-    """The most probable classes, best first; where an image may have several, also all that it has more likely than
-    not."""
+    """The most probable classes, best first; if an image may have several, also all classes with a probability of at
+    least `LIKELY`.
+    """
     values: tuple[float, ...] = ()
     """Values of a model of numbers."""
 

@@ -61,7 +61,7 @@ def leave_out(
 
 
 def _what_happened(session: Session, progress: Progress, batch: Batch, outcome: StepOutcome, num_rows: int) -> str:
-    """What happened, and for which samples: the model answers for this very batch once more."""
+    """Describe what happened, and for which samples: evaluates the model on this batch once more."""
     cursor, member = progress.cursor, session.member
     is_bad_N = ~np.isfinite(member.learner.outputs(batch.images_NHWC)).all(axis=1) & (batch.weights_N > 0)
     here = _names(batch, np.flatnonzero(is_bad_N)) if member.data.is_first else ()

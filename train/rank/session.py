@@ -154,7 +154,7 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
 
 
 def _candidates(session: Session) -> Iterator[FoundCheckpoint]:
-    """What rank 0 proposes: the training's own checkpoints, newest first, then the one that it continues."""
+    """Yield rank 0's candidates: the training's own checkpoints, newest first, then the one that it continues."""
     checkpoints, continues = session.checkpoints, session.task.continues
 
     def report_discarded(path: str, reason: str) -> None:

@@ -42,7 +42,7 @@ class StepsLog:
         """One line; the first one of an attempt also drops what an earlier one wrote of this step and later ones."""
         place = (step.epoch, step.step)
         if place <= self._last:
-            # The training has lost a rank and goes on from its last checkpoint.
+            # The training has lost a rank and resumes from its last checkpoint.
             self._waiting = {each: line for each, line in self._waiting.items() if each < place}
             if self._log is not None:
                 self._log.close()
@@ -54,7 +54,7 @@ class StepsLog:
             self._write(f"{self._path} cannot be written; it will be retried")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        # Who goes on from that checkpoint does not do these steps again.
+        # A resume from that checkpoint does not repeat these steps.
         if name == BEFORE_CHECKPOINT and self._log is not None:
             self._log.flush()
 

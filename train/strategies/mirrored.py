@@ -101,7 +101,7 @@ class MirroredMember(ReplicatedMember):
         return [self._strategy.reduce(tf.distribute.ReduceOp.SUM, each, axis=None) for each in of_devices]
 
     def _bounds(self, num_rows: int) -> list[int]:
-        """Where the rows of each device begin, and the last ones end; parts differ by at most one row."""
+        """Return the first row of each device, and the end of the last one; parts differ by at most one row."""
         return [num_rows * device // self.world_size for device in range(self.world_size + 1)]
 
 

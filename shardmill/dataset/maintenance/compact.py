@@ -66,7 +66,7 @@ def _num_rows_copied(before: dict[str, list[_Copies]], after: dict[str, list[_Co
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Where the build that made the dataset cuts chunks and shards; a compacted one is cut alike."""
+    """The limits at which the original build cuts chunks and shards; a compacted dataset uses the same ones."""
 
     chunk_bytes: int
     shard_max_bytes: int

@@ -166,7 +166,7 @@ def _with_shards(store: Store, manifests: list[Manifest]) -> Iterator[tuple[Mani
 
 
 def _named_by_leased(store: Store, now: float) -> set[str]:
-    """What a reader needs of a version that has expired since it took its lease."""
+    """Return the files that a reader needs of a version that has expired since it took its lease."""
     present = {file.path for file in store.list(MANIFESTS)}
     named: set[str] = set()
     for version in _leased_versions(store, now):

@@ -64,8 +64,9 @@ def parts_of_graph(graph: Any) -> list[Part]:
 
 
 def _best_cuts(graph: Any, nodes: list[Any], start: int, end: int) -> list[int]:
-    """Where nodes `start` to `end` are cut so that what passes between parts, of all of them, and what the largest part
-    computes need the least together."""
+    """Choose cuts between nodes `start` and `end` that minimize the sum of the data between all parts and the
+    activations of the largest part.
+    """
     passing = {place: _passing(nodes, place, graph.outputs, nodes[:place]) for place in range(start + 1, end)}
     narrow = [place for place, symbols in passing.items() if len(symbols) == 1]
     places = [start, *(narrow if len(narrow) >= FEWEST_PLACES else passing), end]
@@ -106,13 +107,13 @@ def _cheapest(kept: list[int], work: list[int], limit: float) -> list[int]:
 
 
 def _passing(nodes: list[Any], place: int, outputs: Iterable[Any], made_by: list[Any]) -> list[Any]:
-    """What these nodes make and those from `place` on, or the graph's caller, need."""
+    """Return outputs of `made_by` that nodes from `place` on, or the graph's caller, need."""
     needed = {id(symbol) for node in nodes[place:] for symbol in node.input_tensors} | set(map(id, outputs))
     return [symbol for node in made_by for symbol in node.outputs if id(symbol) in needed]
 
 
 def _needed(nodes: list[Any], earlier: list[Any], inputs: Iterable[Any]) -> list[Any]:
-    """What these nodes need of what was there before them."""
+    """Return inputs of these nodes that earlier nodes compute."""
     there = {id(symbol): symbol for symbol in inputs} | {
         id(symbol): symbol for node in earlier for symbol in node.outputs
     }

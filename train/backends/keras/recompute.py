@@ -91,7 +91,7 @@ class Segments:
         done: list[Done],
         *values: Any,
     ) -> list[Any]:
-        """What follows from values alone; assigns nothing."""
+        """Compute the results from values alone; assigns nothing."""
         import keras
         from keras.src import backend
 

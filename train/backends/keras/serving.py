@@ -62,7 +62,7 @@ class ServingModel:
 def write_saved_model(serving: ServingModel, folder: Path) -> None:
     """A TensorFlow SavedModel: `serving_default(images)` gives `probabilities`, `logits` and `label`.
 
-    Where an image may have several classes, it gives `class_names` in place of one label; of numbers, `values` alone.
+    If an image may have several classes, it gives `class_names` in place of one label; of numbers, `values` alone.
     """
     import keras
     import tensorflow as tf

@@ -108,7 +108,7 @@ def _blocks(model: Any, compute: Callable[..., Any]) -> Iterator[tuple[Any, part
 
 
 def _num_parts(forward: partial[Any]) -> int:
-    """That it computes one after the other; the activations of a single one are all there at once."""
+    """Number of parts that are computed one after the other; all activations of a single part exist at once."""
     return len(forward.args[0]) if forward.func is _in_parts else 1
 
 
@@ -138,7 +138,7 @@ def _in_a_row(layers: list[Any], inputs: Any) -> Any:
 
 
 def _buffers(modules: list[Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where each of their buffers is, its name, and a copy of it."""
+    """Return the location, name and a copy of each of their buffers."""
     return [
         (each._buffers, name, buffer.clone())
         for module in modules

@@ -56,7 +56,7 @@ def generator_states() -> list[np.ndarray]:
 
 
 def restore_generators(states: list[np.ndarray]) -> None:
-    """Take over what `generator_states` gave on a machine of the same kind; a GPU's is left out where there is none."""
+    """Take over what `generator_states` gave on a machine of the same kind; a GPU's is omitted if there is none."""
     torch = import_torch()
     torch.set_rng_state(torch.from_numpy(states[0].copy()))
     if torch.cuda.is_available() and len(states) > 1:

@@ -22,7 +22,7 @@ MAX_METRICS, MAX_PARAMS = 1000, 100
 MAX_PARAM_CHARS = 500
 # The client is configured by variables alone; the user's own go before these.
 CLIENT_DEFAULTS = {
-    # Our thread repeats what failed. The client would do so for minutes, in which nobody learns why.
+    # Our thread retries failures. The client would retry for minutes without reporting the reason.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     # It tells MLflow's makers how it is used.
