@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Samples:
         self._fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
         self._starts = np.cumsum([0, *index.chunk_rows])
         self._chunks: OrderedDict[int, ChunkRows] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -116,10 +118,15 @@ class Samples:
         return place % len(self)
 
     def _read(self, chunk: int) -> ChunkRows:
-        rows = self._chunks.pop(chunk, None) or self._fetcher.read_chunk(chunk)
-        self._chunks[chunk] = rows
-        while len(self._chunks) > _KEPT_CHUNKS:
-            self._chunks.popitem(last=False)
+        with self._lock:
+            rows = self._chunks.get(chunk)
+        # Outside of the lock: threads wait for nobody else's storage.
+        rows = rows or self._fetcher.read_chunk(chunk)
+        with self._lock:
+            self._chunks[chunk] = rows
+            self._chunks.move_to_end(chunk)
+            while len(self._chunks) > _KEPT_CHUNKS:
+                self._chunks.popitem(last=False)
         return rows
 
 

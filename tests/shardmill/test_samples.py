@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -42,6 +43,15 @@ def test_a_row_by_its_number_is_that_of_the_stored_order(format, dataset):
     for number in (len(samples), -len(samples) - 1):
         with pytest.raises(IndexError, match=f"sample {number} of the {len(samples)} of split 'train'"):
             samples[number]
+
+
+def test_threads_may_ask_for_samples_at_once(dataset):
+    samples = dataset.samples("train")
+    numbers = [number * 37 % len(samples) for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: samples[number].sample_id, numbers))
+    expected = [sample.sample_id for sample in samples]
+    assert found == [expected[number] for number in numbers]
 
 
 def test_a_sample_is_a_mapping(dataset):
