@@ -24,6 +24,7 @@ from etl.sources import SOURCES, HasParts, Source
 from etl.sources.extra import extra_columns, label_type_of
 from etl.units.image_size import ImageSize, choose_image_size
 from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
+from etl.user_code import telling_users_line
 from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, in_all_formats, read_shards, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections
@@ -88,6 +89,7 @@ class BuildPlan:
         return hashlib.sha256("\0".join([*parts, *(unit.fingerprint for unit in self.units)]).encode()).hexdigest()
 
 
+@telling_users_line("the source")
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, group: Group = group_here) -> BuildPlan:
     """List the source and do all planning. The observer gets the number of inputs listed so far.
 
@@ -107,8 +109,7 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, 
     # Asked once, as late as possible: splits that count the images of one version must not come to stand on another.
     latest = cache(lambda: _latest(open_store(tree.dataset.uri)))
     listing = _list(source, tree, label_map, latest, observer or SilentObserver(), group)
-    decided = tree.model_copy(update={"source": section, "etl": etl})
-    return _plan_behind(latest(), decided, run_id, listing, label_map)
+    return _plan_behind(latest(), tree.model_copy(update={"source": section, "etl": etl}), run_id, listing, label_map)
 
 
 def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
@@ -120,8 +121,7 @@ def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
 
 
 def _latest(store: Store) -> Manifest | None:
-    latest = latest_version(store)
-    return read_manifest(store, latest) if latest else None
+    return read_manifest(store, latest) if (latest := latest_version(store)) else None
 
 
 def _plan_behind(

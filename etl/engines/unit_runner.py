@@ -61,7 +61,11 @@ class UnitRunner:
             return None
         if "error" in header:
             kind = getattr(errors, header["error"], errors.ShardmillError)
-            raise kind(*header["parts"], detail=header["detail"])
+            error = kind(*header["parts"], detail=header["detail"])
+            # Where it was raised there, for --debug.
+            if header["note"]:
+                error.add_note(header["note"])
+            raise error
         if "begun" in header:
             self._last_begun = f"; the last image that it started was {printable(header['begun'])}"
             return None
@@ -81,7 +85,8 @@ class UnitRunner:
             raise errors.StorageError(
                 f"the process of work unit {json.loads(self._unit)['index']} ended twice ({died}{self._last_begun})",
                 "its images were decoded in another process, so no image was the cause",
-                "free memory on this machine, or lower etl.num_workers; finished units are kept",
+                "free memory on this machine, or run fewer units at once (etl.num_workers; on Spark, fewer cores per "
+                "executor); finished units are kept",
             ) from None
         # From now on: where one image ends a process, others often do.
         self._is_careful = True

@@ -5,9 +5,11 @@ server.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +19,12 @@ import pyarrow as pa
 
 from etl.config import EtlConfig, SourceConfig
 from etl.engines.unit_json import decode_task, decode_unit
-from etl.engines.worker_process import END
+from etl.engines.worker_process import END, KILLED
 from etl.sources import SOURCES
 from etl.units.copy_unit import copy_rows
 from etl.units.units import CopyUnit
 from etl.units.write_unit import Decoder, sandbox_of_process, write_unit
+from etl.user_code import own_error
 from shardmill.child_process import begin_child, own_pipes
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
@@ -32,6 +35,8 @@ from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, SourceImage
+
+_POLL_SECONDS = 0.005
 
 
 def main() -> None:
@@ -49,7 +54,7 @@ def serve() -> None:
     # What there is now is never freed: looking at it would only copy the pages that all workers share.
     gc.freeze()
     gc.enable()
-    asked = socket.socket(fileno=os.dup(0))
+    asked, forked = socket.socket(fileno=os.dup(0)), set[int]()
     while True:
         request, descriptors, _, _ = socket.recv_fds(asked, 32, 2)
         if not request:
@@ -58,12 +63,14 @@ def serve() -> None:
             answer = _fork(lambda: _work(*descriptors), asked)  # noqa: B023  runs before the next request
             for descriptor in descriptors:
                 os.close(descriptor)
+            forked.add(answer)
         else:
-            # Nobody else waits for it, so the id is still its own.
-            process_id = int(request.removeprefix(END))
-            os.kill(process_id, signal.SIGKILL)
-            answer = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-        asked.send(str(answer).encode())
+            process_id, seconds = request.removeprefix(END).split()
+            # Of one that has been waited for, the id may be a stranger's by now.
+            is_ours = int(process_id) in forked
+            answer = _ended(int(process_id), float(seconds)) if is_ours else None
+            forked.discard(int(process_id))
+        asked.send(KILLED if answer is None else str(answer).encode())
 
 
 def _load_usual_entries() -> None:
@@ -92,6 +99,21 @@ def _fork(work: Callable[[], None], asked: socket.socket) -> int:
         os._exit(status)
 
 
+def _ended(process_id: int, seconds: float) -> int | None:
+    """Its exit status if it ends within that time; else it is killed, and the answer None."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, status = os.waitpid(process_id, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    os.kill(process_id, signal.SIGKILL)
+    os.waitpid(process_id, 0)
+    return None
+
+
 def _work(requests: int, answers: int) -> None:
     """The first message is the task, each further one a work unit."""
     with os.fdopen(requests, "rb") as waiting, os.fdopen(answers, "wb") as pipe:
@@ -112,9 +134,18 @@ def _work(requests: int, answers: int) -> None:
                 else:
                     result = write_unit(unit, task, decoder, lambda: _answer(pipe, {"is_decoded": True}))
                 _answer(pipe, {}, encode_unit_result(result))
-            except ShardmillError as error:
-                parts = [error.what, error.expected, error.fix]
-                _answer(pipe, {"error": type(error).__name__, "parts": parts, "detail": error.detail})
+            except MemoryError:
+                raise  # ends this process, as the kernel does when it is out of memory
+            except Exception as error:
+                _answer(pipe, _refusal(error, json.loads(request[1])["index"]))
+
+
+def _refusal(error: Exception, unit_index: int) -> dict[str, Any]:
+    """The answer that raises an error in the parent. No image was the cause of an ordinary one: it raises again."""
+    own = error if isinstance(error, ShardmillError) else own_error(f"work unit {unit_index}", error)
+    parts = [own.what, own.expected, own.fix]
+    note = "" if own is error else "".join(traceback.format_exception(error))
+    return {"error": type(own).__name__, "parts": parts, "detail": own.detail, "note": note}
 
 
 class _AnnouncingDecoder:

@@ -16,7 +16,9 @@ from shardmill.child_process import ChildProcess, calling, ended, pipes, start_c
 from shardmill.jobs.process import SAFE_PATH, python_path
 
 FORK, END = b"fork", b"end "
-"""Requests to a fork server: start a worker on the two descriptors sent along, or end one (END PID)."""
+"""Requests to a fork server: start a worker on the two descriptors sent along, or end one (END PID SECONDS)."""
+KILLED = b"killed"
+"""Its answer instead of an exit status, if the worker did not end by itself within the seconds."""
 _MAX_ANSWER_BYTES = 32
 _LIBRARIES = {
     "OMP_NUM_THREADS": "1",
@@ -55,15 +57,16 @@ class ForkServer:
         try:
             with pipes() as (ours, theirs):
                 socket.send_fds(self._socket, [FORK], theirs)
-                process_id = self._answer()
+                process_id = int(self._answer())
         except OSError:
             return start_worker()
-        return ChildProcess(process_id, *ours, lambda seconds: self._end_worker(process_id))
+        return ChildProcess(process_id, *ours, lambda seconds: self._end_worker(process_id, seconds))
 
-    def _end_worker(self, process_id: int) -> int:
+    def _end_worker(self, process_id: int, seconds: float) -> int | None:
         try:
-            self._socket.send(END + str(process_id).encode())
-            return self._answer()
+            self._socket.send(END + f"{process_id} {seconds}".encode())
+            answer = self._answer()
+            return None if answer == KILLED else int(answer)
         except OSError:
             return -signal.SIGKILL  # workers do not outlive the server
 
@@ -72,11 +75,11 @@ class ForkServer:
         self._socket.close()
         ended(self._process, 0.0)
 
-    def _answer(self) -> int:
+    def _answer(self) -> bytes:
         answer = self._socket.recv(_MAX_ANSWER_BYTES)
         if not answer:
             raise ConnectionResetError("the fork server has ended")
-        return int(answer)
+        return answer
 
 
 def _main(function: str) -> tuple[str, ...]:

@@ -165,6 +165,22 @@ def test_a_fork_server_forks_from_a_single_thread_and_its_loss_costs_nothing_but
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
 
 
+def test_a_fork_server_ends_a_worker_once_and_tells_how_it_ended(images: Path, capfd: pytest.CaptureFixture[str]):
+    with closing(ForkServer()) as server:
+        first, second = server.start_worker(), server.start_worker()
+        # A worker without requests ends by itself.
+        os.close(first.requests)
+        assert server._end_worker(first.process_id, 10.0) == 0
+        # Its id may be that of a stranger now: this one is the server's child no more, and another is still alive.
+        assert server._end_worker(first.process_id, 0.0) is None
+        assert server._end_worker(os.getppid(), 0.0) is None
+        os.kill(second.process_id, signal.SIGSEGV)
+        assert server._end_worker(second.process_id, 10.0) == -signal.SIGSEGV
+        third = server.start_worker()
+        assert server._end_worker(third.process_id, 0.0) is None
+    assert "Error" not in capfd.readouterr().err
+
+
 def run_unit(runner: UnitRunner, unit: WorkUnit) -> UnitResult:
     runner.send(encode_unit(unit))
     while (result := runner.receive()) is None:
