@@ -60,7 +60,7 @@ def test_it_tells_what_would_stay_and_what_would_be_made(tmp_path: Path):
     paint(tmp_path / "images" / "class_0" / "new.png", rng)
     changed = plan(tmp_path)
     assert (*of_dataset(changed), changed.num_units) == (1, 58, 2, 2, 1)
-    assert ("dataset", "version 1: 58 rows stay, 2 go") in changed.rows()
+    assert ("dataset", "version 1: 58 rows are reused, 2 are removed") in changed.rows()
     os.utime(files[2], ns=(1, 1))
     compared = plan(tmp_path, "etl.detect_changes=content")
     assert (*of_dataset(compared), compared.num_to_compare) == (1, 57, 1, 3, 2)
