@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from etl.config import SourceConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.tree import PipelineTree
     from shardmill.jobs.config import SparkConfig
     from train.config import TrainConfig
+    from train.planning.plan import TrainingPlan
 
 APPLICATIONS = ("etl", "train")
 
@@ -38,8 +39,25 @@ class Check:
     look: Callable[[], str]
 
 
-def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> list[Check]:
+class FirstPlan:
+    """The plan of a training as long as nobody knows its dataset: made once, when it is first needed."""
+
+    def __init__(self, tree: PipelineTree) -> None:
+        self._tree = tree
+
+    @cached_property
+    def plan(self) -> TrainingPlan:
+        """Raises as `plan_training` does, each time."""
+        from train.planning.make import plan_training
+
+        return plan_training(self._tree.train, self._tree.spark)
+
+
+def checks(
+    tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS, first: FirstPlan | None = None
+) -> list[Check]:
     """All checks of the ETL, training or both, in execution order. Write checks are cleaned up."""
+    first = first or FirstPlan(tree)
     found = [Check("--workdir", partial(check_place, workdir))]
     if "etl" in applications:
         found += [
@@ -53,20 +71,24 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
         found += [
             Check("models.uri", partial(check_place, tree.models.uri)),
             Check("train.model", partial(_look_at_model, tree)),
-            Check("train.num_workers", partial(_look_at_launch, tree)),
+            Check("train.num_workers", partial(_look_at_launch, first)),
             Check("train.log.trackers", partial(_look_at_trackers, tree)),
         ]
         if tree.train.init_from or tree.train.freeze or tree.train.unfreeze_epoch:
-            found.append(Check("train.init_from", partial(_look_at_initial, tree)))
+            found.append(Check("train.init_from", partial(_look_at_initial, first)))
     if tree.spark.master == "yarn" and applications_on_spark(tree).keys() & set(applications):
         found.append(Check("spark.master", partial(_look_at_master, tree)))
     return found
 
 
-def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> None:
-    """Raise all at once what is wrong already, as one error: UsageError if the user must change something."""
+def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> FirstPlan:
+    """Raise all at once what is wrong already, as one error: UsageError if the user must change something.
+
+    Returns the plan that was checked.
+    """
     errors: list[ShardmillError] = []
-    for check in checks(tree, workdir, applications):
+    first = FirstPlan(tree)
+    for check in checks(tree, workdir, applications, first):
         try:
             check.look()
         except ShardmillError as error:
@@ -79,6 +101,7 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
         kind = next((type(error) for error in errors if isinstance(error, UsageError)), type(errors[0]))
         numbered = "; ".join(f"({number}) {error}" for number, error in enumerate(errors, start=1))
         raise kind(f"{len(errors)} problems would stop this run: {numbered}")
+    return first
 
 
 def check_one_process(tree: PipelineTree) -> None:
@@ -180,32 +203,27 @@ def _look_at_master(tree: PipelineTree) -> str:
     return f"{tree.spark.master}, whose settings were found"
 
 
-def _look_at_launch(tree: PipelineTree) -> str:
-    from train.planning.make import plan_training
-
-    train = plan_training(tree.train, tree.spark).config
+def _look_at_launch(first: FirstPlan) -> str:
+    train = first.plan.config
     return (
         f"{counted(train.num_workers, 'rank')} by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
     )
 
 
-def _look_at_initial(tree: PipelineTree) -> str:
+def _look_at_initial(first: FirstPlan) -> str:
     from train.backends.freezing import never_unfrozen
     from train.initialization.initial import check_initial
-    from train.planning.auto import resolve
 
-    config = resolve(tree.train, tree.spark).config
+    config = first.plan.config
     check_initial(config)
     return (
         never_unfrozen(config) or f"{config.init_from or 'fresh weights'}, frozen: {', '.join(config.freeze) or 'none'}"
     )
 
 
-def setting(tree: PipelineTree, workdir: str) -> str:
+def setting(tree: PipelineTree, first: FirstPlan, workdir: str) -> str:
     """Describe the values inferred before anything is listed: sizes, model, ranks, device, and output locations."""
-    from train.planning.make import plan_training
-
-    train = plan_training(tree.train, tree.spark).config
+    train = first.plan.config
     ranks = f"{counted(train.num_workers, 'rank')} by {train.launcher}"
     return (
         f"run: images at {tree.etl.described_size}; {train.model}, {counted(train.epochs, 'epoch')} on {ranks}, "

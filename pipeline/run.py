@@ -18,7 +18,7 @@ from etl.job import build_dataset, stage_record
 from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
 from pipeline.config import require
 from pipeline.output.printing import print_result, summary_rows
-from pipeline.preflight import check_one_process, refuse_what_cannot_work, setting
+from pipeline.preflight import FirstPlan, check_one_process, refuse_what_cannot_work, setting
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, verify_record
 from shardmill.dataset.open import open_dataset
@@ -27,7 +27,6 @@ from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
 from train.planning.changes import AS_USUAL, Again
-from train.planning.make import plan_training
 from train.planning.preflight import check_schema
 from train.planning.trial_build import try_build
 from train.published.candidate import promote_export, promotion_record
@@ -60,15 +59,15 @@ def run_pipeline(
         etl, train, progress = run.tree.part(EtlTree), run.tree.part(TrainTree), run.progress
 
         # What cannot work is said before anything costs time, and so is what was inferred.
-        refuse_what_cannot_work(run.tree, common.workdir)
-        progress.say(setting(run.tree, common.workdir))
+        first = refuse_what_cannot_work(run.tree, common.workdir)
+        progress.say(setting(run.tree, first, common.workdir))
 
         # Images to a committed dataset version. The rest of this run works on it, even if another one is committed.
         # The listing tells whether the labels are what the training asks for, and what its model is to be built for,
         # which takes seconds: it is tried if the ETL has work.
         build = partial(build_dataset, etl, run_id=run.id, observer=progress, replace_source=replace_source)
         check_labels = partial(check_schema, train.train, train.gate)
-        before_work = partial(_try_build, run)
+        before_work = partial(_try_build, run, first)
         built = run.stage(
             "etl",
             lambda: build(check_labels=check_labels, before_work=before_work),
@@ -102,11 +101,10 @@ def run_pipeline(
     return run.record.summary
 
 
-def _try_build(run: Run, schema: RowSchema) -> None:
+def _try_build(run: Run, first: FirstPlan, schema: RowSchema) -> None:
     """Whether the training's model builds for these images; the ETL calls it, and takes no longer for it."""
     with run.record.aside():
-        plan = plan_training(run.tree.train, run.tree.spark)
-        try_build(plan.config, schema, RunLog(run.progress))
+        try_build(first.plan.config, schema, RunLog(run.progress))
 
 
 @contextmanager

@@ -168,12 +168,15 @@ class TrainConfig(_WithOptions):
     first."""
 
     def plan_spec(self, dataset: Dataset) -> PlanSpec:
-        """The plan of every epoch: the same at every world size, because nothing in it depends on `num_workers`."""
+        """The plan of every epoch: the same at every world size, because it depends on `num_streams` and not on
+        `num_workers`. Raises ValueError as long as nothing has decided how many streams there are."""
+        if not self.num_streams:
+            raise ValueError("train.num_streams is still open: plan the training first")
         return dataset.plan_spec(
             "train",
             seed=self.seed,
             global_batch_size=self.global_batch_size,
-            num_streams=self.num_streams_at(self.num_workers),
+            num_streams=self.num_streams,
             window_budget_bytes=self.reading.window_budget_bytes,
         )
 

@@ -27,10 +27,10 @@ from train.launching import LAUNCHERS, is_on_spark
 from train.launching.restarts import Restart, launch_until_done
 from train.planning.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.planning.exchange import FirstSteps
-from train.planning.make import plan_training
+from train.planning.make import plan_of_finished, plan_training
 from train.planning.memory import look_at_memory
 from train.planning.plan import TrainingPlan
-from train.planning.preflight import WindowMemory, check_ranks, check_trainable, window_memory
+from train.planning.preflight import WindowMemory, check_ranks, check_spread, check_trainable, window_memory
 from train.planning.record import keep_plan, read_plan
 from train.planning.trainings import TrainingChoice, choose_training
 from train.planning.trial_build import try_build
@@ -91,16 +91,15 @@ def train_model(
     choice = _choose(tree, first.with_first_weights(init_from), version, fresh_for)
     choice.report(tree.train, observer)
     dataset = open_pinned(choice.dataset)
+    config, begun = choice.by_its_rules(tree.train), read_plan(models, choice.folders)
     if choice.result is not None:
-        plan = plan_training(choice.by_its_rules(tree.train), tree.spark, dataset)
+        plan = plan_of_finished(config, tree.spark, dataset, begun)
         return TrainOutcome(choice.result, models.uri, plan, skipped=True)
 
     # It resumes as it was begun, and must be trainable in the memory that there is.
-    begun = read_plan(models, choice.folders)
-    plan = plan_training(choice.by_its_rules(tree.train), tree.spark, dataset, begun)
+    plan = plan_training(config, tree.spark, dataset, begun)
     plan = plan.with_first_weights(init_from)
-    check_trainable(plan.config, dataset, tree.gate)
-    windows = window_memory(plan.config, dataset)
+    windows = _check(plan, tree, dataset)
     _try_build(plan, tree.spark, choice, models, dataset, observer)
     memory = look_at_memory(
         plan.config,
@@ -112,9 +111,19 @@ def train_model(
     )
     plan = plan.with_memory(memory)
     choice, plan = going_on(models, choice, plan, dataset, again)
+    if choice.resumes:
+        # It may have the streams of that training.
+        check_spread(plan.config, tree.spark)
+        windows = _check(plan, tree, dataset)
     again.begin(models.uri, choice.training_dir)
     planned(plan)
     return _launched(_Settled(plan, tree.spark, models, dataset, choice, windows), observer)
+
+
+def _check(plan: TrainingPlan, tree: TrainTree, dataset: Dataset) -> WindowMemory:
+    """Raises UsageError if this dataset, or the memory for its windows, does not do."""
+    check_trainable(plan.config, dataset, tree.gate)
+    return window_memory(plan.config, dataset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +268,9 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
             "expected one to export",
             "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
-    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, plan, skipped=True)
+    models, dataset = open_store(tree.models.uri), open_pinned(choice.dataset)
+    done = plan_of_finished(choice.by_its_rules(tree.train), tree.spark, dataset, read_plan(models, choice.folders))
+    return TrainOutcome(choice.result, models.uri, done, skipped=True)
 
 
 def _choose(tree: TrainTree, plan: TrainingPlan, version: DatasetPin | None, fresh_for: str = "") -> TrainingChoice:

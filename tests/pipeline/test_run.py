@@ -16,6 +16,7 @@ import pytest
 
 from pipeline.config import load_pipeline
 from pipeline.output.progress import RunProgress
+from pipeline.preflight import FirstPlan
 from pipeline.run import _try_build
 from pipeline.running import Run
 from shardmill.formats.rows import RowSchema
@@ -243,6 +244,6 @@ def test_the_model_is_tried_in_no_time_of_the_etl(tmp_path: Path, monkeypatch: p
     record = RunRecord(str(tmp_path), "r")
     with recording(record), RunProgress(record, num_epochs=1) as progress:
         run = Run(load_pipeline(str(tmp_path / "images"), (), str(tmp_path)), record, progress)
-        tried = partial(_try_build, run, RowSchema("png", (16, 16, 3), ("cat", "dog")))
+        tried = partial(_try_build, run, FirstPlan(run.tree), RowSchema("png", (16, 16, 3), ("cat", "dog")))
         record.stage("etl", tried, lambda _: StageRecord(stage="etl"))
     assert record.ended[0].seconds < 0.4

@@ -26,6 +26,7 @@ from train.published.candidate import promote_export
 from train.published.export import export_training
 from train.published.predict import predict_images
 from train.reporting.run_log import RunLog
+from train.stage_record import train_record
 from train.training import finished_training, train_model
 from train.tree import TrainTree
 
@@ -104,6 +105,11 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     second = train_model(tree, recorder)
     assert (first.skipped, second.skipped) == (False, True)
     assert second.result == first.result == finished_training(tree).result
+    # It is told as it was carried out, not as it would be today.
+    other = tree.model_copy(update={"train": tree.train.model_copy(update={"strategy": "mirrored"})})
+    for skipped in (train_model(other, Recorder()), finished_training(other)):
+        section = train_record(skipped).sections["train"]
+        assert section["strategy"] == "single" and "; single: one worker; inline: " in section["strategy_reason"]
     assert recorder.steps == []
     # Other settings are another training.
     assert not train_model(tree_of(dataset_uri, tmp_path / "models", seed=1), RunLog(SilentObserver())).skipped

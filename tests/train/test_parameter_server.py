@@ -181,7 +181,7 @@ def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp
         lambda config: check_terms(config, SparkConfig()),
     )
     assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", done.restarts[0].cause)
-    assert done.result.world_size == 1 and watcher.sample_ids == planned(tiny_uri, config)
+    assert done.result.world_size == SERVED["num_workers"] and watcher.sample_ids == planned(tiny_uri, config)
 
 
 @pytest.mark.drill

@@ -16,11 +16,12 @@ from tests.train.forked_ranks import forked_ranks
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
 from train.config import TrainConfig
+from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.launching.restarts import launch_until_done
 from train.planning.auto import resolve
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, roles_of
 
 GELU = "tests.train.torch_models:smooth"
 # More than 60 steps. Smoothed labels keep the loss from 0, where a relative bound means nothing.
@@ -107,6 +108,14 @@ def test_as_many_restarts_as_allowed_each_with_the_ranks_that_are_left():
     faults = [lost(1, {3}), lost(2, {0}), lost(3, {0})]
     assert go_on_through(faults, max_restarts=2) == ([4, 3, 2], faults[2])
     assert go_on_through(faults[:1], max_restarts=0) == ([4], faults[0])
+
+
+def test_a_lost_server_or_chief_is_replaced_and_costs_no_worker():
+    config = {"strategy": "parameter_server", "parameter_server": {"num_servers": 2}, "num_workers": 3}
+    roles = roles_of(TrainConfig(**config))
+    chief, worker, server = (roles.index(role) for role in (Role.CHIEF, Role.WORKER, Role.SERVER))
+    faults = [lost(1, {server}), lost(2, {chief}), lost(3, {worker}), lost(4, {worker, server})]
+    assert go_on_through(faults, **config) == ([3, 3, 3, 2, 1], None)
 
 
 def test_a_signal_that_comes_while_the_ranks_leave_is_not_forgotten():

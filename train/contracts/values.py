@@ -211,6 +211,8 @@ class TrainResult:
     """Hosts and devices of the last attempt's ranks, in rank order."""
     caution: str = ""
     """Why the gate must not let this model pass by itself; most often empty."""
+    mixed_precision: str = ""
+    """The precision that it was computed in, as `train.mixed_precision` names it; empty in older results."""
 
 
 @dataclass(frozen=True, slots=True)

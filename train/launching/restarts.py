@@ -17,9 +17,10 @@ from shardmill.values import Cursor
 from shardmill.words import counted
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
+from train.contracts.world import Role
 from train.launching.faults import RankLost
 from train.reporting.observer import TrainObserver
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, roles_of
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan
@@ -95,10 +96,10 @@ def _stop_if_asked() -> None:
 
 def _without(plan: TrainingPlan, lost_ranks: frozenset[int]) -> TrainingPlan | None:
     """The plan for the ranks that are left; at least one, because the driver's own host is there. None if no smaller
-    world works.
-    """
-    strategy = STRATEGIES[plan.config.strategy]
-    world_size = max(1, plan.config.num_workers - len(lost_ranks))
+    world works. A lost chief or server is replaced: `train.num_workers` does not count them."""
+    strategy, roles = STRATEGIES[plan.config.strategy], roles_of(plan.config)
+    num_lost = sum(roles[rank] in (Role.MEMBER, Role.WORKER) for rank in lost_ranks)
+    world_size = max(1, plan.config.num_workers - num_lost)
     while world_size and not strategy.allows_world_size(world_size):
         world_size -= 1
     return plan.after_loss(world_size) if world_size else None

@@ -16,6 +16,7 @@ from train.models.user import framework_of, imported_packages
 from train.planning.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
 from train.planning.choose_backend import choose_backend
 from train.planning.plan import TrainingPlan
+from train.readers import READERS
 from train.strategies import STRATEGIES, mesh_of, roles_of
 from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named_ranks
 
@@ -163,7 +164,7 @@ def _what_keeps_one(config: TrainConfig) -> str:
         and (strategy.max_world_size == 1 or not strategy.synchronous),
         f"train.local_sgd.local_steps = {local_steps}": local_steps > 1,
         # It shares out row groups, of which there may be fewer than ranks.
-        f"train.reader = {config.reader!r}": config.reader != "shardmill",
+        f"train.reader = {config.reader!r}": not READERS[config.reader].follows_plan,
     }
     return next((setting for setting, is_set in one.items() if is_set), "")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from train.config import TrainConfig
 
 _ASKED = ("local_devices", "devices")
+_SPREAD = ("num_workers", "strategy", "launcher")
 _AS_BEGUN = "as when this training began ({})"
 
 
@@ -40,6 +41,20 @@ def plan_training(
     return plan if begun is None else _as_begun(begun, plan, spark)
 
 
+def plan_of_finished(
+    asked: TrainConfig, spark: SparkConfig, dataset: Dataset, record: PlanRecord | None
+) -> TrainingPlan:
+    """How a finished training was carried out, by its record; without one, as it would be planned now."""
+    plan = plan_training(asked, spark, dataset)
+    now = record_of(plan, spark)
+    if record is None or all(getattr(record, name) == getattr(now, name) for name in _SPREAD):
+        return plan
+    plan = plan.with_ranks(record.num_workers, record.ranks_reason)
+    plan = plan.with_strategy(record.strategy, record.strategy_reason)
+    # The numbers that were looked at are not recorded; those of now decided nothing.
+    return replace(plan.with_launcher(record.launcher, record.launcher_reason), numbers=())
+
+
 def _as_begun(begun: PlanRecord, plan: TrainingPlan, spark: SparkConfig) -> TrainingPlan:
     """`plan`, but what `asked` leaves open is as an earlier attempt had it, if that can run now.
 
@@ -58,8 +73,7 @@ def _as_begun(begun: PlanRecord, plan: TrainingPlan, spark: SparkConfig) -> Trai
     if same_place and asked.launcher == AUTO and begun.launcher != now.launcher:
         then = then.with_launcher(begun.launcher, _AS_BEGUN.format(begun.launcher_reason))
     try:
-        # Resolved once more: another strategy may need another backend.
-        check_spread(resolve(then.spread, spark).config, spark)
+        check_spread(then.spread, spark)
     except UsageError as error:
         how = f"{counted(begun.num_workers, 'rank')}, {begun.strategy} ({begun.launcher})"
         was = f"this training began with {how}, which cannot run now: {error}"

@@ -30,7 +30,7 @@ class TrainingPlan:
     """Ranks, strategy, launcher, backend, streams, and, once the memory was looked at, microbatches and precision."""
 
     asked: TrainConfig
-    """The user's config."""
+    """The config as the user wrote it; a training that began by former rules has theirs."""
     spread: TrainConfig
     """The config with all decisions that do not depend on memory."""
     strategy_reason: str
@@ -95,25 +95,23 @@ class TrainingPlan:
 
     def with_ranks(self, num_workers: int, reason: str) -> TrainingPlan:
         """Another number of them."""
-        return replace(self, spread=self.spread.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
+        return replace(self._with_spread(num_workers=num_workers), ranks_reason=reason)
 
     def with_streams(self, num_streams: int, reason: str) -> TrainingPlan:
         """Another number of streams."""
-        spread = self.spread.model_copy(update={"num_streams": num_streams})
-        fitted = self.memory.fitted(spread) if self.memory else None
-        return replace(self, spread=spread, fitted=fitted, streams_reason=reason)
+        return replace(self._with_spread(num_streams=num_streams), streams_reason=reason)
 
     def with_strategy(self, strategy: str, reason: str) -> TrainingPlan:
         """Another strategy."""
-        return replace(self, spread=self.spread.model_copy(update={"strategy": strategy}), strategy_reason=reason)
+        return replace(self._with_spread(strategy=strategy), strategy_reason=reason)
 
     def with_launcher(self, launcher: str, reason: str) -> TrainingPlan:
         """Another launcher."""
-        return replace(self, spread=self.spread.model_copy(update={"launcher": launcher}), launcher_reason=reason)
+        return replace(self._with_spread(launcher=launcher), launcher_reason=reason)
 
     def with_first_weights(self, init_from: str) -> TrainingPlan:
         """`train.init_from` with the hash of its file, which names the training."""
-        return replace(self, spread=self.spread.model_copy(update={"init_from": init_from}))
+        return self._with_spread(init_from=init_from)
 
     def with_memory(self, memory: Memory) -> TrainingPlan:
         """Add the resulting microbatches, precision and recomputation."""
@@ -122,5 +120,9 @@ class TrainingPlan:
     def after_loss(self, num_workers: int) -> TrainingPlan:
         """The same training by fewer ranks, after some were lost. Which machine has which rank now is the launcher's
         choice, so `train.rank_weights` would meet other machines."""
-        spread = self.spread.model_copy(update={"num_workers": num_workers, "rank_weights": ()})
+        return self._with_spread(num_workers=num_workers, rank_weights=())
+
+    def _with_spread(self, **changes: object) -> TrainingPlan:
+        """With other settings, and what follows from them for the memory of a rank."""
+        spread = self.spread.model_copy(update=changes)
         return replace(self, spread=spread, fitted=self.memory.fitted(spread) if self.memory else None)

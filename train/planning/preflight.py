@@ -162,7 +162,7 @@ def _check_rank_weights(config: TrainConfig) -> None:
         return
     others = {
         "train.local_sgd.silos": bool(silos_of(config)),
-        f"train.reader = {config.reader!r}": config.reader != "shardmill",
+        f"train.reader = {config.reader!r}": not reader_of(config).follows_plan,
         f"train.strategy = {config.strategy!r}": has_chief(config),
     }
     if found := [name for name, is_set in others.items() if is_set]:

@@ -10,8 +10,8 @@ import numpy as np
 from shardmill.epoch_plan import PlanSpec, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.words import counted
+from train.readers import reader_of
 from train.strategies import mesh_of
-from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -40,7 +40,7 @@ class RowShares:
 
 def follows_plan(config: TrainConfig) -> bool:
     """Whether the epoch plan shares the rows out; silos and other readers have rules of their own."""
-    return config.reader == "shardmill" and not silos_of(config)
+    return reader_of(config).follows_plan
 
 
 def row_shares(config: TrainConfig, num_rows: int) -> RowShares:

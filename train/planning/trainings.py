@@ -137,7 +137,7 @@ class TrainingChoice:
 
 def check_streams(config: TrainConfig, num_streams: int) -> None:
     """Raises UsageError if a training that was begun with so many streams has too few for the ranks; 0: any number."""
-    num_ranks = config.num_workers or len(config.rank_weights)
+    num_ranks = config.num_ranks_asked
     if num_streams and num_ranks > num_streams:
         other = num_streams_for(config.global_batch_size, num_ranks)
         raise UsageError(

@@ -89,7 +89,9 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     learner = _restore(backend, store, config, result, dataset)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
         # Compared with the training model while nothing is visible yet, then published below a name of its own.
-        comparison = _write_and_compare(backend, learner, Path(scratch), dataset, config, result.evaluation)
+        # What the training has computed in, not what was asked for: `auto` may stand for float32.
+        as_trained = config.model_copy(update={"mixed_precision": result.mixed_precision or config.mixed_precision})
+        comparison = _write_and_compare(backend, learner, Path(scratch), dataset, as_trained, result.evaluation)
         artifact_dir = f"{ARTIFACTS}/{secrets.token_hex(8)}"
         files = _publish(store, Path(scratch), artifact_dir)
     manifest, spec = dataset.manifest, model_spec(dataset.manifest, config)

@@ -162,6 +162,7 @@ def _result(
         num_skipped_steps=progress.skipped.total,
         num_overflowed_steps=progress.num_overflowed,
         placement=session.world.placement,
+        mixed_precision=task.config.mixed_precision,
     )
 
 

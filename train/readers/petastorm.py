@@ -152,6 +152,7 @@ class Petastorm:
     """`TrainReader`."""
 
     is_exact = False
+    follows_plan = False
 
     def check(self, config: TrainConfig, dataset: Dataset) -> None:
         given = "train.reader = 'petastorm'"

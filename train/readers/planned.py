@@ -40,6 +40,7 @@ class Planned:
     """`TrainReader`; what it needs is checked where the plan is."""
 
     is_exact = True
+    follows_plan = True
 
     def check(self, config: TrainConfig, dataset: Dataset) -> None:
         return

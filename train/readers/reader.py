@@ -24,6 +24,9 @@ class TrainReader(Protocol):
     is_exact: bool
     """Every sample exactly once an epoch, the same at every world size, and resumed at any step."""
 
+    follows_plan: bool
+    """The epoch plan shares its rows out, among any number of ranks that the streams allow."""
+
     def check(self, config: TrainConfig, dataset: Dataset) -> None:
         """Raises UsageError, before anything starts, for a dataset or a number of ranks that it cannot read for."""
         ...

@@ -108,6 +108,7 @@ class Silos:
     """`train.readers.reader.TrainReader`; the strategy checks what silos need."""
 
     is_exact = True
+    follows_plan = False
 
     def check(self, config: TrainConfig, dataset: Dataset) -> None:
         labels = LabelSpec.of(dataset.manifest)
