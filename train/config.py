@@ -2,7 +2,7 @@
 
 Here are the keys that most people change, and those on which other people's scripts rely. Others are declared beside
 what they set, and are sections here: those of one strategy, launcher, reader, optimizer or schedule in the class that
-its registry entry names (`options`), those of memory, reading, checkpoints, metrics, ... in files `*_config.py`.
+its registry entry names (`options`), those of memory, reading, checkpoints, metrics, ... in `train/settings/`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardmill.entry_options import with_options_of
 from shardmill.epoch_plan import num_streams_for
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
-from train.checkpoints.checkpoint_config import CheckpointConfig
-from train.planning.memory_config import MemoryConfig
-from train.reporting.log_config import LogConfig
+from train.settings.checkpoint import CheckpointConfig
 from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
+from train.settings.log import LogConfig
+from train.settings.memory import MemoryConfig
 from train.settings.moved import MOVED, is_former_record, read_former_record
 from train.settings.non_finite import NonFiniteConfig
 from train.settings.reading import ReadingConfig

@@ -12,10 +12,10 @@ from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.stores import open_store
 from train.contracts.values import TrainResult
 from train.evaluation.evaluate import evaluation_section
-from train.initialization.initialize import read_initialized
 from train.initialization.match_weights import Initialized
-from train.launching.restarts import Restart
 from train.planning.memory import model_size
+from train.rank.initialize import read_initialized
+from train.restarts import Restart
 
 if TYPE_CHECKING:
     from train.training import TrainOutcome

@@ -24,7 +24,6 @@ from train.contracts.values import TrainResult
 from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
 from train.launching import LAUNCHERS, is_on_spark
-from train.launching.restarts import Restart, launch_until_done
 from train.planning.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.planning.exchange import FirstSteps
 from train.planning.make import plan_of_finished, plan_training
@@ -42,6 +41,7 @@ from train.reporting.run_log import RunLog, Sink, StepsLog
 from train.reporting.trackers.guarded import GuardedTracker
 from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import StepTimes, Verdict
+from train.restarts import Restart, launch_until_done
 from train.results import read_result
 from train.tree import TrainTree
 

@@ -11,9 +11,9 @@ from tests.train.training import StepWatcher
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.launching.faults import RankLost
-from train.launching.restarts import launch_until_done
 from train.planning.auto import resolve
 from train.planning.plan import TrainingPlan
+from train.restarts import launch_until_done
 
 
 def main() -> None:

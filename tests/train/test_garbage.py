@@ -35,12 +35,12 @@ from train.contracts.values import (
     to_json,
 )
 from train.garbage import ModelsReport, collect_models, plan_models
-from train.initialization.initialize import INITIALIZED
 from train.planning.auto import resolve
 from train.planning.record import FORMER_CHOICE, FORMER_MEMORY, PLAN, keep_plan, read_plan
 from train.planning.trainings import FRESH, TRAININGS, FreshTraining
 from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
+from train.rank.initialize import INITIALIZED
 from train.records import put_record, record_numbers
 
 ROOT = Path(__file__).parents[2]

@@ -30,11 +30,11 @@ from train.config import TrainConfig
 from train.contracts.world import World
 from train.identity import settings_that_matter
 from train.initialization.initial import pinned, read_pinned
-from train.initialization.initialize import read_initialized
 from train.initialization.match_weights import match_weights
 from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.exported import read_export
+from train.rank.initialize import read_initialized
 
 NORMED = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 

@@ -20,10 +20,10 @@ from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.host_memory import free_bytes
 from train.planning.memory import Memory, images_at_once, look_at_memory, most_microbatches
-from train.planning.memory_config import MemoryConfig
 from train.planning.memory_record import MemoryRecord
 from train.planning.record import keep_plan
 from train.planning.trainings import TrainingChoice
+from train.settings.memory import MemoryConfig
 from train.stage_record import train_record
 from train.strategies.options import LocalSgdOptions, MirroredOptions
 from train.training import train_model

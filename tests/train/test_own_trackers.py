@@ -22,12 +22,12 @@ from tests.train.test_trainings import tree_of
 from tests.train.training import Recorder
 from train.config import TrainConfig
 from train.planning.changes import AS_USUAL
-from train.reporting.log_config import LogConfig
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog
 from train.reporting.trackers import sent
 from train.reporting.trackers.tracker import TrackedRun
 from train.reporting.tracking import check_trackers, open_trackers
+from train.settings.log import LogConfig
 from train.training import train_in_run
 
 HERE = own_trackers.__name__

@@ -28,8 +28,8 @@ from train.config import TrainConfig
 from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.restarts import launch_until_done
 from train.planning.auto import resolve
+from train.restarts import launch_until_done
 from train.strategies import roles_of
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server import STEPS_AHEAD

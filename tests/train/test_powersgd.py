@@ -14,8 +14,8 @@ from shardmill.loader.samples import read_samples
 from tests.processes import in_own_process
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
 from train.checkpoints.state import dump_arrays
-from train.compression import matrix_of, remembered_bytes, sent_bytes
 from train.config import TrainConfig
+from train.strategies.compression import matrix_of, remembered_bytes, sent_bytes
 from train.strategies.powersgd import DIRECTIONS, LowRankSums, residual_file
 
 ROWS, COLUMNS, RANK = 24, 40, 2

@@ -3,10 +3,12 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from shardmill.errors import TrainingError
+from shardmill.errors import IntegrityError, TrainingError
 from tests.processes import in_own_process
 from tests.train.test_backends import SHAPE, learner
 from tests.train.test_models import batch_of
@@ -15,6 +17,8 @@ from tests.train.training import Killed, Recorder, train_here
 from train.backends.backend import Learner, StatePart
 from train.backends.torch.precision import FIRST_SCALE, LARGEST_SCALE, NUM_UPDATES_TO_DOUBLE, Precision
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
+from train.config import TrainConfig
+from train.published.export import LOSS_TOLERANCE, export_training
 
 MODELS = "tests.train.torch_models"
 STEEPNESS = "SHARDMILL_TEST_STEEPNESS"
@@ -32,6 +36,17 @@ def scale_of(one: Learner) -> float:
 def with_scale(one: Learner, scale: float) -> None:
     arrays = one.arrays(StatePart.OPTIMIZER)
     one.assign(StatePart.OPTIMIZER, [*arrays[:-2], np.array(scale, np.float32), arrays[-1]], "the test")
+
+
+def test_an_export_is_compared_in_the_precision_that_was_trained_and_not_in_auto(tiny_uri, tmp_path):
+    config = {"model": f"{MODELS}:smooth", "epochs": 1}
+    result = train_here(tiny_uri, tmp_path, **config)
+    # Twice the tolerance of float32; that of bfloat16 is five times as large.
+    loss = result.evaluation.loss + 2 * LOSS_TOLERANCE * max(1.0, result.evaluation.loss)
+    recorded = replace(result, evaluation=replace(result.evaluation, loss=loss))
+    asked = TrainConfig(**config, mixed_precision="auto", backend="torch")
+    with pytest.raises(IntegrityError, match="the export has loss"):
+        export_training(str(tmp_path), asked, recorded, "run-1")
 
 
 @pytest.mark.parametrize("mixed_precision", ["off", "bfloat16", "float16"])

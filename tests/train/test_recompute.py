@@ -20,9 +20,9 @@ from train.config import TrainConfig
 from train.identity import settings_that_matter
 from train.planning.host_memory import Limit
 from train.planning.memory import considered, facts_of, record_of
-from train.planning.memory_config import MemoryConfig
 from train.planning.memory_fit import decided, fit
 from train.planning.probe import ProbeTask, StepCost, probe
+from train.settings.memory import MemoryConfig
 from train.training import train_model
 
 BLOCKS = "tests.train.torch_recompute_models"

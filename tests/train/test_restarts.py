@@ -19,8 +19,8 @@ from train.config import TrainConfig
 from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
-from train.launching.restarts import launch_until_done
 from train.planning.auto import resolve
+from train.restarts import launch_until_done
 from train.strategies import STRATEGIES, roles_of
 
 GELU = "tests.train.torch_models:smooth"

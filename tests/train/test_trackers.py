@@ -10,10 +10,10 @@ from shardmill.errors import UsageError
 from shardmill.stores import open_store
 from tests.train.test_mlflow import TrackingApi, serving, step
 from train.config import TrainConfig
-from train.reporting.log_config import LogConfig
 from train.reporting.trackers import TRACKERS, sent
 from train.reporting.trackers.tracker import TrackedRun
 from train.reporting.tracking import check_trackers, tracker_names
+from train.settings.log import LogConfig
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.class_weights import class_weights
+from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
 from train.labels import LabelSpec
 
@@ -86,22 +87,6 @@ def synthetic_batch(spec: ModelSpec, num_rows: int) -> Batch:
     shape = (num_rows,) if kind == "float" else (num_rows, num_outputs)
     labels = rng.integers(0, num_outputs, num_rows) if kind == "class" else np.zeros(shape, np.float32)
     return Batch(images_NHWC, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """The outcome of one update, equal on every rank."""
-
-    loss: float
-    num_correct: float
-    """Samples whose class is right; of several classes an image the share that is, summed; 0 for numbers."""
-    gradient_norm: float
-    """Global norm before clipping."""
-    is_applied: bool
-    """False if loss or gradients were not finite, which is a fault; nothing was changed then."""
-    overflowed: bool = False
-    """The gradients of a scaled loss (float16) were not finite: no fault, as the next ones have a smaller scale; no
-    weight was changed."""
 
 
 class StatePart(Enum):

@@ -9,7 +9,7 @@ from shardmill.values import Cursor
 from train.contracts.values import EpochRecord, TimeShares
 
 if TYPE_CHECKING:
-    from train.backends.backend import StepOutcome
+    from train.contracts.step_outcome import StepOutcome
 
 
 @dataclass(frozen=True, slots=True)

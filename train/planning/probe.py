@@ -13,13 +13,13 @@ from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import Learner, ModelSpec, StatePart, synthetic_batch
-from train.compression import remembered_bytes, sent_bytes
 from train.config import TrainConfig
 from train.contracts.values import to_json
 from train.contracts.world import World
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask
+from train.strategies.compression import remembered_bytes, sent_bytes
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6

@@ -89,9 +89,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     learner = _restore(backend, store, config, result, dataset)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
         # Compared with the training model while nothing is visible yet, then published below a name of its own.
-        # What the training has computed in, not what was asked for: `auto` may stand for float32.
-        as_trained = config.model_copy(update={"mixed_precision": result.mixed_precision or config.mixed_precision})
-        comparison = _write_and_compare(backend, learner, Path(scratch), dataset, as_trained, result.evaluation)
+        comparison = _write_and_compare(backend, learner, Path(scratch), dataset, config, result)
         artifact_dir = f"{ARTIFACTS}/{secrets.token_hex(8)}"
         files = _publish(store, Path(scratch), artifact_dir)
     manifest, spec = dataset.manifest, model_spec(dataset.manifest, config)
@@ -144,12 +142,13 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
     return StageRecord(stage="export", status=status, sections={"export": section})
 
 
-def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig, *, rounding: float = 0.0) -> None:
+def check_figures(measured: Evaluation, recorded: Evaluation, precision: str, *, rounding: float = 0.0) -> None:
     """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded.
 
+    `precision`: that of the training, as `train.mixed_precision` names it.
     `rounding`: by how much numbers may differ that are answers; a model without error would have to answer exactly.
     """
-    factor = MIXED_PRECISION_FACTOR if config.mixed_precision != "off" else 1
+    factor = MIXED_PRECISION_FACTOR if precision != "off" else 1
     metric, figure = recorded.metric, recorded.figure
     if metric.higher_is_better:
         loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
@@ -233,7 +232,7 @@ def _write_and_compare(
     scratch: Path,
     dataset: Dataset,
     config: TrainConfig,
-    recorded: Evaluation | None,
+    result: TrainResult,
 ) -> _Comparison:
     """Write both forms into `scratch`, load them again, and compare them with the model and with what was recorded."""
     images_NHWC = _parity_images(dataset)
@@ -250,14 +249,16 @@ def _write_and_compare(
             f"expected at most {MAX_PARITY_DIFF:g}",
             "make the model deterministic when it is called with training=False",
         )
-    measured = None
+    measured, recorded = None, result.evaluation
     if recorded is not None:
         labels = LabelSpec.of(dataset.manifest)
         scores = scores_by(served.outputs, labels.kind, served.outputs_are_logits)
         with read_split(dataset, recorded.split, format=config.format) as batches:
             measured = evaluate_batches(scores, batches, recorded.split, labels, SingleCollective())
         measured = measured.without_classes()
-        check_figures(measured, recorded, config, rounding=MAX_PARITY_DIFF * size)
+        # In what it was trained, not in what was asked for: `auto` may stand for float32.
+        precision = result.mixed_precision or config.mixed_precision
+        check_figures(measured, recorded, precision, rounding=MAX_PARITY_DIFF * size)
     note = learner.write_portable(scratch, images_NHWC, MAX_PARITY_DIFF * size)
     return _Comparison(difference, len(images_NHWC), measured, note)
 

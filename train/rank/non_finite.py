@@ -14,8 +14,9 @@ from shardmill.errors import TrainingError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.values import Batch
-from train.backends.backend import StatePart, StepOutcome
+from train.backends.backend import StatePart
 from train.contracts.progress import Progress
+from train.contracts.step_outcome import StepOutcome
 from train.contracts.values import from_json, to_json
 from train.models.identity import inputs_hint
 from train.rank.session import Session

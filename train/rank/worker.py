@@ -36,9 +36,9 @@ from train.contracts.values import (
 )
 from train.contracts.world import World
 from train.identity import settings_that_matter
-from train.initialization.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.rank.evaluate_split import evaluate_finally, evaluate_split
+from train.rank.initialize import initialize
 from train.rank.non_finite import leave_out, own_state
 from train.rank.session import (
     Session,

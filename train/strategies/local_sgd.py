@@ -17,10 +17,11 @@ import numpy as np
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
-from train.backends.backend import Learner, StatePart, StepOutcome
+from train.backends.backend import Learner, StatePart
 from train.backends.microbatches import microbatches_of
 from train.config import TrainConfig
 from train.contracts.mesh import DataIndex, Mesh
+from train.contracts.step_outcome import StepOutcome
 from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
 from train.contracts.world import Gather, World, alone

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import Learner, StepOutcome
+from train.backends.backend import Learner
 from train.contracts.mesh import DataIndex
+from train.contracts.step_outcome import StepOutcome
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor

@@ -19,11 +19,12 @@ from shardmill.jobs.process import Terminated
 from shardmill.loader.reader import ReaderSeconds
 from shardmill.values import Batch, Cursor
 from shardmill.words import counted
-from train.backends.backend import Learner, StepOutcome
+from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.activities import Activity, during, waiting
 from train.contracts.epochs import Epoch
 from train.contracts.mesh import Mesh
+from train.contracts.step_outcome import StepOutcome
 from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
 from train.contracts.world import Role, World, alone

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from train.checkpoints.state import load_arrays
-from train.compression import matrix_of
 from train.config import TrainConfig
+from train.strategies.compression import matrix_of
 from train.strategies.options import TorchDdpOptions
 from train.strategies.torch_buckets import Bucket, BucketSums
 

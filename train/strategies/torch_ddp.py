@@ -19,7 +19,6 @@ import numpy as np
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import Learner
-from train.compression import sent_bytes
 from train.config import TrainConfig
 from train.contracts.activities import during, waiting
 from train.contracts.mesh import DataIndex, Mesh
@@ -27,6 +26,7 @@ from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
+from train.strategies.compression import sent_bytes
 from train.strategies.member import Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.options import TorchDdpOptions

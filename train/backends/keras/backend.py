@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, StepOutcome, SumInStep
+from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.batch_norms import largest_momentum
 from train.backends.keras.averages import WeightAverages
 from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments, limit_momentum
@@ -24,6 +24,7 @@ from train.backends.keras.runtime import assign_variables, decorrelate_seed_stat
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, SumInside, TrainStep
 from train.checkpoints.state import arrays_sha256
+from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
 from train.models import MODELS
 

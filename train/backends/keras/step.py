@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import InputScale, StepOutcome
+from train.backends.backend import InputScale
 from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
 from train.backends.keras.optimizers import ChosenOptimizer
@@ -28,6 +28,7 @@ from train.backends.keras.recompute import Segments, compute_in_tensorflow
 from train.backends.keras.standardize import standardize
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.microbatches import microbatches_of
+from train.contracts.step_outcome import StepOutcome
 from train.layers.sample_bits import drawing, sample_keys
 
 

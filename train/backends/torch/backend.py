@@ -12,7 +12,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, StepOutcome, SumInStep
+from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.microbatches import microbatches_of
 from train.backends.torch.averages import WeightAverages
 from train.backends.torch.losses import per_sample_losses, right_of
@@ -34,6 +34,7 @@ from train.backends.torch.sample_draws import SampleDraws
 from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
 from train.checkpoints.state import arrays_sha256
 from train.config import TrainConfig
+from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
 from train.optimizers import OPTIMIZERS, not_in, optimizer_name
 
