@@ -134,21 +134,26 @@ def module_circles() -> list[list[str]]:
 
 
 @cache
-def type_circles() -> list[list[str]]:
-    """Circles of modules if what only a type checker imports counts, too: each file of one is read with the others."""
+def _with_types() -> dict[str, set[str]]:
+    """What each module imports, if what only a type checker imports counts, too."""
     edges = {name: set(own_imports(name)) for name in modules()}
     for name, module in modules().items():
         named = imports_of(module, only_at_import=False, with_types=True) & modules().keys() - {name}
         edges[name] |= {each for each in named if modules()[each].tree.body}
-    return circles(edges)
+    return edges
+
+
+def type_circles() -> list[list[str]]:
+    """Circles of modules whose types name each other: each file of one is read with the others."""
+    return circles(_with_types())
 
 
 def folder_circles() -> list[list[str]]:
-    """Circles of the folders of one package that lie side by side."""
+    """Circles of folders that lie side by side; types count, too."""
     folder_of = {name: str(module.path.parent.relative_to(ROOT)) for name, module in modules().items()}
     edges: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
     for name in modules():
-        for other in own_imports(name):
+        for other in _with_types()[name]:
             here, there = folder_of[name], folder_of[other]
             # A package's own files may use those of its subfolders, and the other way round.
             if here != there and not there.startswith(f"{here}/") and not here.startswith(f"{there}/"):

@@ -97,7 +97,7 @@ def _blocks(group: GroupBy, places: Iterable[int], nonce: Nonce) -> Iterator[tup
     for place in places:
         rows = group.contribution(store, place)
         first = place if not waiting else first
-        waiting.append((rows, group.microbatches_of(rows)))
+        waiting.append((rows, group.parts_of(rows)))
         num_waiting += rows.num_rows
         if num_waiting >= ROWS_PER_PART:
             yield from _packed(waiting, first)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +19,6 @@ from shardmill.dataset.segment import read_segment
 from shardmill.jobs.process import scratch_folder
 from shardmill.storage import Store
 from shardmill.stores import open_store
-
-if TYPE_CHECKING:
-    from etl.engines import EngineSettings
 
 # Reading from an object store is mostly waiting.
 _NUM_READERS = 8
@@ -76,7 +72,7 @@ class GroupBy:
         segment = self.segments[place]
         return self.pick(read_segment(store, segment.file, self.schema, segment.num_rows), place)
 
-    def microbatches_of(self, contribution: pa.Table) -> np.ndarray:
+    def parts_of(self, contribution: pa.Table) -> np.ndarray:
         """The part of each row, by its digest; shape (N,), int64."""
         prefixes_N = digest_prefixes(contribution.column(0))
         return ((prefixes_N >> np.uint64(32)) * np.uint64(self.num_parts) >> np.uint64(32)).astype(np.int64)
@@ -86,13 +82,16 @@ Group = Callable[[GroupBy], Iterator[pa.Table]]
 """A group-by -> the answers of its parts, in order."""
 
 
-def group_here(group: GroupBy, settings: EngineSettings | None = None) -> Iterator[pa.Table]:
-    """Group in this process: contributions go to disk by their parts, and one part at a time is in memory."""
+def group_here(group: GroupBy, settings: object = None) -> Iterator[pa.Table]:
+    """Group in this process: contributions go to disk by their parts, and one part at a time is in memory.
+
+    `settings`: those of the engine whose `group_rows` this is; it needs none.
+    """
     store = open_store(group.uri)
     with scratch_folder(group.scratch_dir) as scratch:
         spilled = SpilledRows(scratch, group.picked)
         for rows in _contributions(group, store):
-            spilled.add(rows, group.microbatches_of(rows))
+            spilled.add(rows, group.parts_of(rows))
         for part in range(group.num_parts):
             yield group.fold(spilled.read(part))
 
