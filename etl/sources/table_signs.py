@@ -55,8 +55,9 @@ class TableSigns:
             columns = self._label_columns(_rows_of(head, key))
             if columns:
                 named = ", ".join(repr(printable(name)) for name in columns[:_NUM_NAMED])
+                place = " in ".join(repr(printable(part)) for part in reversed(key.split("\0")))
                 yield (
-                    f"{printable(key)!r} names the images, with {named} for each (to use it, set it as the source: "
+                    f"{place} names the images, with {named} for each (to use it, set it as the source: "
                     'source.kind = "table", source.uri = its path)'
                 )
 

@@ -49,7 +49,7 @@ def images(*names: str) -> dict[str, bytes]:
 def test_a_table_that_names_the_images_is_not_lost(kind: Kind, name: str, names: tuple[str, ...], tmp_path: Path):
     text = NAMED.replace(b",", b"\t") if name.endswith(".tsv") else NAMED
     source = source_of(kind, tmp_path, {**images(*names), name: text})
-    refuses(source, f"{name}.* names the images, with 'emotion' beside each")
+    refuses(source, f"{name}.* names the images, with 'emotion' for each")
     if "images/" in names[0]:
         assert list_images(source.model_copy(update={"label_level": 1})).class_names == ("images",)
 
