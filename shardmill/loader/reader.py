@@ -84,9 +84,9 @@ class OneProcess:
         self._pid = self._pid or os.getpid()
         if self.is_another:
             raise UsageError(
-                f"this reader was started in process {self._pid}, but process {os.getpid()} is a fork of it",
+                f"this loader was started in process {self._pid}, but process {os.getpid()} is a fork of it",
                 "expected the process that started it, because its threads do not exist in another one",
-                "open the reader after the fork: for a DataLoader with num_workers > 0, in its dataset's __iter__",
+                "start the other processes first, and open the dataset and make its loader in each of them",
             )
 
 

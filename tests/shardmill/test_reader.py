@@ -180,13 +180,13 @@ def test_a_reader_that_was_begun_before_a_fork_says_so_at_once(tmp_path: Path):
     said = run_program("fork_a_reader", make_dataset(tmp_path, num_images=150, chunk_bytes=4_000))
     used = ("the iterator", "another of its reader", "one step", "closed", "read_split")
     for answer in [answer for name in used for answer in said.pop(name)]:
-        assert answer.startswith("UsageError: this reader was started in process "), answer
-        assert "open the reader after the fork" in answer
+        assert answer.startswith("UsageError: this loader was started in process "), answer
+        assert "open the dataset and make its loader in each of them" in answer
     assert said == {"here": ["1", "1"], "samples": ["read True"], "not begun": ["read 0"]}
 
 
 def test_a_data_loader_with_forked_workers_says_that_its_reader_was_begun_before(tmp_path: Path):
     said = run_program("fork_a_data_loader", make_dataset(tmp_path, num_images=150))
     [refused] = said["begun here"]
-    assert "this reader was started in process" in refused and "in its dataset's __iter__" in refused
+    assert "this loader was started in process" in refused and "make its loader in each of them" in refused
     assert said["in the worker"] == ["[0, 1, 2]"] or said["in the worker"] == ["[0, 1]"]
