@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset as open_version
+from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
@@ -16,6 +17,7 @@ from shardmill.loader.loader import Loader
 from shardmill.loader.metadata import read_metadata
 from shardmill.loader.ranks import find_ranks
 from shardmill.loader.reader import ReaderOptions, RowOptions
+from shardmill.loader.same_plan import check_same_plan
 from shardmill.loader.samples import Samples
 from shardmill.loader.sampling import ONCE, Sample, select_rows
 from shardmill.loader.torch import Layout, as_tensors, require_torch
@@ -76,6 +78,9 @@ class LoadableDataset(Dataset):
 
     They raise UsageError for a split, format, batch or world size that cannot be.
     """
+
+    names_version = True
+    """Whether it was opened as `URI@N`, and not at its latest version."""
 
     def batches(self, split: str, *, epoch: int = 0, **reading: Unpack[Reading]) -> Loader:
         """One rank's batches of NumPy arrays, images NHWC. Iterate it once for `epoch`, again for the next ones."""
@@ -176,6 +181,7 @@ class LoadableDataset(Dataset):
         )
         if rows.selection is not None:
             spec = replace(spec, selection=rows.selection.digest)
+        check_same_plan(ranks, spec, self.pin, names_version=self.names_version)
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
@@ -201,4 +207,6 @@ def open_dataset(uri: str) -> LoadableDataset:
     committed or was altered.
     """
     found = open_version(uri)
-    return LoadableDataset(found.store, found.pin, found.manifest)
+    dataset = LoadableDataset(found.store, found.pin, found.manifest)
+    dataset.names_version = split_version(uri)[1] is not None
+    return dataset

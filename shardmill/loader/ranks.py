@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from shardmill.environments import find_place
 from shardmill.errors import UsageError
@@ -17,6 +20,10 @@ class Ranks:
 
     rank: int
     world_size: int
+    gather: Callable[[str], list[str]] | None = None
+    """The text of every rank, in rank order, through the framework's process group; None if there is no group."""
+    are_given: bool = False
+    """The caller has passed them."""
 
 
 def find_ranks(rank: int | None, world_size: int | None) -> Ranks:
@@ -31,7 +38,10 @@ def find_ranks(rank: int | None, world_size: int | None) -> Ranks:
             "expected both, or neither to take them from the environment",
             "give the other one, too",
         )
-    found = Ranks(rank, world_size) if rank is not None and world_size is not None else _of_this_process()
+    if rank is not None and world_size is not None:
+        found = Ranks(rank, world_size, are_given=True)
+    else:
+        found = _of_this_process()
     if not 0 <= found.rank < found.world_size:
         raise UsageError(
             f"rank = {found.rank} with world_size = {found.world_size}",
@@ -53,16 +63,22 @@ def _of_this_process() -> Ranks:
 def _of_frameworks() -> Ranks | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return Ranks(distributed.get_rank(), distributed.get_world_size())
+        return Ranks(distributed.get_rank(), distributed.get_world_size(), partial(_gather_by_torch, distributed))
     for name in ("horovod.torch", "horovod.tensorflow"):
         horovod = sys.modules.get(name)
         if horovod is not None and horovod.is_initialized():
-            return Ranks(horovod.rank(), horovod.size())
+            return Ranks(horovod.rank(), horovod.size(), horovod.allgather_object)
     # Asking JAX for its process index before `jax.distributed.initialize` would start it as one process for good.
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         return Ranks(jax.process_index(), jax.process_count())
     return None
+
+
+def _gather_by_torch(distributed: Any, text: str) -> list[str]:
+    texts = [""] * distributed.get_world_size()
+    distributed.all_gather_object(texts, text)
+    return texts
 
 
 def _of_tf_config(text: str) -> Ranks:

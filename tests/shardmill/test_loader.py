@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -24,7 +26,7 @@ BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
     """120 images in 3 classes, so that the last batch of its train split is padded."""
-    return shardmill.open_dataset(make_dataset(tmp_path_factory.mktemp("loader")))
+    return shardmill.open_dataset(f"{make_dataset(tmp_path_factory.mktemp('loader'))}@1")
 
 
 def ids_of(loader) -> list[list[int]]:
@@ -170,6 +172,31 @@ def test_the_rank_is_that_of_the_environment(starter, dataset, monkeypatch: pyte
     monkeypatch.setenv(starter.rank, "first")
     with pytest.raises(UsageError, match=f"the variables of {starter} are not numbers.*'first'"):
         dataset.batches("train", **BATCH)
+
+
+def test_several_ranks_name_a_version_or_compare_their_plans(dataset, monkeypatch: pytest.MonkeyPatch):
+    """In a process group of two; without one, each rank would look up the latest version for itself."""
+    clear_environment(monkeypatch)
+    latest = shardmill.open_dataset(dataset.pin.uri)
+    assert latest.batches("train", **BATCH).streams == range(8)
+    assert latest.batches("train", rank=1, world_size=2, **BATCH).streams == range(4, 8)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"without a version, on rank 1 of 2; .*; open .*/dataset@1, or pass rank"):
+        latest.batches("train", **BATCH)
+
+    def of_both(*seeds: int) -> list[str]:
+        command = [sys.executable, "-m", "tests.programs.loader_of_two_ranks", dataset.pin.uri]
+        with tempfile.TemporaryDirectory() as meeting:
+            both = [
+                subprocess.Popen([*command, f"{meeting}/file", str(rank), str(seed)], stdout=subprocess.PIPE, text=True)
+                for rank, seed in enumerate(seeds)
+            ]
+            return [process.communicate(timeout=100)[0] for process in both]
+
+    same, other = of_both(3, 3), of_both(3, 4)
+    assert same == ["range(0, 4)", "range(4, 8)"]
+    assert all("the ranks have different plans: rank 0 " in each and "seed 4" in each for each in other)
 
 
 def test_the_rank_is_that_of_tensorflows_cluster(dataset, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,43 @@
+"""Checks that all ranks hold the same plan: if one had another version or seed, rows would be read twice or never."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardmill.epoch_plan import PlanSpec
+    from shardmill.loader.ranks import Ranks
+    from shardmill.values import DatasetPin
+
+
+def check_same_plan(ranks: Ranks, spec: PlanSpec, pin: DatasetPin, *, names_version: bool) -> None:
+    """Compare the plans through the process group, if there is one; every rank of it makes the loader then.
+
+    Without a group, each rank has looked up the latest version on its own, so the URI must name one (`names_version`).
+    Ranks that were passed to the loader are not checked. Raises UsageError, on every rank.
+    """
+    if ranks.world_size == 1 or ranks.are_given:
+        return
+    version = f"{pin.uri}@{pin.version}"
+    if ranks.gather is None:
+        if not names_version:
+            raise UsageError(
+                f"{pin.uri} without a version, on rank {ranks.rank} of {ranks.world_size}",
+                "expected the same version on every rank, and each would look up the latest one for itself",
+                f"open {version}, or pass rank and world_size",
+            )
+        return
+    mine = (
+        f"{version}, split {spec.split!r}, seed {spec.seed}, global_batch_size {spec.global_batch_size}, "
+        f"num_streams {spec.num_streams}, plan {spec.fingerprint[:8]}"
+    )
+    plans = ranks.gather(mine)
+    other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"the ranks have different plans: rank 0 {plans[0]}; rank {other} {plans[other]}",
+            "expected the same dataset version and the same arguments on every rank",
+            f"open {pin.uri}@N; for a loader on one rank only, pass rank = 0 and world_size = 1",
+        )
