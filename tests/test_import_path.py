@@ -157,7 +157,9 @@ def test_a_users_package_of_our_name_imports_itself_relatively_or_is_told_to(tmp
     *refused, relative, late_relative = built(tmp_path, *names)
     assert (relative, late_relative) == ("7", "7")
     for line, said in zip(refused, ["No module named 'train.blocks'", "has no attribute", "No module"], strict=True):
-        assert said in line and f"`train` is here {ROOT}/train/__init__.py, not {package}: rename that folder" in line
+        assert (
+            said in line and f"`train` resolves to {ROOT}/train/__init__.py, not {package}: rename that folder" in line
+        )
         assert "python -c 'import MODULE'" not in line
 
 

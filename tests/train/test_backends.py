@@ -219,7 +219,7 @@ def test_the_backend_follows_from_strategy_and_model():
 
 def test_a_launcher_refuses_a_strategy_that_it_cannot_start():
     config = TrainConfig(strategy="torch_ddp", launcher="horovod_spark", num_workers=2)
-    with pytest.raises(UsageError, match=r"'horovod_spark' with train.strategy = 'torch_ddp'; .* set .* to 'local'"):
+    with pytest.raises(UsageError, match=r"'torch_ddp' with train.launcher = 'horovod_spark'; .* set .* to 'local'"):
         check_terms(config, SparkConfig(master="local[2]"))
 
 

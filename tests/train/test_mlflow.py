@@ -235,7 +235,7 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_it_may(tmp_p
         log.step(step(0))
         log.finish()
         log.close()
-        assert not hung.is_set() and told and "5 values" in told[-1] and log.run_id == ""
+        assert not hung.is_set() and told and "5 metric values" in told[-1] and log.run_id == ""
         hung.set()
 
 

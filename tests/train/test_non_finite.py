@@ -66,7 +66,9 @@ def test_too_many_in_a_row_stop_the_training(tiny_uri, tmp_path, monkeypatch):
 def test_a_finite_loss_with_a_gradient_without_bounds_stops_before_the_update(tiny_uri, tmp_path):
     """Of every sample: as many are named as of answers."""
     recorder = Recorder()
-    first = planned(tiny_uri, TrainConfig(strategy="single", num_workers=1, global_batch_size=32, epochs=1))[0, 0]
+    first = planned(
+        tiny_uri, TrainConfig(strategy="single", num_workers=1, num_streams=8, global_batch_size=32, epochs=1)
+    )[0, 0]
     told = (
         r"^loss \d.*, gradient norm inf at epoch 0, step 0 .*; the update was not applied; .* finite for every sample"
         rf"; the gradient of at least 5 samples by itself is not finite: {', '.join(first[:5])};"

@@ -122,7 +122,7 @@ def test_the_driver_looks_for_the_interfaces_of_ranks_on_its_own_machine(launche
         # Other machines have other interfaces.
         check_terms(unknown, SparkConfig(master=master))
     else:
-        with pytest.raises(UsageError, match=r"no interface 'nosuch0' .*; it has .*\blo\b.*; name one"):
+        with pytest.raises(UsageError, match=r"no interface 'nosuch0' .*; it has .*\blo\b.*; name an interface"):
             check_terms(unknown, SparkConfig(master=master))
 
 
