@@ -24,7 +24,7 @@ class Mine(FolderSource):
         return reader
 
 def read(image):
-    open("read", "a").write("x")
+    open(__file__ + ".read", "a").write("x")
     raise {error}
 
 class Unlisted(FolderSource):
@@ -55,7 +55,7 @@ def test_what_a_users_source_raises_in_a_unit_is_told_with_its_line(
     if engine == "local":
         # For --debug; and the unit did not run again.
         assert "in read_source" in "".join(traceback.format_exception(raised.value))
-        assert (images / "read").read_text() == "x"
+        assert [each.read_text() for each in images.glob("*.read")] == ["x"]
 
 
 def test_what_it_raises_in_the_driver_is_told_alike(images: Path, monkeypatch: pytest.MonkeyPatch):
