@@ -19,13 +19,13 @@ setup:
 	@scripts/setup.sh all
 
 test: setup
-	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill"
+	@$(RUN) pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not drill"
 
 test-fast: setup
 	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill" --in-process -r fE
 
 drill: setup
-	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m drill
+	@$(RUN) pytest -n 3 --dist loadscope --no-loadscope-reorder -m drill
 
 lint: setup
 	@$(RUN) ruff format --check .

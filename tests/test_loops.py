@@ -1,0 +1,51 @@
+"""The loops in examples/ train, and the one that can be stopped resumes at its step with another number of ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.command import ENVIRONMENT
+from tests.support import make_dataset
+
+LOOPS = Path(__file__).resolve().parent.parent / "examples" / "loops"
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_dataset(tmp_path_factory.mktemp("loops"))
+
+
+def run(*command: object) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def ddp(uri: str, checkpoint: Path, num_ranks: int, *more: object) -> tuple[list[tuple[int, int]], float]:
+    """-> the (epoch, step) of its steps, and the sum of its weights at the end."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks)
+    printed = run(*launch, LOOPS / "torch_ddp.py", f"{uri}@1", "--checkpoint", checkpoint, *more)
+    steps = [(int(epoch), int(step)) for epoch, step in re.findall(r"epoch (\d+) step (\d+) loss", printed)]
+    return steps, float(re.findall(r"weights ([\d.]+)", printed)[0])
+
+
+def test_the_ddp_loop_resumes_in_an_epoch_with_another_number_of_ranks(uri: str, tmp_path: Path):
+    steps, weights = ddp(uri, tmp_path / "whole.pt", 2)
+    begun, _ = ddp(uri, tmp_path / "stopped.pt", 2, "--stop-after", 2)
+    rest, resumed = ddp(uri, tmp_path / "stopped.pt", 1)
+    assert begun + rest == steps and len(begun) == 2 and steps[2][0] == 0
+    # Sums of one rank and of two differ by rounding.
+    assert resumed == pytest.approx(weights, rel=1e-4)
+
+
+def test_keras_fits_and_learns(uri: str):
+    printed = run(LOOPS / "keras_fit.py", uri)
+    losses = [float(loss) for loss in re.findall(r" - loss: ([\d.]+)", printed)]
+    assert len(losses) == 3 and losses[-1] < 0.8 * losses[0] and len(re.findall("val_loss", printed)) == 3
