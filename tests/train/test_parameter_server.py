@@ -78,7 +78,7 @@ def launch(uri, models, watcher, worker=DEFAULT_WORKER, **config):
 
 def planned(uri: str, config: TrainConfig) -> dict[tuple[int, int], tuple[str, ...]]:
     """The sample ids of every step, as the plan has them."""
-    dataset = open_dataset(uri)
+    dataset, config = open_dataset(uri), resolve(config, SparkConfig()).config
     found = {}
     for epoch in range(config.epochs):
         with read_batches(dataset, dataset.plan_epoch(config.plan_spec(dataset), epoch)) as batches:
