@@ -24,7 +24,7 @@ from etl.sources import SOURCES, HasParts, Source
 from etl.sources.extra import extra_columns, label_type_of
 from etl.units.image_size import ImageSize, choose_image_size
 from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
-from etl.user_code import telling_users_line
+from etl.user_code import with_users_line
 from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, in_all_formats, read_shards, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections
@@ -89,7 +89,7 @@ class BuildPlan:
         return hashlib.sha256("\0".join([*parts, *(unit.fingerprint for unit in self.units)]).encode()).hexdigest()
 
 
-@telling_users_line("the source")
+@with_users_line("the source")
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, group: Group = group_here) -> BuildPlan:
     """List the source and do all planning. The observer gets the number of inputs listed so far.
 

@@ -20,7 +20,7 @@ def own_error(where: str, error: Exception) -> ShardmillError:
 
 
 @contextmanager
-def telling_users_line(where: str) -> Iterator[None]:
+def with_users_line(where: str) -> Iterator[None]:
     """Inside, what a user's code raises becomes an error of ours with its line; anything else is raised as it is."""
     try:
         yield

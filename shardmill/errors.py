@@ -113,5 +113,5 @@ ERROR_BY_EXIT_CODE: dict[int, type[ShardmillError]] = {
 
 
 def is_worth_retrying(exit_code: int) -> bool:
-    """As the error of this exit code; also after a signal, or an exit code that is none of ours."""
+    """Whether to retry a command that ended with this exit code; true after a signal and for unknown codes."""
     return ERROR_BY_EXIT_CODE.get(exit_code, ShardmillError).is_worth_retrying

@@ -77,7 +77,7 @@ def train_model(
     """Resolve the dataset version once, and train on it; or resume or skip existing work.
 
     `version`: what the caller has resolved for the whole run. `fresh_for`: the id of a run that wants a training from
-    step 0 even if a result exists; a repeated call resumes it. `again`: what becomes of an unfinished one with other
+    step 0 even if a result exists; a repeated call resumes it. `again`: how to treat an unfinished training with other
     settings. `planned` gets the plan of a training that begins or is resumed, before its ranks start. Raises UsageError
     (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
     """
@@ -121,7 +121,7 @@ def train_model(
 
 
 def _check(plan: TrainingPlan, tree: TrainTree, dataset: Dataset) -> WindowMemory:
-    """Raises UsageError if this dataset, or the memory for its windows, does not do."""
+    """Raises UsageError if the dataset cannot be trained on, or its windows exceed the memory budget."""
     check_trainable(plan.config, dataset, tree.gate)
     return window_memory(plan.config, dataset)
 

@@ -214,8 +214,7 @@ class Loader:
 
     def _take_seconds(self) -> None:
         if self._reader is not None:
-            more = self._reader.take_seconds()
-            self._seconds = ReaderSeconds(self._seconds.fetch + more.fetch, self._seconds.decode + more.decode)
+            self._seconds += self._reader.take_seconds()
 
     def close(self) -> None:
         """End an iteration and join its threads."""

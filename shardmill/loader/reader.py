@@ -67,6 +67,9 @@ class ReaderSeconds:
     decode: float = 0.0
     """Decoding and changing images."""
 
+    def __add__(self, more: ReaderSeconds) -> ReaderSeconds:
+        return ReaderSeconds(self.fetch + more.fetch, self.decode + more.decode)
+
 
 class OneProcess:
     """Remembers the process that used a reader first: a fork has a copy of everything but its threads."""
@@ -201,8 +204,7 @@ class BatchReader(Generic[Item]):
 
     def _count(self, more: ReaderSeconds) -> None:
         with self._lock:
-            so_far = self._seconds
-            self._seconds = ReaderSeconds(so_far.fetch + more.fetch, so_far.decode + more.decode)
+            self._seconds += more
 
     def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, chunks: dict[int, ChunkRows]) -> Batch:
         shape_HWC = self._normalize.image_shape_HWC

@@ -94,10 +94,11 @@ def _by_column(dataset: Dataset, split: str, chosen: np.ndarray, name: str) -> n
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise UsageError(f"sample = {name!r}, a column of {column.type}", f"expected numbers, {ONCE!r} or {BALANCED!r}")
     weights_N = column.to_numpy()[chosen].astype(np.float64)
-    if not ((weights_N >= 0) & (weights_N <= MAX_REPEATS)).all():
-        wrong = int((~((weights_N >= 0) & (weights_N <= MAX_REPEATS))).sum())
+    # NaN, which stands for null, is in no range.
+    num_wrong = int((~((weights_N >= 0) & (weights_N <= MAX_REPEATS))).sum())
+    if num_wrong:
         raise UsageError(
-            f"sample = {name!r}: {wrong} rows have a weight that is null, negative or above {MAX_REPEATS}",
+            f"sample = {name!r}: {num_wrong} rows have a weight that is null, negative or above {MAX_REPEATS}",
             "expected a number for each row",
             f"leave them out: where = {name + ' >= 0'!r}",
         )

@@ -1,4 +1,4 @@
-"""A user's own source that fails: its error is told with its line, on every engine, and no image is suspected."""
+"""A user's own source that fails: every engine reports its error with the line, and blames no image."""
 
 from __future__ import annotations
 

@@ -15,8 +15,10 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.services.servers import CACHE
+
 _ROOT = Path(__file__).parents[2]
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardmill" / "spark-classes"
+_CACHE = CACHE.with_name("spark-classes")
 _DUMP_SECONDS = 120
 # `spark-class` asks a first, short JVM for the command of the second.
 _SCRIPT = """#!/bin/sh

@@ -1,4 +1,4 @@
-"""A child that answers messages: what it says, and how its end is told."""
+"""A child that answers messages: its answers, and how its exit is reported."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_transform_that_fails_names_the_samples_and_keeps_its_cause(dataset):
         next(batches)
     assert isinstance(failed.value.__cause__, ZeroDivisionError) and len(before) == 2
     assert "\n" not in str(failed.value)
-    # It is that batch which comes next, once the fault is mended.
+    # After a fix of the transform, the batch that failed is the next one.
     assert (loader.epoch, loader.step) == (0, 2)
 
 

@@ -105,7 +105,7 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     second = train_model(tree, recorder)
     assert (first.skipped, second.skipped) == (False, True)
     assert second.result == first.result == finished_training(tree).result
-    # It is told as it was carried out, not as it would be today.
+    # The summary shows how it was trained, not how it would be planned today.
     other = tree.model_copy(update={"train": tree.train.model_copy(update={"strategy": "mirrored"})})
     for skipped in (train_model(other, Recorder()), finished_training(other)):
         section = train_record(skipped).sections["train"]

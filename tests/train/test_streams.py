@@ -124,6 +124,6 @@ def test_changed_settings_resume_with_the_streams_that_the_training_had(tiny_uri
     assert resumed.resumed_from is not None
     [told] = observer.named("changed")
     assert "num_streams" not in told["changes"]
-    # What is told of the windows is of these streams.
+    # The reported windows are those of these streams.
     [plan] = observer.named("plan")
     assert plan["streams_per_rank"] == 12

@@ -20,8 +20,8 @@ class WorkerTask:
     model_source_sha256: str
     """Digest found by the driver; a rank that finds another source must not train."""
     continues: str = ""
-    """Relative to `models_uri`: the checkpoint of another training (a shorter one, or one that `--allow-change`
-    accepts) from which this one continues; empty if there is none."""
+    """The checkpoint from which this training continues, relative to `models_uri`: that of a shorter training, or of
+    one that `--allow-change` accepts. Empty if there is none."""
     allowed: tuple[str, ...] = ()
     """Settings of `train.*` in which that one may differ."""
     reach: Nonce | None = None

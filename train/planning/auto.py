@@ -159,7 +159,7 @@ def _what_keeps_one(config: TrainConfig) -> str:
     local_steps = config.options(LocalSgdOptions).local_steps
     one = {
         f"train.launcher = {config.launcher!r}": launcher is not None and launcher.in_this_process,
-        # With another number of ranks, some strategies compute another training, which the user must request.
+        # With another number of ranks, some strategies give different results, so the user must request it.
         f"train.strategy = {config.strategy!r}": strategy is not None
         and (strategy.max_world_size == 1 or not strategy.synchronous),
         f"train.local_sgd.local_steps = {local_steps}": local_steps > 1,

@@ -1,7 +1,7 @@
 """Checks a resume with changed settings: rejected with each difference, or continued if the changes are safe.
 
-Other settings are another training, in another folder, and most often that is what is meant. The exceptions are a retry
-of the same run, and `--allow-change`: then what was begun is looked for, and compared.
+Changed settings start a new training in its own folder, which is usually intended. A retry of the same run and
+`--allow-change` are the exceptions: they look for the unfinished training and compare its settings.
 """
 
 from __future__ import annotations

@@ -67,5 +67,5 @@ def _other_size(file: InitialFile, session: Session) -> str:
 
 
 def read_initialized(store: Store, training_dir: str) -> Initialized | None:
-    """Read the record of `initialize`; None if the training began with fresh weights, or continues another training."""
+    """Read the record of `initialize`; None if the training began with fresh weights, or from another checkpoint."""
     return read_if_whole(Initialized, store, f"{training_dir}/{INITIALIZED}")

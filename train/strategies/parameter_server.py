@@ -96,10 +96,7 @@ class ChiefMember(ReplicatedMember):
                 trained = next(iter(batches))
         # Workers read and wait at the same time: a step of the loop has the mean of it.
         num_workers = self._config.num_workers
-        self._read = ReaderSeconds(
-            self._read.fetch + answer.fetch_seconds / num_workers,
-            self._read.decode + answer.decode_seconds / num_workers,
-        )
+        self._read += ReaderSeconds(answer.fetch_seconds / num_workers, answer.decode_seconds / num_workers)
         input_wait_seconds = min(answer.wait_seconds / num_workers, stopwatch.lap())
         return MemberStep(outcome, 0.0, input_wait_seconds, trained)
 
