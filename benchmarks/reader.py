@@ -14,12 +14,12 @@ from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.plan import plan_build
 from etl.units.finished import Finished
 from etl.units.write_unit import write_unit
+from shardmill.augment.options import AugmentOptions
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.reader import ReaderOptions, read_batches
-from shardmill.options import AugmentOptions
 
 _NUM_THREADS = 2
 

@@ -26,8 +26,12 @@ def mix64(*values: int) -> int:
 
 def mix64_array(values_N: np.ndarray, *prefix: int) -> np.ndarray:
     """Elementwise `mix64(*prefix, value)` over integers, as uint64."""
-    state = np.uint64((mix64(*prefix) + GOLDEN_GAMMA) & _MASK)
-    z = values_N.astype(np.uint64) + state
+    return extend_mix64(np.uint64(mix64(*prefix)), values_N)
+
+
+def extend_mix64(mixes: np.ndarray | np.uint64, values: np.ndarray | int) -> np.ndarray:
+    """Elementwise `mix64(*key, value)`, given `mix64(*key)` and the value; as uint64."""
+    z = np.atleast_1d(mixes) + (np.asarray(values).astype(np.uint64) + np.uint64(GOLDEN_GAMMA))
     z ^= z >> np.uint64(30)
     z *= np.uint64(FACTOR_1)
     z ^= z >> np.uint64(27)

@@ -123,20 +123,3 @@ class DecodeLimits(Section):
     """CPU time (and six times as much elapsed time) after which an image is rejected as `decoder_timeout`."""
     decode_memory_bytes: int = Field(default=2_000_000_000, ge=100_000_000)
     """Memory, in addition to that of an idle decoder, above which an image is rejected as `decoder_memory`."""
-
-
-class AugmentOptions(Section):
-    """Random changes to training images; each only depends on (seed, epoch, sample id, occurrence)."""
-
-    images: Literal["any", "photographs"] = "any"
-    """Content of the images: `photographs` declares natural photographs, whose class does not change when mirrored."""
-    random_crop_padding: int = Field(default=4, ge=0)
-    """Pad by this many pixels (edges repeated), then crop back at a random offset; 0 switches it off."""
-    random_flip: bool | Literal["auto"] = "auto"
-    """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
-    text. Labels that are numbers (positions, angles) are not mirrored with the image."""
-
-    @property
-    def flips(self) -> bool:
-        """Whether images are mirrored."""
-        return self.images == "photographs" if self.random_flip == "auto" else self.random_flip

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from shardmill.augment.options import AugmentOptions
 from shardmill.entry_options import with_options_of
 from shardmill.epoch_plan import num_streams_for
-from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from train.settings.checkpoint import CheckpointConfig
 from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE

@@ -60,10 +60,16 @@ def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     # A file is what it holds, wherever it lies; one of our exports also knows its classes.
     place, _, digest = config.init_from.rpartition(SHA256_OF_FILE)
     values["init_from"] = f"export {digest}" if re.search(r"@\d+$", place) else digest
-    # What is done to images, not what they are declared to be.
-    values["augment"] = config.augmentation.model_dump(exclude={"images"})
+    values["augment"] = _recorded_augmentation(config)
     matter = {name: value for name, value in values.items() if name not in free} | recorded_of_optimizer(config)
     return {stored_name(name): json.dumps(value, sort_keys=True) for name, value in matter.items()}
+
+
+def _recorded_augmentation(config: TrainConfig) -> dict[str, Any]:
+    """What is done to images, not what they are declared to be; without options that came later and are not used."""
+    options = config.augmentation
+    first = options.model_dump(include={"random_crop_padding", "random_flip"})
+    return options.model_dump(mode="json", exclude={"images", "preset"}, exclude_defaults=True) | first
 
 
 def _defaulted() -> frozenset[str]:

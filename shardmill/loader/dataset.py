@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from pyarrow.compute import Expression
 
+    from shardmill.augment.options import AugmentOptions
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.transform import Transform
-    from shardmill.options import AugmentOptions
     from shardmill.values import Batch
 
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from shardmill.augment import augment as augment_image
+from shardmill.augment.one_image import augment as augment_image
+from shardmill.augment.options import AugmentOptions
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
-from shardmill.options import AugmentOptions
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardmill
-from shardmill.augment import augment
+from shardmill.augment.one_image import augment
+from shardmill.augment.options import AugmentOptions
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import UsageError
 from shardmill.loader.sampling import _shared
-from shardmill.options import AugmentOptions
 from tests.etl import test_extra_columns as extra_columns
 from tests.support import make_dataset
 

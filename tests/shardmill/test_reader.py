@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardmill.augment.options import AugmentOptions
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.epoch_plan import streams_of_rank
@@ -18,7 +19,6 @@ from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.encodings import decode_stored
 from shardmill.loader.reader import ReaderOptions, read_batches
 from shardmill.loader.samples import read_samples
-from shardmill.options import AugmentOptions
 from shardmill.values import Batch
 from tests.support import make_dataset
 

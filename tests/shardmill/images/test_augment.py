@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmill.augment import augment
-from shardmill.options import AugmentOptions
+from shardmill.augment.one_image import augment
+from shardmill.augment.options import AugmentOptions
 from tests.shardmill.images.make import photo
 
 KEYS = st.fixed_dictionaries(

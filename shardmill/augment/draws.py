@@ -1,0 +1,55 @@
+"""The random numbers of augmentation, for a whole batch at once: each is a function of a row's key and a draw's number.
+
+The key is (seed, epoch, sample id, occurrence); so a row has the same numbers at any world size, in every framework and
+after a resume. They come from `shardmill.mix`. Shape legend: N rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.mix import extend_mix64, mix64_array
+
+# Each draw has its own last word in the mix, so that switching one off changes no other.
+ROW_DRAW, COLUMN_DRAW, FLIP_DRAW, VERTICAL_FLIP_DRAW = 1, 2, 3, 4
+# Of a try of the random resized crop: these plus the number of the try.
+AREA_DRAW, ASPECT_DRAW = 0x10, 0x20
+BRIGHTNESS_DRAW, CONTRAST_DRAW, SATURATION_DRAW, HUE_DRAW, ORDER_DRAW = 0x30, 0x31, 0x32, 0x33, 0x34
+ERASE_DRAW, ERASE_AREA_DRAW, ERASE_ASPECT_DRAW, ERASE_ROW_DRAW, ERASE_COLUMN_DRAW, ERASE_NOISE_DRAW = range(0x40, 0x46)
+PARTNER_DRAW, MIX_DRAW, SHARE_DRAW, BOX_ROW_DRAW, BOX_COLUMN_DRAW = range(0x50, 0x55)
+# Of an operation of RandAugment: these plus its place.
+OPERATION_DRAW, SIGN_DRAW = 0x60, 0x80
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """The numbers of some rows; each method takes the number of a draw and returns one value for each row."""
+
+    states_N: np.ndarray
+    """uint64: what the mix has become after the row's key."""
+
+    @classmethod
+    def of(cls, seed: int, epoch: int, sample_ids_N: np.ndarray, occurrences_N: np.ndarray) -> Draws:
+        """The numbers of rows by their keys."""
+        return cls(extend_mix64(mix64_array(sample_ids_N, seed, epoch), occurrences_N))
+
+    def __len__(self) -> int:
+        return len(self.states_N)
+
+    def bits(self, draw: int) -> np.ndarray:
+        """uint64, uniform: elementwise `mix64(seed, epoch, sample_id, occurrence, draw)`."""
+        return extend_mix64(self.states_N, draw)
+
+    def below(self, draw: int, limits: np.ndarray | int) -> np.ndarray:
+        """int64, uniform in range(limit); the limit may differ by row, and is at least 1."""
+        return (self.bits(draw) % np.asarray(limits).astype(np.uint64)).astype(np.int64)
+
+    def uniform(self, draw: int, low: float = 0.0, high: float = 1.0) -> np.ndarray:
+        """float64, uniform in [low, high)."""
+        return low + (high - low) * ((self.bits(draw) >> np.uint64(11)) * 2.0**-53)
+
+    def coins(self, draw: int) -> np.ndarray:
+        """bool: heads of half of the rows."""
+        return (self.bits(draw) >> np.uint64(63)).astype(bool)

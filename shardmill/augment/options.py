@@ -1,0 +1,93 @@
+"""Options of augmentation, which the library shares with the config, and the presets that set several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shardmill.errors import UsageError
+from shardmill.section import Section
+
+Preset = Literal["default", "imagenet", "cifar", "none"]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # The fields' own defaults.
+    "default": {},
+    "imagenet": {"images": "photographs", "random_crop_padding": 0, "random_resized_crop": True},
+    "cifar": {"images": "photographs", "random_crop_padding": 4},
+    "none": {"random_crop_padding": 0, "random_flip": False},
+}
+
+
+class AugmentOptions(Section):
+    """Random changes to training images; each only depends on (seed, epoch, sample id, occurrence)."""
+
+    preset: Preset = "default"
+    """Sets the other options: `imagenet` (random resized crop and mirroring), `cifar` (padded crop and mirroring),
+    `none`, or `default` (padded crop). Options that are given as well replace those of the preset."""
+    images: Literal["any", "photographs"] = "any"
+    """Content of the images: `photographs` declares natural photographs, whose class does not change when mirrored."""
+    size: int = Field(default=0, ge=0, le=8192)
+    """Height and width in pixels of the images in a batch, if smaller than stored; evaluation takes the centre of this
+    size. 0: as stored."""
+    random_crop_padding: int = Field(default=4, ge=0)
+    """Pad by this many pixels (edges repeated), then crop at a random offset; 0 switches it off."""
+    random_resized_crop: bool = False
+    """Instead of the padded crop, resize a random rectangle (aspect ratio 3:4 to 4:3) to the size of the batch."""
+    crop_area: tuple[Share, Share] = (0.08, 1.0)
+    """Smallest and largest share of an image's area in the random resized crop."""
+    random_flip: bool | Literal["auto"] = "auto"
+    """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
+    text. Labels that are numbers (positions, angles) are not mirrored with the image."""
+
+    @property
+    def flips(self) -> bool:
+        """Whether images are mirrored."""
+        return self.images == "photographs" if self.random_flip == "auto" else self.random_flip
+
+    def size_of(self, stored_HW: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of the images in a batch. Raises UsageError if the stored ones are smaller."""
+        if not self.size:
+            return stored_HW
+        if self.size > min(stored_HW):
+            raise UsageError(
+                f"augment.size = {self.size}, but the stored images have {stored_HW[0]} x {stored_HW[1]} pixels",
+                f"expected at most {min(stored_HW)}, or 0 for the stored size",
+                f"set it to {min(stored_HW)}, or build the dataset with a larger etl.image_size",
+            )
+        return (self.size, self.size)
+
+    @property
+    def unchanged(self) -> AugmentOptions:
+        """The options with which evaluation reads: no random change, and images of the same size."""
+        return AugmentOptions(preset="none", size=self.size)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _begin_with_the_preset(cls, given: Any) -> Any:
+        preset = given.get("preset") if isinstance(given, dict) else None
+        return {**PRESETS[preset], **given} if isinstance(preset, str) and preset in PRESETS else given
+
+    @model_validator(mode="after")
+    def _areas_ascend(self) -> Self:
+        if not 0 < self.crop_area[0] <= self.crop_area[1]:
+            raise ValueError("crop_area as (smallest, largest), both above 0 and at most 1")
+        return self
+
+
+def augment_options(augment: AugmentOptions | str | None) -> AugmentOptions:
+    """The options that a loader's `augment` means: a preset by its name, and none by default. Raises UsageError."""
+    if augment is None:
+        return AugmentOptions(preset="none")
+    if isinstance(augment, AugmentOptions):
+        return augment
+    if augment not in PRESETS:
+        raise UsageError(
+            f"augment = {augment!r}",
+            f"expected AugmentOptions or one of {', '.join(PRESETS)}",
+            'pass, for example, "imagenet"',
+        )
+    return AugmentOptions(preset=augment)  # pyright: ignore[reportArgumentType]

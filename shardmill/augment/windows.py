@@ -1,0 +1,123 @@
+"""Which rectangle of each stored image becomes the image of a batch, drawn for a whole batch before it is decoded.
+
+So a decoder can skip the pixels that no window needs. Shape legend: N rows, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from shardmill.augment.draws import AREA_DRAW, ASPECT_DRAW, COLUMN_DRAW, FLIP_DRAW, ROW_DRAW, Draws
+from shardmill.augment.options import AugmentOptions
+
+# As torchvision's RandomResizedCrop: a rectangle that does not fit is drawn again, and in the end it is the largest.
+_TRIES = 10
+_MAX_ASPECT = 4 / 3
+_LOG_ASPECT = math.log(_MAX_ASPECT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """For each row the rectangle that becomes an image of `size_HW`: it is cut out, resized, then mirrored.
+
+    A rectangle may reach beyond the image: there the image's edge is repeated.
+    """
+
+    top_N: np.ndarray
+    """int64, as the other numbers: the first row of the rectangle; negative if it begins above the image."""
+    left_N: np.ndarray
+    height_N: np.ndarray
+    width_N: np.ndarray
+    is_flipped_N: np.ndarray
+    """bool: mirrored left to right."""
+    size_HW: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.top_N)
+
+
+def whole_windows(num_rows: int, stored_HW: tuple[int, int]) -> Windows:
+    """Each image as it is stored."""
+    return centre_windows(num_rows, stored_HW, stored_HW)
+
+
+def centre_windows(num_rows: int, stored_HW: tuple[int, int], size_HW: tuple[int, int]) -> Windows:
+    """The centre of each image, not resized."""
+    top, left = ((stored - size) // 2 for stored, size in zip(stored_HW, size_HW, strict=True))
+    top_N, left_N, height_N, width_N = (np.full(num_rows, number, np.int64) for number in (top, left, *size_HW))
+    return Windows(top_N, left_N, height_N, width_N, np.zeros(num_rows, bool), size_HW)
+
+
+def draw_windows(draws: Draws, options: AugmentOptions, stored_HW: tuple[int, int]) -> Windows:
+    """The windows of rows whose stored images have one size."""
+    size_HW = options.size_of(stored_HW)
+    if options.random_resized_crop:
+        heights_N, widths_N = _draw_sizes(draws, options.crop_area, stored_HW)
+        top_N = draws.below(ROW_DRAW, stored_HW[0] - heights_N + 1)
+        left_N = draws.below(COLUMN_DRAW, stored_HW[1] - widths_N + 1)
+    else:
+        centre = centre_windows(len(draws), stored_HW, size_HW)
+        heights_N, widths_N, top_N, left_N = centre.height_N, centre.width_N, centre.top_N, centre.left_N
+        if padding := options.random_crop_padding:
+            top_N = draws.below(ROW_DRAW, stored_HW[0] - size_HW[0] + 2 * padding + 1) - padding
+            left_N = draws.below(COLUMN_DRAW, stored_HW[1] - size_HW[1] + 2 * padding + 1) - padding
+    is_flipped_N = draws.coins(FLIP_DRAW) if options.flips else np.zeros(len(draws), bool)
+    return Windows(top_N, left_N, heights_N, widths_N, is_flipped_N, size_HW)
+
+
+def cut_window(image_HWC: np.ndarray, windows: Windows, row: int) -> np.ndarray:
+    """The window of one decoded image, as an array of its own."""
+    height, width, num_channels = image_HWC.shape
+    top, left = int(windows.top_N[row]), int(windows.left_N[row])
+    bottom, right = top + int(windows.height_N[row]), left + int(windows.width_N[row])
+    above, below, before, behind = max(0, -top), max(0, bottom - height), max(0, -left), max(0, right - width)
+    cut_HWC = image_HWC[max(0, top) : min(height, bottom), max(0, left) : min(width, right)]
+    if above or below or before or behind:
+        cut_HWC = cv2.copyMakeBorder(cut_HWC, above, below, before, behind, cv2.BORDER_REPLICATE)
+    out_height, out_width = windows.size_HW
+    if cut_HWC.shape[:2] != windows.size_HW:
+        is_smaller = out_height * out_width < cut_HWC.shape[0] * cut_HWC.shape[1]
+        cut_HWC = cv2.resize(
+            cut_HWC, (out_width, out_height), interpolation=cv2.INTER_AREA if is_smaller else cv2.INTER_LINEAR
+        )
+    cut_HWC = cut_HWC.reshape(out_height, out_width, num_channels)
+    return np.array(cut_HWC[:, ::-1] if windows.is_flipped_N[row] else cut_HWC, order="C")
+
+
+def _draw_sizes(draws: Draws, area: tuple[float, float], stored_HW: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Heights and widths of random shares of the area, with aspect ratios that are uniform in their logarithm."""
+    height, width = stored_HW
+    heights_N, widths_N = (np.full(len(draws), side, np.int64) for side in largest_of_aspect(stored_HW))
+    is_open_N = np.ones(len(draws), bool)
+    for number in range(_TRIES):
+        pixels_N = draws.uniform(AREA_DRAW + number, *area) * (height * width)
+        # The square root of the aspect ratio: width over side, and side over height.
+        stretch_N = _exp(draws.uniform(ASPECT_DRAW + number, -_LOG_ASPECT, _LOG_ASPECT) / 2)
+        side_N = np.sqrt(pixels_N)
+        drawn_heights_N = np.rint(side_N / stretch_N).astype(np.int64)
+        drawn_widths_N = np.rint(side_N * stretch_N).astype(np.int64)
+        fits_N = is_open_N & (drawn_heights_N <= height) & (drawn_widths_N <= width)
+        fits_N &= (drawn_heights_N >= 1) & (drawn_widths_N >= 1)
+        heights_N[fits_N], widths_N[fits_N] = drawn_heights_N[fits_N], drawn_widths_N[fits_N]
+        is_open_N &= ~fits_N
+        if not is_open_N.any():
+            break
+    return heights_N, widths_N
+
+
+def largest_of_aspect(stored_HW: tuple[int, int]) -> tuple[int, int]:
+    """The largest rectangle of an allowed aspect ratio in an image."""
+    height, width = stored_HW
+    return min(height, round(width * _MAX_ASPECT)), min(width, round(height * _MAX_ASPECT))
+
+
+def _exp(exponents_N: np.ndarray) -> np.ndarray:
+    """e to the power of small numbers, by its series: NumPy's own may differ in the last bit between processors."""
+    powers_N = np.ones_like(exponents_N)
+    for degree in range(14, 0, -1):
+        powers_N = 1 + exponents_N * powers_N / degree
+    return powers_N
