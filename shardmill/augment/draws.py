@@ -6,6 +6,7 @@ after a resume. They come from `shardmill.mix`. Shape legend: N rows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,18 @@ class Draws:
         """float64, uniform in [low, high)."""
         return low + (high - low) * ((self.bits(draw) >> np.uint64(11)) * 2.0**-53)
 
+    def log_uniform(self, draw: int, limit: float) -> np.ndarray:
+        """float64 between 1/limit and limit, with a uniform logarithm: of aspect ratios."""
+        return _exp(self.uniform(draw, -math.log(limit), math.log(limit)))
+
     def coins(self, draw: int) -> np.ndarray:
         """bool: heads of half of the rows."""
         return (self.bits(draw) >> np.uint64(63)).astype(bool)
+
+
+def _exp(exponents_N: np.ndarray) -> np.ndarray:
+    """e to the power of small numbers, by its series: NumPy's own may differ in the last bit between processors."""
+    powers_N = np.ones_like(exponents_N)
+    for degree in range(20, 0, -1):
+        powers_N = 1 + exponents_N * powers_N / degree
+    return powers_N

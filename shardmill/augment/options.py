@@ -43,6 +43,36 @@ class AugmentOptions(Section):
     """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
     text. Labels that are numbers (positions, angles) are not mirrored with the image."""
 
+    random_vertical_flip: bool = False
+    """Turn half of the images upside down: for images without a top, as from above."""
+    brightness: Share = 0.0
+    """Multiply the brightness by a random number between 1 - this and 1 + this; 0 switches it off, as with the next
+    three. 0.4 is usual."""
+    contrast: Share = 0.0
+    """The same for the distance of each pixel from the image's mean."""
+    saturation: Share = 0.0
+    """The same for the distance of each pixel from its grey; no effect on grey images."""
+    hue: float = Field(default=0.0, ge=0, le=0.5)
+    """Turn the hue by at most this part of the colour circle, to either side; 0.1 is usual."""
+    rand_augment_operations: int = Field(default=0, ge=0, le=8)
+    """RandAugment (arXiv:1909.13719): so many random operations for each image, among them rotations, shears and
+    changes of colours, but no mirroring; 2 is usual. 0 switches it off."""
+    rand_augment_magnitude: int = Field(default=9, ge=0, le=30)
+    """Strength of the operations of RandAugment."""
+    random_erasing: Share = 0.0
+    """Probability with which a rectangle of the image (2 % to 33 %) becomes noise (arXiv:1708.04896)."""
+    mixup_alpha: float = Field(default=0.0, ge=0, le=10)
+    """Blend each image and its label with another one (arXiv:1710.09412); the share is drawn from Beta(alpha, alpha),
+    and 0.2 is usual. 0 switches it off."""
+    cutmix_alpha: float = Field(default=0.0, ge=0, le=10)
+    """Paste a rectangle of another image, and mix the labels by area (arXiv:1905.04899); 1 is usual. 0 switches it
+    off. With mixup as well, each image gets one of both."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether labels become shares of several classes."""
+        return self.mixup_alpha > 0 or self.cutmix_alpha > 0
+
     @property
     def flips(self) -> bool:
         """Whether images are mirrored."""

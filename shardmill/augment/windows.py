@@ -5,7 +5,6 @@ So a decoder can skip the pixels that no window needs. Shape legend: N rows, H h
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cv2
@@ -17,7 +16,6 @@ from shardmill.augment.options import AugmentOptions
 # As torchvision's RandomResizedCrop: a rectangle that does not fit is drawn again, and in the end it is the largest.
 _TRIES = 10
 _MAX_ASPECT = 4 / 3
-_LOG_ASPECT = math.log(_MAX_ASPECT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,15 +89,13 @@ def cut_window(image_HWC: np.ndarray, windows: Windows, row: int) -> np.ndarray:
 def _draw_sizes(draws: Draws, area: tuple[float, float], stored_HW: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Heights and widths of random shares of the area, with aspect ratios that are uniform in their logarithm."""
     height, width = stored_HW
-    heights_N, widths_N = (np.full(len(draws), side, np.int64) for side in largest_of_aspect(stored_HW))
+    heights_N, widths_N = (np.full(len(draws), side, np.int64) for side in _largest_of_aspect(stored_HW))
     is_open_N = np.ones(len(draws), bool)
     for number in range(_TRIES):
         pixels_N = draws.uniform(AREA_DRAW + number, *area) * (height * width)
-        # The square root of the aspect ratio: width over side, and side over height.
-        stretch_N = _exp(draws.uniform(ASPECT_DRAW + number, -_LOG_ASPECT, _LOG_ASPECT) / 2)
-        side_N = np.sqrt(pixels_N)
-        drawn_heights_N = np.rint(side_N / stretch_N).astype(np.int64)
-        drawn_widths_N = np.rint(side_N * stretch_N).astype(np.int64)
+        aspect_N = draws.log_uniform(ASPECT_DRAW + number, _MAX_ASPECT)
+        drawn_heights_N = np.rint(np.sqrt(pixels_N / aspect_N)).astype(np.int64)
+        drawn_widths_N = np.rint(np.sqrt(pixels_N * aspect_N)).astype(np.int64)
         fits_N = is_open_N & (drawn_heights_N <= height) & (drawn_widths_N <= width)
         fits_N &= (drawn_heights_N >= 1) & (drawn_widths_N >= 1)
         heights_N[fits_N], widths_N[fits_N] = drawn_heights_N[fits_N], drawn_widths_N[fits_N]
@@ -109,15 +105,7 @@ def _draw_sizes(draws: Draws, area: tuple[float, float], stored_HW: tuple[int, i
     return heights_N, widths_N
 
 
-def largest_of_aspect(stored_HW: tuple[int, int]) -> tuple[int, int]:
+def _largest_of_aspect(stored_HW: tuple[int, int]) -> tuple[int, int]:
     """The largest rectangle of an allowed aspect ratio in an image."""
     height, width = stored_HW
     return min(height, round(width * _MAX_ASPECT)), min(width, round(height * _MAX_ASPECT))
-
-
-def _exp(exponents_N: np.ndarray) -> np.ndarray:
-    """e to the power of small numbers, by its series: NumPy's own may differ in the last bit between processors."""
-    powers_N = np.ones_like(exponents_N)
-    for degree in range(14, 0, -1):
-        powers_N = 1 + exponents_N * powers_N / degree
-    return powers_N

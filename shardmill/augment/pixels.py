@@ -1,0 +1,85 @@
+"""Changes of a batch's pixels in place, after its windows were decoded and before its rows are mixed.
+
+Shape legend: N rows, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from shardmill.augment.colours import change_brightness, change_contrast, change_hue, change_saturation
+from shardmill.augment.draws import (
+    BRIGHTNESS_DRAW,
+    CONTRAST_DRAW,
+    ERASE_AREA_DRAW,
+    ERASE_ASPECT_DRAW,
+    ERASE_COLUMN_DRAW,
+    ERASE_DRAW,
+    ERASE_NOISE_DRAW,
+    ERASE_ROW_DRAW,
+    HUE_DRAW,
+    ORDER_DRAW,
+    SATURATION_DRAW,
+    VERTICAL_FLIP_DRAW,
+    Draws,
+)
+from shardmill.augment.options import AugmentOptions
+from shardmill.augment.rand_augment import rand_augment
+from shardmill.mix import extend_mix64
+
+_JITTERS = (
+    ("brightness", change_brightness, BRIGHTNESS_DRAW),
+    ("contrast", change_contrast, CONTRAST_DRAW),
+    ("saturation", change_saturation, SATURATION_DRAW),
+    ("hue", change_hue, HUE_DRAW),
+)
+_ORDERS = tuple(itertools.permutations(range(len(_JITTERS))))
+_ERASED_AREA = (0.02, 0.33)
+_ERASED_MAX_ASPECT = 3.3
+
+
+def change_pixels(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
+    """All changes that the options ask for, in a fixed order."""
+    if options.random_vertical_flip:
+        for row in np.flatnonzero(draws.coins(VERTICAL_FLIP_DRAW)).tolist():
+            images_NHWC[row] = images_NHWC[row, ::-1].copy()
+    if options.rand_augment_operations:
+        rand_augment(images_NHWC, draws, options)
+    if options.brightness or options.contrast or options.saturation or options.hue:
+        _jitter_colours(images_NHWC, draws, options)
+    if options.random_erasing:
+        _erase(images_NHWC, draws, options)
+
+
+def _jitter_colours(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
+    """Random factors in a random order."""
+    factors = []
+    for name, _, draw in _JITTERS:
+        limit, middle = getattr(options, name), 0.0 if name == "hue" else 1.0
+        factors.append(draws.uniform(draw, middle - limit, middle + limit).tolist() if limit else None)
+    for row, order in enumerate(draws.below(ORDER_DRAW, len(_ORDERS)).tolist()):
+        image_HWC = images_NHWC[row]
+        for number in _ORDERS[order]:
+            if (of_rows := factors[number]) is not None:
+                image_HWC = _JITTERS[number][1](image_HWC, of_rows[row])
+        images_NHWC[row] = image_HWC
+
+
+def _erase(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
+    """Noise in a rectangle of some images."""
+    height, width, num_channels = images_NHWC.shape[1:]
+    pixels_N = draws.uniform(ERASE_AREA_DRAW, *_ERASED_AREA) * (height * width)
+    aspect_N = draws.log_uniform(ERASE_ASPECT_DRAW, _ERASED_MAX_ASPECT)
+    heights_N = np.clip(np.rint(np.sqrt(pixels_N / aspect_N)), 1, height).astype(np.int64)
+    widths_N = np.clip(np.rint(np.sqrt(pixels_N * aspect_N)), 1, width).astype(np.int64)
+    top_N = draws.below(ERASE_ROW_DRAW, height - heights_N + 1)
+    left_N = draws.below(ERASE_COLUMN_DRAW, width - widths_N + 1)
+    noises_N = draws.bits(ERASE_NOISE_DRAW)
+    for row in np.flatnonzero(draws.uniform(ERASE_DRAW) < options.random_erasing).tolist():
+        top, left, erased_height, erased_width = (int(each[row]) for each in (top_N, left_N, heights_N, widths_N))
+        num_values = erased_height * erased_width * num_channels
+        words = extend_mix64(noises_N[row], np.arange(-(-num_values // 8))).astype("<u8")
+        noise_HWC = words.view(np.uint8)[:num_values].reshape(erased_height, erased_width, num_channels)
+        images_NHWC[row, top : top + erased_height, left : left + erased_width] = noise_HWC
