@@ -38,6 +38,7 @@ from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.units.finished import Finished
 from etl.units.pending import clear_pending, kept_results
 from etl.units.units import ListingPlace
+from shardmill.dataset.card import refresh_card
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest
@@ -133,7 +134,9 @@ def _build(
         check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
         record_if_missing(plan.store, parent.version)
         _warn(observer, version_warnings(plan.store, parent))
-        clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
+        # An earlier run may have been killed just behind its commit.
+        _warn(observer, refresh_card(plan.store))
+        clear_pending(plan.store, plan.units, parent.version)
         observer.event("etl.unchanged", {"version": parent.version})
         return _outcome(plan, parent, time.monotonic() - started_seconds)
 
@@ -191,6 +194,7 @@ def _commit_once(
         # Commit: the limits, the accounting, then one manifest.
         manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
     _warn(observer, version_warnings(plan.store, manifest))
+    _warn(observer, refresh_card(plan.store))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, manifest, time.monotonic() - started_seconds, kept, sum(retries))
 

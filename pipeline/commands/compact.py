@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from pipeline.cli_options import Common, command
-from pipeline.commands.dataset import WholeDataset, dataset_uri, whole_dataset
+from pipeline.commands.dataset import WholeDataset, dataset_uri, refresh_dataset_card, whole_dataset
 from pipeline.output.printing import print_result
 from shardmill.words import counted
 
@@ -18,6 +18,7 @@ def compact(context: typer.Context, dataset: WholeDataset) -> None:
     common: Common = context.obj
     opened = open_dataset(whole_dataset(dataset_uri(common, dataset)))
     done = compact_dataset(opened, common.run_id)
+    refresh_dataset_card(opened.store, "compact")
     shards = f"{counted(done.num_shards_before, 'shard')} in each format"
     machine = {
         "uri": opened.pin.uri,

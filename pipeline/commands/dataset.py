@@ -1,13 +1,18 @@
-"""The dataset argument that several commands share."""
+"""What commands on a dataset share: the argument, and the card that they refresh behind a commit."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli_options import Common
 from shardmill.errors import UsageError
+from shardmill.printable import printable
+
+if TYPE_CHECKING:
+    from shardmill.storage import Store
 
 WholeDataset = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset folder or URI, or a TOML file.")]
 
@@ -34,3 +39,11 @@ def dataset_uri(common: Common, dataset: str) -> str:
     tree = load_pipeline(dataset, common.overrides, common.workdir)
     require(tree, "dataset")
     return tree.dataset.uri
+
+
+def refresh_dataset_card(store: Store, command: str) -> None:
+    """Refresh the card behind a commit; a problem is a line on stderr."""
+    from shardmill.dataset.card import refresh_card
+
+    for problem in refresh_card(store):
+        sys.stderr.write(f"{command}: WARNING: {printable(problem)}\n")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli_options import Common, command
-from pipeline.commands.dataset import dataset_uri, whole_dataset
+from pipeline.commands.dataset import dataset_uri, refresh_dataset_card, whole_dataset
 from pipeline.output.printing import print_result
 from shardmill.errors import UsageError
 
@@ -46,6 +46,8 @@ def gc(
         return print_result(common, models_document(uri, found, deleted=delete), rows, title="gc")
     # Ages are by this machine's clock.
     report = collect_garbage(store, retention, common.run_id) if delete else plan_gc(store, retention, time.time())
+    if delete:
+        refresh_dataset_card(store, "gc")  # an expiry is a version
     print_result(common, gc_document(uri, report, deleted=delete), gc_rows(report, deleted=delete), title="gc")
 
 

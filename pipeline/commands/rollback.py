@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
-from pipeline.commands.dataset import dataset_uri
+from pipeline.commands.dataset import dataset_uri, refresh_dataset_card
 from pipeline.output.printing import print_result
 from shardmill.errors import UsageError
 
@@ -24,6 +24,7 @@ def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
         )
     store = open_store(root)
     done = roll_back(store, version, common.run_id)
+    refresh_dataset_card(store, "rollback")
     latest = done.manifest.version
     machine = {"uri": store.uri, "version": latest, "restored_version": version, "is_new": done.is_new}
     said = f"has the content of @{version}" if done.is_new else f"already has the content of @{version}; no new version"
