@@ -7,6 +7,7 @@ code for it: so the source of a model is hashed as bytes.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import os
 from collections.abc import Iterator
@@ -93,13 +94,19 @@ def _own_sources(module: str, name: str) -> dict[str, bytes]:
     return sources
 
 
-def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
+# A training asks several times, and parsing takes most of the time of each answer.
+@functools.lru_cache(maxsize=256)
+def _imports(source: bytes, module: str, *, is_package: bool) -> tuple[str, ...]:
     """Names that may be modules, of all import statements in a module."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return
+        return ()
     package = module if is_package else module.rpartition(".")[0]
+    return tuple(_names(tree, package))
+
+
+def _names(tree: ast.Module, package: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
