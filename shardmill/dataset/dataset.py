@@ -53,9 +53,9 @@ class Dataset:
             )
         return wanted
 
-    def files(self, split: str, format_name: str = "auto") -> list[str]:
+    def files(self, split: str, format: str = "auto") -> list[str]:
         """URIs of a split's shards, for other tools; never give those the folder: it holds other versions too."""
-        return [join_uri(self.store.uri, shard.path) for shard in self.index(split, format_name).shards]
+        return [join_uri(self.store.uri, shard.path) for shard in self.index(split, format).shards]
 
     def plan_spec(
         self, split: str, *, seed: int, global_batch_size: int, num_streams: int,
