@@ -27,6 +27,7 @@ FAILPOINTS = {
     "checkpoint_file": "a file of a training's checkpoint is about to be written",
     "checkpoint_marker": "all files of a checkpoint are written, but its marker is not",
     "checkpoint_done": "the marker is written, but older checkpoints are not deleted yet",
+    "cache_keep": "a chunk is in a temporary file of the cache, but is no entry of it yet",
     "gc_delete": "gc is about to delete a file that nothing refers to",
 }
 

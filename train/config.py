@@ -16,6 +16,7 @@ from shardmill.augment.options import AugmentOptions
 from shardmill.entry_options import with_options_of
 from shardmill.epoch_plan import num_streams_for
 from shardmill.registry import OneOf
+from train.settings.cache import CacheConfig
 from train.settings.checkpoint import CheckpointConfig
 from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
 from train.settings.log import LogConfig
@@ -98,6 +99,8 @@ class TrainConfig(_WithOptions):
     """Random changes to training images."""
     reading: ReadingConfig = ReadingConfig()
     """Threads and memory for the input."""
+    cache: CacheConfig = CacheConfig()
+    """Where ranks keep chunks of a remote dataset."""
     memory: MemoryConfig = MemoryConfig()
     """How much memory a step may take."""
     watch: WatchConfig = WatchConfig()

@@ -15,14 +15,16 @@ from shardmill.storage import Store, join_uri
 from shardmill.values import ShardInfo
 
 if TYPE_CHECKING:
+    from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.index import SplitIndex
 
 
 class ChunkFetcher:
     """Reads chunks of one split in one format. Safe to use from several threads."""
 
-    def __init__(self, store: Store, index: SplitIndex, schema: RowSchema) -> None:
+    def __init__(self, store: Store, index: SplitIndex, schema: RowSchema, cache: ChunkCache | None = None) -> None:
         self.index = index
+        self._cache = cache
         self._schema = schema
         self._store = store
         self._format = SHARD_FORMATS[index.format]
@@ -37,7 +39,7 @@ class ChunkFetcher:
         chunk_in_shard = chunk - int(self.index.first_chunk_of_shard[number])
         footer = self._footer(shard)
         place = ByteRange(info.start, info.num_bytes)
-        data = self._verified(shard, place, self._read(shard, place), info.crc32c, f"chunk {chunk_in_shard}")
+        data = self._bytes(shard, place, info.crc32c, f"chunk {chunk_in_shard}")
         rows = self._format.read_chunk(footer, chunk_in_shard, place, data, self._schema)
         if len(rows.images) != info.num_rows:
             raise IntegrityError(
@@ -51,13 +53,17 @@ class ChunkFetcher:
         with self._fetching[shard.path]:
             if shard.path not in self._footers:
                 place = ByteRange(shard.footer_start, shard.footer_bytes)
-                self._footers[shard.path] = self._format.open_footer(place, self._read_footer(shard, place))
+                data = self._bytes(shard, place, shard.footer_crc32c, "footer", is_last=True)
+                self._footers[shard.path] = self._format.open_footer(place, data)
             return self._footers[shard.path]
 
-    def _read_footer(self, shard: ShardInfo, place: ByteRange) -> bytes:
-        # One byte more than the index names: it must not be there, so the file ends where its footer ends.
-        data = self._read(shard, ByteRange(place.start, place.num_bytes + 1))
-        return self._verified(shard, place, data, shard.footer_crc32c, "footer")
+    def _bytes(self, shard: ShardInfo, place: ByteRange, crc32c: int, what: str, *, is_last: bool = False) -> bytes:
+        def fetch() -> bytes:
+            # One byte more than the index names: it must not be there if the file ends where its footer ends.
+            data = self._read(shard, ByteRange(place.start, place.num_bytes + is_last))
+            return self._verified(shard, place, data, crc32c, what)
+
+        return fetch() if self._cache is None else self._cache.read(shard.sha256, place, crc32c, fetch)
 
     def _read(self, shard: ShardInfo, place: ByteRange) -> bytes:
         # A store allocates what the file holds, not what is asked for: a size that an index invents costs nothing.

@@ -90,6 +90,11 @@ class SplitIndex:
         """Stored image bytes of the largest chunk; equal in every format."""
         return max((chunk.image_bytes for chunk in self.chunks), default=1)
 
+    @property
+    def stored_bytes(self) -> np.ndarray:
+        """Bytes of each chunk in its shard, int64."""
+        return np.array([chunk.num_bytes for chunk in self.chunks], dtype=np.int64)
+
 
 def index_table(shards: Iterable[ShardInfo]) -> pa.Table:
     """One row per chunk, in the order of `shards`."""

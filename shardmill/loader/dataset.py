@@ -12,6 +12,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
+from shardmill.loader.caching import CacheOptions, open_cache
 from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.loader import Loader
 from shardmill.loader.metadata import read_metadata
@@ -26,6 +27,7 @@ from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
 
     import pandas as pd
     import pyarrow as pa
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from pyarrow.compute import Expression
 
     from shardmill.augment.options import AugmentOptions
+    from shardmill.dataset.chunk_cache import ChunkCache
+    from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch
@@ -59,6 +63,10 @@ class Reading(TypedDict, total=False):
     """False: each stream in stored order."""
     augment: AugmentOptions | None
     """Random changes of the images; none by default."""
+    cache_dir: str | Path | None
+    """Folder on a local disk where chunks of a remote dataset are kept for later epochs, loaders and processes."""
+    cache_limit_bytes: int | None
+    """Bytes that this folder may take, at least one shuffle window; by default half of what the disk has free."""
     columns: Sequence[str] | None
     """The extra columns that batches have; all by default."""
     where: str | Expression | None
@@ -182,11 +190,20 @@ class LoadableDataset(Dataset):
         if rows.selection is not None:
             spec = replace(spec, selection=rows.selection.digest)
         check_same_plan(ranks, spec, self.pin, names_version=self.names_version)
+        options = replace(options, cache=self._cache(spec, options.format, reading))
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
         finish = HandOver(convert, transform, spec.seed, streams.start)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
+
+    def _cache(self, spec: PlanSpec, format: str, reading: Reading) -> ChunkCache | None:
+        folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
+        if folder is None and limit_bytes is not None:
+            raise UsageError(
+                f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
+            )
+        return open_cache(self, spec, format, CacheOptions(str(folder), limit_bytes)) if folder is not None else None
 
     def _row_options(self, split: str, reading: Reading) -> RowOptions:
         columns, known = reading.get("columns"), [column.name for column in self.manifest.row_schema.extra]

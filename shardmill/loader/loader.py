@@ -210,6 +210,7 @@ class Loader:
             fetch_seconds=self._seconds.fetch,
             decode_seconds=self._seconds.decode,
             retries=num_retried() - self._retries_before,
+            cache=None if self._options.cache is None else self._options.cache.counts,
         )
 
     def _take_seconds(self) -> None:

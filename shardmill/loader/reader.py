@@ -30,6 +30,7 @@ from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 
 if TYPE_CHECKING:
+    from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.loader.selection import Selection
 
 Item = TypeVar("Item")
@@ -45,6 +46,8 @@ class ReaderOptions:
     num_threads: int = 2
     prefetch_bytes: int = 64_000_000
     """Bound of the queue of decoded batches; one batch always fits."""
+    cache: ChunkCache | None = None
+    """Of a remote dataset's chunks, on this host's disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ class BatchReader(Generic[Item]):
         schema, wanted = dataset.manifest.row_schema, rows.columns
         is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
         self._schema = replace(schema, extra=tuple(is_wanted))
-        self._fetcher = ChunkFetcher(dataset.store, dataset.index(plan.spec.split, options.format), self._schema)
+        index = dataset.index(plan.spec.split, options.format)
+        self._fetcher = ChunkFetcher(dataset.store, index, self._schema, options.cache)
         self._planner = StepPlanner(plan, streams)
         self._local_batch_size = len(streams) * plan.spec.rows_per_stream
         height, width, channels = self._normalize.image_shape_HWC

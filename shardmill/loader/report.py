@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardmill.dataset.chunk_cache import CacheCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,14 @@ class LoaderReport:
     """Threads decoded and changed images so long, all together."""
     retries: int
     """Requests to storages that this process repeated."""
+    cache: CacheCounts | None = None
+    """What the cache gave; None without one."""
 
     def __str__(self) -> str:
+        cached = "" if self.cache is None else f"; {self.cache}"
         return (
             f"{self.steps} steps: {self.rows_seen} rows seen, {self.rows_padded} padded, {self.rows_dropped} dropped; "
             f"an epoch has {self.epoch_rows} rows, {self.epoch_rows_repeated} of them repeated, "
             f"{self.epoch_rows_left_out} left out; waited {self.wait_seconds:.2f} s (threads: "
-            f"{self.fetch_seconds:.2f} s fetched, {self.decode_seconds:.2f} s decoded, {self.retries} retries)"
+            f"{self.fetch_seconds:.2f} s fetched, {self.decode_seconds:.2f} s decoded, {self.retries} retries){cached}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,9 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.samples import read_samples
+from shardmill.stores import STORES
+from tests.counting_store import BYTES_READ
+from tests.far_store import ENTRY, SCHEME
 from tests.support import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
@@ -176,3 +180,23 @@ def test_the_default_leaves_old_trainings_what_they_were():
 
     assert "reader" not in settings_that_matter(config_of("shardmill"))
     assert settings_that_matter(config_of("petastorm"))["reader"] == '"petastorm"'
+
+
+def test_ranks_keep_chunks_of_a_remote_dataset(many_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    cache, uri = {"dir": str(tmp_path)}, f"{SCHEME}://{many_uri}"
+    expected = batches_of("shardmill", many_uri, 0, 2)
+    BYTES_READ.clear()
+    for epoch in (0, 1, 0):
+        found = batches_of("shardmill", uri, epoch, 2, cache=cache)
+    for batch, other in zip(chain(*found), chain(*expected), strict=True):
+        assert np.array_equal(batch.images_NHWC, other.images_NHWC)
+    stored = sum(shard.size_bytes for shard in open_dataset(uri).index("train").shards)
+    # A chunk that was read twice would be more; of each file its first four bytes are never read.
+    assert 0.9 * stored < sum(size for path, size in BYTES_READ.items() if path.startswith("shards/")) <= stored
+    config = config_of("shardmill", cache={**cache, "limit_bytes": 999})
+    with pytest.raises(
+        UsageError, match=r"train.cache.limit_bytes = 999; expected at least \d+ bytes, one shuffle window"
+    ):
+        check_trainable(config, open_dataset(uri))
+    check_trainable(config, open_dataset(many_uri))

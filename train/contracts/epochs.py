@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from shardmill.loader.caching import CacheOptions, open_cache
 from shardmill.loader.reader import ReaderOptions
 
 if TYPE_CHECKING:
+    from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
-    from shardmill.epoch_plan import EpochPlan
+    from shardmill.epoch_plan import EpochPlan, PlanSpec
     from shardmill.loader.reader import ReaderSeconds
     from shardmill.values import Batch
     from train.config import TrainConfig
@@ -49,11 +53,27 @@ class Epoch(Protocol):
         ...
 
 
-def reader_options(config: TrainConfig) -> ReaderOptions:
-    """Return the options of shardmill's own reader from the section `train`."""
-    return ReaderOptions(
-        format=config.format, num_threads=config.reading.threads, prefetch_bytes=config.reading.prefetch_bytes
-    )
+def reader_options(config: TrainConfig, dataset: Dataset, spec: PlanSpec) -> ReaderOptions:
+    """Return the options of shardmill's own reader, for an epoch of `spec`, from the section `train`.
+
+    Raises as `open_cache` does.
+    """
+    cache = None
+    if config.cache.dir:
+        # Once for each split: a cache knows what it counted, and looks at all of its files when it is opened.
+        known, key = _caches_of(os.getpid()), (dataset.pin, spec.split, config.format, config.cache)
+        if key not in known:
+            named = ("train.cache.dir", "train.cache.limit_bytes")
+            options = CacheOptions(config.cache.dir, config.cache.limit_bytes or None, named)
+            known[key] = open_cache(dataset, spec, config.format, options)
+        cache = known[key]
+    return ReaderOptions(config.format, config.reading.threads, config.reading.prefetch_bytes, cache)
+
+
+@functools.cache
+def _caches_of(pid: int) -> dict[tuple[object, ...], ChunkCache | None]:
+    """Those of this process."""
+    return {}
 
 
 def plan_evaluation(dataset: Dataset, config: TrainConfig, split: str) -> EpochPlan:

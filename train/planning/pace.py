@@ -190,7 +190,7 @@ def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset)
     metrics, scores_of = metrics_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
     seconds = []
     streams = mesh_of(config).data_index(0).streams
-    with read_batches(dataset, plan, streams=streams, options=reader_options(config)) as batches:
+    with read_batches(dataset, plan, streams=streams, options=reader_options(config, dataset, plan.spec)) as batches:
         before = time.perf_counter()
         for batch in batches:
             metrics.add(scores_of(batch.images_NHWC), batch)

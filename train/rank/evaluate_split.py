@@ -26,9 +26,12 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
         with during(reporter, evaluating):
             return learner.outputs(images_NHWC)
 
-    plan, options = plan_evaluation(dataset, config, split), reader_options(config)
+    plan = plan_evaluation(dataset, config, split)
     # A silo that may not read the pinned dataset adds nothing.
-    opened = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
+    opened = None
+    if session.streams:
+        options = reader_options(config, dataset, plan.spec)
+        opened = read_batches(dataset, plan, streams=session.streams, options=options)
     with opened or nullcontext(()) as read:
         batches = each_announced(reporter, reading(f"reading a batch of the split {split}", dataset.store), read)
         return evaluate_batches(

@@ -31,7 +31,7 @@ class PlannedEpoch:
             self._plan,
             streams=self._streams,
             first_step=first_step,
-            options=reader_options(config),
+            options=reader_options(config, self._dataset, self._plan.spec),
             augment=config.augmentation,
         )
 

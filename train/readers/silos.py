@@ -69,7 +69,8 @@ class SiloEpoch:
     def read(self, first_step: int) -> SiloBatches:
         # A silo whose samples are used up takes part with padding: for that it reads its last batch.
         start = min(first_step, self._plan.num_steps - 1)
-        options, augment = reader_options(self._config), self._config.augmentation
+        options = reader_options(self._config, self._silo, self._plan.spec)
+        augment = self._config.augmentation
         reader = read_batches(self._silo, self._plan, first_step=start, options=options, augment=augment)
         return SiloBatches(reader, first_step, self.num_steps, self._class_of_own)
 

@@ -80,7 +80,7 @@ class StepReader:
             self._reader.close()
         config = self._config
         plan = self._dataset.plan_epoch(self._plan_spec, epoch)
-        options = reader_options(config)
+        options = reader_options(config, self._dataset, plan.spec)
         self._reader = read_batches(self._dataset, plan, options=options, augment=config.augmentation)
         self._epoch, self._num_steps, self._ahead = epoch, plan.num_steps, {}
 

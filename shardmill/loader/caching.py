@@ -1,0 +1,66 @@
+"""Opens the cache that a loader asks for, and refuses one that would be of no use, before anything is read."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardmill.dataset.cache_room import open_room
+from shardmill.dataset.chunk_cache import ChunkCache
+from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.epoch_plan import PlanSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Where chunks of remote datasets are kept, and how many bytes of them."""
+
+    folder: str
+    limit_bytes: int | None = None
+    """Of all datasets and processes together; by default half of what the disk has free when a loader is made."""
+    named: tuple[str, str] = ("cache_dir", "cache_limit_bytes")
+    """The two settings, for messages."""
+
+
+def open_cache(dataset: Dataset, spec: PlanSpec, format: str, options: CacheOptions) -> ChunkCache | None:
+    """The cache for a reader of this plan; None, with a warning, for a dataset in a local folder.
+
+    Raises UsageError for a limit that one window does not fit into, StorageError for a disk that cannot hold it.
+    """
+    folder, limit = options.named
+    if dataset.store.local_root is not None:
+        warnings.warn(
+            f"{folder} = {options.folder!r} is not used: {dataset.pin.uri} is a folder of this machine already",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    if "://" in options.folder:
+        raise UsageError(
+            f"{folder} = {options.folder!r}", "expected a folder on a local disk", "name one, or omit it for no cache"
+        )
+    if options.limit_bytes is not None:
+        check_limit(dataset, spec, format, options.limit_bytes, limit)
+    split_bytes = int(dataset.index(spec.split, format).stored_bytes.sum())
+    room = open_room(options.folder, options.limit_bytes, split_bytes, named=folder)
+    if options.limit_bytes is None:
+        check_limit(dataset, spec, format, room.limit_bytes, f"{limit} (half of what the disk has free)")
+    return ChunkCache(room, dataset.store.uri)
+
+
+def check_limit(dataset: Dataset, spec: PlanSpec, format: str, limit_bytes: int, named: str = "limit") -> None:
+    """Raise UsageError for a limit below one shuffle window: each chunk would be evicted before it is used again."""
+    sizes = dataset.index(spec.split, format).stored_bytes
+    largest = int(sizes.max())
+    needed = min(spec.window_chunks * spec.num_streams * largest, int(sizes.sum()))
+    if limit_bytes < needed:
+        raise UsageError(
+            f"{named} = {limit_bytes}",
+            f"expected at least {needed} bytes, one shuffle window of {spec.split!r}: {spec.num_streams} streams x "
+            f"{spec.window_chunks} chunk(s) of up to {largest} bytes, or all of the split",
+            f"set it to {needed} or more, or read without a cache",
+        )

@@ -1,0 +1,264 @@
+"""The cache of remote chunks: right batches whatever is in it, each chunk fetched once, and no file but its own
+deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardmill
+from shardmill.dataset.cache_room import FOLDER, CacheRoom
+from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.failpoints import VARIABLE
+from shardmill.stores import STORES
+from tests.counting_store import BYTES_READ
+from tests.far_store import ENTRY, SCHEME
+from tests.services.versitygw import gateway, gateway_bucket, versitygw
+from tests.support import make_dataset, upload
+
+__all__ = ["gateway", "gateway_bucket", "versitygw"]
+
+BATCH = {"global_batch_size": 16, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(make_dataset(tmp_path_factory.mktemp("cached")))
+
+
+@pytest.fixture
+def far(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    return f"{SCHEME}://{root}"
+
+
+def epoch_of(uri: str, cache: Path | None, **reading: object) -> tuple[list[np.ndarray], shardmill.loader.Loader]:
+    reading |= {} if cache is None else {"cache_dir": cache}
+    loader = shardmill.open_dataset(uri).batches("train", **BATCH, **reading)
+    return [batch.images.copy() for batch in loader], loader
+
+
+def entries_of(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.is_file() and "-" in path.name)
+
+
+def num_entries(uri: str, format: str = "parquet") -> int:
+    index = shardmill.open_dataset(uri).index("train", format)
+    return len(index.chunks) + len(index.shards)
+
+
+def split_bytes(uri: str) -> int:
+    return sum(shard.size_bytes for shard in shardmill.open_dataset(uri).index("train").shards)
+
+
+@pytest.mark.parametrize("format", ["parquet", "tfrecord"])
+def test_a_second_epoch_asks_the_storage_for_no_chunk(far: str, tmp_path: Path, format: str):
+    expected, plain = epoch_of(far, None, format=format)
+    assert plain.report().cache is None
+    _, first = epoch_of(far, tmp_path, format=format)
+    BYTES_READ.clear()
+    found, second = epoch_of(far, tmp_path, format=format)
+    assert not [path for path in BYTES_READ if path.startswith("shards/")]
+    assert all(map(np.array_equal, found, expected)) and len(found) == len(expected)
+    counts, again = first.report().cache, second.report().cache
+    assert (counts.hits, counts.misses) == (0, num_entries(far, format)) == (again.misses, again.hits)
+    assert counts.missed_bytes == again.hit_bytes == sum(path.stat().st_size for path in entries_of(tmp_path))
+    assert "0 misses" in str(second.report())
+    for _ in second:
+        pass
+    assert second.report().cache.hits == 2 * again.hits, "counted over epochs"
+
+
+def test_an_altered_entry_is_fetched_once_more_and_never_used(far: str, tmp_path: Path):
+    expected, _ = epoch_of(far, tmp_path)
+    entries = entries_of(tmp_path)
+    for number, path in enumerate(entries):
+        data = bytearray(path.read_bytes())
+        if number % 3 == 0:
+            del data[len(data) // 2 :]
+        elif number % 3 == 1:
+            data[len(data) // 3] ^= 1
+        else:
+            data += b"0"
+        path.write_bytes(data)
+    found, loader = epoch_of(far, tmp_path)
+    assert all(map(np.array_equal, found, expected))
+    assert loader.report().cache.damaged == loader.report().cache.misses == len(entries)
+    found, loader = epoch_of(far, tmp_path)
+    assert all(map(np.array_equal, found, expected)) and loader.report().cache.misses == 0
+
+
+def test_what_is_altered_in_the_storage_is_an_error_and_is_not_kept(root: Path, far: str, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    uri, cache = f"{SCHEME}://{copy}", tmp_path / "cache"
+    expected, _ = epoch_of(uri, cache)
+    for path in (copy / "shards" / "train").iterdir():
+        path.write_bytes(bytes(len(path.read_bytes())))
+    found, _ = epoch_of(uri, cache)
+    assert all(map(np.array_equal, found, expected)), "nothing is asked for again"
+    damaged = entries_of(cache)[0]
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match="was altered: CRC-32C"):
+            epoch_of(uri, cache)
+    assert not damaged.exists()
+
+
+def test_a_limit_evicts_what_was_not_used_for_longest_and_nothing_else(far: str, tmp_path: Path):
+    expected, _ = epoch_of(far, tmp_path / "cache")
+    cache = tmp_path / "cache" / FOLDER
+    [folder] = [path for path in cache.iterdir() if path.is_dir()]
+    (tmp_path / "outside").write_text("mine")
+    foreign = [cache / "notes.txt", folder / "notes-1", folder / ".tmp-mine", folder / ("0" * 64 + "-1.bak")]
+    (cache / "photos").mkdir()
+    for path in (*foreign, cache / "photos" / ("0" * 64 + "-1")):
+        path.write_text("mine")
+    (folder / ("1" * 64 + "-1")).symlink_to(tmp_path / "outside")
+    (cache / ("a" * 16)).symlink_to(tmp_path, target_is_directory=True)
+    entries = entries_of(folder)
+    own = [path for path in entries if path not in foreign and not path.is_symlink()]
+    for age, path in enumerate(own):
+        os.utime(path, ns=(age, age))
+    sizes = [path.stat().st_size for path in own]
+    room = CacheRoom(cache, sum(sizes) - 1)
+    assert room.reserve(0, cache / "none")
+    assert own[-1].exists() and not own[0].exists()
+    kept = [path.exists() for path in own]
+    assert kept == sorted(kept) and room.held_bytes() <= 0.9 * sum(sizes)
+    assert all(path.read_text() == "mine" for path in (*foreign, cache / "photos" / ("0" * 64 + "-1")))
+    assert (tmp_path / "outside").exists() and (folder / ("1" * 64 + "-1")).is_symlink()
+
+    limit = split_bytes(far)
+    CacheRoom(cache, 0).reserve(0, cache / "none")
+    reading = {"cache_limit_bytes": limit}
+    for _ in range(2):
+        found, loader = epoch_of(far, tmp_path / "cache", **reading)
+        assert all(map(np.array_equal, found, expected))
+        assert CacheRoom(cache, limit).held_bytes() <= limit
+    assert loader.report().cache.hits > 0
+
+
+def test_a_limit_below_one_window_is_refused_with_the_number(far: str, tmp_path: Path):
+    dataset = shardmill.open_dataset(far)
+    needed = int(dataset.index("train").stored_bytes.sum())
+    with pytest.raises(
+        UsageError, match=f"cache_limit_bytes = 1000; expected at least {needed} bytes, one shuffle win"
+    ):
+        dataset.batches("train", **BATCH, cache_dir=tmp_path / "cache", cache_limit_bytes=1000)
+    assert not (tmp_path / "cache").exists()
+    dataset.batches("train", **BATCH, cache_dir=tmp_path / "cache", cache_limit_bytes=needed).close()
+
+
+def test_settings_that_make_no_cache_are_refused_or_said(root: Path, far: str, tmp_path: Path):
+    with pytest.warns(RuntimeWarning, match="cache_dir = .* is not used: .* is a folder of this machine already"):
+        _, loader = epoch_of(str(root), tmp_path / "cache")
+    assert loader.report().cache is None and not (tmp_path / "cache").exists()
+    dataset = shardmill.open_dataset(far)
+    with pytest.raises(UsageError, match="cache_limit_bytes = 5 without cache_dir"):
+        dataset.batches("train", **BATCH, cache_limit_bytes=5)
+    with pytest.raises(UsageError, match="cache_dir = 's3://bucket/cache'; expected a folder on a local disk"):
+        dataset.batches("train", **BATCH, cache_dir="s3://bucket/cache")
+    (tmp_path / "a_file").touch()
+    for unusable in ("/proc/cache", tmp_path / "a_file" / "cache"):
+        with pytest.raises(StorageError, match="cannot write to .*; expected a folder on a local disk that"):
+            dataset.batches("train", **BATCH, cache_dir=unusable)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "photo.jpg").touch()
+    with pytest.raises(StorageError, match="is not a cache of shardmill: it holds other files"):
+        dataset.batches("train", **BATCH, cache_dir=tmp_path)
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["photo.jpg"]
+
+
+def test_a_disk_without_room_is_refused_before_the_first_batch(
+    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    dataset = shardmill.open_dataset(far)
+    needed = int(dataset.index("train").stored_bytes.sum())
+    full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(
+        StorageError, match=f"would grow to {needed} bytes, and its disk has 1000 free; expected {needed}"
+    ):
+        dataset.batches("train", **BATCH, cache_dir=tmp_path, cache_limit_bytes=10 * needed)
+    with pytest.raises(
+        UsageError, match=r"cache_limit_bytes \(half of what the disk has free\) = 500; expected at least"
+    ):
+        dataset.batches("train", **BATCH, cache_dir=tmp_path)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files of this process cannot grow beyond 1,000 bytes: writing more fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_up_later_ends_the_caching_and_is_said_once(far: str, tmp_path: Path, small_files: None):
+    expected, _ = epoch_of(far, None)
+    with pytest.warns(RuntimeWarning, match="takes no more chunks: File too large; reading goes on") as said:
+        found, loader = epoch_of(far, tmp_path)
+        for _ in loader:
+            pass
+    assert len([each for each in said if "takes no more" in str(each.message)]) == 1
+    assert all(map(np.array_equal, found, expected)) and not entries_of(tmp_path)
+
+
+def read_in_a_process(uri: str, cache: Path, limit: int = 0, epochs: int = 1, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.programs.read_with_cache", uri, str(cache), str(limit), str(epochs)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def answer_of(process: subprocess.Popen) -> dict:
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(text)
+
+
+def test_processes_of_a_host_fetch_each_chunk_once_from_s3(root: Path, gateway_bucket: str, tmp_path: Path):
+    uri = upload(root, f"{gateway_bucket}/dataset")
+    readers = [read_in_a_process(uri, tmp_path / "cache", epochs=2) for _ in range(3)]
+    answers = [answer_of(process) for process in readers]
+    assert len({(str(each["ids"]), each["pixels"]) for each in answers}) == 1
+    assert sum(each["cache"]["misses"] for each in answers) == num_entries(uri) == len(entries_of(tmp_path))
+    assert all(each["cache"]["damaged"] == 0 for each in answers)
+    with_flips = entries_of(tmp_path)[::4]
+    for path in with_flips:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    again = answer_of(read_in_a_process(uri, tmp_path / "cache", epochs=2))
+    assert (again["pixels"], again["cache"]["damaged"]) == (answers[0]["pixels"], len(with_flips))
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+def test_a_killed_process_leaves_no_half_entry_and_no_lock(far: str, tmp_path: Path, nth: int):
+    whole = answer_of(read_in_a_process(far, tmp_path / "whole"))
+    killed = read_in_a_process(far, tmp_path / "cache", **{VARIABLE: f"cache_keep:{nth}"})
+    killed.communicate(timeout=120)
+    assert killed.returncode == -9
+    assert [path for path in entries_of(tmp_path / "cache") if path.name.startswith(".tmp-")]
+    answer = answer_of(read_in_a_process(far, tmp_path / "cache"))
+    assert (answer["pixels"], answer["cache"]["damaged"]) == (whole["pixels"], 0)
+    assert not [path for path in entries_of(tmp_path / "cache") if path.name.startswith(".tmp-")]
+
+
+def test_what_a_stopped_process_holds_is_fetched_without_it(far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardmill.dataset.chunk_cache.WAIT_SECONDS", 0.1)
+    expected, _ = epoch_of(far, None)
+    with read_in_a_process(far, tmp_path, **{VARIABLE: "stop:cache_keep"}) as stopped:
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+        found, loader = epoch_of(far, tmp_path)
+        stopped.kill()
+    assert all(map(np.array_equal, found, expected)) and loader.report().cache.misses == num_entries(far)
