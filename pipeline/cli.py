@@ -62,6 +62,10 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
             "pipeline.commands.inspect:inspect",
             "Show the contents of a dataset version, or (--rejects with its path) the ledger of a failed build.",
         ),
+        "export-tar": Entry(
+            "pipeline.commands.export_tar:export_tar",
+            "Write a dataset version as WebDataset shards (tar files) into an empty folder, every row verified.",
+        ),
         "compact": Entry(
             "pipeline.commands.compact:compact",
             "Merge small shards into full ones, as a new version with equal content.",

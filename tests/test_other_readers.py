@@ -19,7 +19,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.dataset import open_dataset as open_loadable
 from shardmill.stores import open_store
-from tests.pipeline.command import ENVIRONMENT
+from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.services.packed_environment import find_uv
 from tests.support import make_dataset
 
@@ -93,6 +93,12 @@ def test_duckdb(dataset: LoadableDataset):
     found = names["duckdb"].sql("SELECT sample_id FROM train").fetchall()
     assert sorted(each for (each,) in found) == ids_of(dataset)
     assert [count for _, count in names["per_class"]] == list(dataset.manifest.splits["train"].class_counts)
+
+
+def test_webdataset(dataset: LoadableDataset, folder: Path):
+    done = shardmill("export-tar", "demo-work/dataset", "demo-work/tars", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(about["sample_id"] for _, _, about in run_section("WebDataset")["rows"]) == ids_of(dataset)
 
 
 def test_tf_data(dataset: LoadableDataset):
