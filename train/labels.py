@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardmill.augment.mixing import check_mixing
 from shardmill.errors import UsageError
 from shardmill.typed_columns import vector_size
 from shardmill.values import LabelKind
@@ -73,6 +74,7 @@ def check_labels(config: TrainConfig, labels: LabelSpec) -> None:
             f"expected {LOSSES[labels.kind]!r}",
             'set train.loss = "auto"',
         )
+    check_mixing(config.augment, labels.kind, len(labels.class_names))
     if labels.are_numbers and config.label_smoothing:
         raise UsageError(
             f"train.label_smoothing = {config.label_smoothing}, but the dataset has {labels}",

@@ -36,15 +36,21 @@ def blend(image_HWC: np.ndarray, other_HWC: np.ndarray, factor: float) -> np.nda
     return cv2.addWeighted(image_HWC, factor, other_HWC, 1 - factor, 0).reshape(image_HWC.shape)
 
 
+def _scale(image_HWC: np.ndarray, factor: float, level: int) -> np.ndarray:
+    """Each value's distance from the level times the factor."""
+    factor = in_256ths(factor)
+    return cv2.addWeighted(image_HWC, factor, image_HWC, 0, level * (1 - factor)).reshape(image_HWC.shape)
+
+
 def change_brightness(image_HWC: np.ndarray, factor: float) -> np.ndarray:
     """Nearer to black (below 1), or brighter."""
-    return by_table(image_HWC, _LEVELS * in_256ths(factor))
+    return _scale(image_HWC, factor, 0)
 
 
 def change_contrast(image_HWC: np.ndarray, factor: float) -> np.ndarray:
     """Nearer to the mean grey of the image (below 1), or farther from it."""
-    mean = round(cv2.mean(grey_of(image_HWC))[0])
-    return by_table(image_HWC, mean + (_LEVELS - mean) * in_256ths(factor))
+    grey_HW = image_HWC if image_HWC.shape[2] == 1 else cv2.cvtColor(image_HWC, cv2.COLOR_RGB2GRAY)
+    return _scale(image_HWC, factor, round(cv2.mean(grey_HW)[0]))
 
 
 def change_saturation(image_HWC: np.ndarray, factor: float) -> np.ndarray:
@@ -70,19 +76,17 @@ def change_sharpness(image_HWC: np.ndarray, factor: float) -> np.ndarray:
 
 def stretch_contrast(image_HWC: np.ndarray) -> np.ndarray:
     """The darkest value of each channel becomes 0 and the brightest 255."""
-    stretched_HWC = image_HWC.copy()
-    for channel in range(image_HWC.shape[2]):
-        low, high = int(image_HWC[:, :, channel].min()), int(image_HWC[:, :, channel].max())
-        if low < high:
-            levels = (_LEVELS - low) * 255 / (high - low)
-            stretched_HWC[:, :, channel : channel + 1] = by_table(image_HWC[:, :, channel : channel + 1], levels)
-    return stretched_HWC
+    stretched = []
+    for channel_HW in cv2.split(image_HWC):
+        low, high = int(channel_HW.min()), int(channel_HW.max())
+        levels = (_LEVELS - low) * 255 / (high - low) if low < high else _LEVELS
+        stretched.append(by_table(channel_HW, levels))
+    return cv2.merge(stretched).reshape(image_HWC.shape)
 
 
 def equalize(image_HWC: np.ndarray) -> np.ndarray:
     """Every value of each channel about equally often."""
-    channels = [cv2.equalizeHist(np.ascontiguousarray(image_HWC[:, :, c])) for c in range(image_HWC.shape[2])]
-    return np.stack(channels, axis=2)
+    return cv2.merge([cv2.equalizeHist(each) for each in cv2.split(image_HWC)]).reshape(image_HWC.shape)
 
 
 def posterize(image_HWC: np.ndarray, bits: int) -> np.ndarray:

@@ -13,10 +13,38 @@ import numpy as np
 
 from shardmill.augment.draws import BOX_COLUMN_DRAW, BOX_ROW_DRAW, MIX_DRAW, PARTNER_DRAW, SHARE_DRAW, Draws
 from shardmill.augment.options import AugmentOptions
+from shardmill.errors import UsageError
+from shardmill.values import LabelKind
 
 _PARTS = 256
 """Shares are whole 256ths: so pixels and labels are mixed by the same number, exactly."""
 _NODES = 1 << 16
+
+
+def check_mixing(options: AugmentOptions, kind: LabelKind, num_classes: int) -> None:
+    """Raises UsageError if rows are to be mixed whose labels have no mean."""
+    if options.mixes and (kind not in ("class", "multi_label") or not num_classes):
+        given = f"labels of kind {kind!r}" if num_classes or kind != "class" else "no labels"
+        raise UsageError(
+            f"augment {_named(options)}, but the dataset has {given}",
+            "expected one or several classes per image, whose shares can be mixed",
+            "set mixup_alpha and cutmix_alpha to 0",
+        )
+
+
+def check_streams(options: AugmentOptions, rows_per_stream: int) -> None:
+    """Raises UsageError if a row has no other one in its stream."""
+    if options.mixes and rows_per_stream < 2:
+        raise UsageError(
+            f"augment {_named(options)}, but a step has {rows_per_stream} row of each stream",
+            "expected at least 2, because a row is mixed with another one of its stream",
+            "raise global_batch_size, or lower num_streams",
+        )
+
+
+def _named(options: AugmentOptions) -> str:
+    given = {"mixup_alpha": options.mixup_alpha, "cutmix_alpha": options.cutmix_alpha}
+    return " and ".join(f"{name} = {alpha:g}" for name, alpha in given.items() if alpha)
 
 
 def soft_labels(classes_N: np.ndarray, is_real_N: np.ndarray, num_classes: int) -> np.ndarray:

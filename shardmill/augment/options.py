@@ -90,6 +90,11 @@ class AugmentOptions(Section):
             )
         return (self.size, self.size)
 
+    def shape_of(self, stored_HWC: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The shape of the images in a batch."""
+        height, width, num_channels = stored_HWC
+        return (*self.size_of((height, width)), num_channels)
+
     @property
     def unchanged(self) -> AugmentOptions:
         """The options with which evaluation reads: no random change, and images of the same size."""
@@ -108,10 +113,13 @@ class AugmentOptions(Section):
         return self
 
 
+NO_CHANGES = AugmentOptions(preset="none")
+
+
 def augment_options(augment: AugmentOptions | str | None) -> AugmentOptions:
     """The options that a loader's `augment` means: a preset by its name, and none by default. Raises UsageError."""
     if augment is None:
-        return AugmentOptions(preset="none")
+        return NO_CHANGES
     if isinstance(augment, AugmentOptions):
         return augment
     if augment not in PRESETS:

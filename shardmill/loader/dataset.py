@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
+from shardmill.augment.mixing import check_mixing, check_streams
+from shardmill.augment.options import NO_CHANGES, augment_options
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset as open_version
 from shardmill.dataset.versions import split_version
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from pyarrow.compute import Expression
 
-    from shardmill.augment.options import AugmentOptions
+    from shardmill.augment.options import AugmentOptions, Preset
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
@@ -61,8 +63,9 @@ class Reading(TypedDict, total=False):
     """Number of threads that read, verify and decode; 2 by default. It changes no batch."""
     shuffle: bool
     """False: each stream in stored order."""
-    augment: AugmentOptions | None
-    """Random changes of the images; none by default."""
+    augment: AugmentOptions | Preset | None
+    """Random changes of the images, or a preset of them, "imagenet" or "cifar"; none by default. Mixup and cutmix make
+    labels of classes shares: float32, shape (N, classes)."""
     cache_dir: str | Path | None
     """Folder on a local disk where chunks of a remote dataset are kept for later epochs, loaders and processes."""
     cache_limit_bytes: int | None
@@ -113,12 +116,13 @@ class LoadableDataset(Dataset):
         """
         from shardmill.loader.tensorflow import as_tf_dataset
 
-        schema = self.manifest.row_schema
+        schema, augment = self.manifest.row_schema, augment_options(reading.get("augment"))
+        num_classes = len(schema.class_names)
         return as_tf_dataset(
             self._loader(split, as_arrays, reading),
-            self.manifest.normalize.image_shape_HWC,
-            label_shape(schema.label_type, len(schema.class_names)),
-            is_class=schema.has_class,
+            augment.shape_of(self.manifest.normalize.image_shape_HWC),
+            (num_classes,) if augment.mixes else label_shape(schema.label_type, num_classes),
+            is_class=schema.has_class and not augment.mixes,
         )
 
     def samples(self, split: str, *, format: str = "auto") -> Samples:
@@ -189,6 +193,7 @@ class LoadableDataset(Dataset):
         )
         if rows.selection is not None:
             spec = replace(spec, selection=rows.selection.digest)
+        check_streams(augment_options(reading.get("augment")), spec.rows_per_stream)
         check_same_plan(ranks, spec, self.pin, names_version=self.names_version)
         options = replace(options, cache=self._cache(spec, options.format, reading))
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
@@ -214,7 +219,11 @@ class LoadableDataset(Dataset):
                 "omit columns for all of them",
             )
         selection = select_rows(self, split, reading.get("where"), reading.get("sample", ONCE))
-        return RowOptions(reading.get("augment"), None if columns is None else tuple(columns), selection)
+        augment, schema = augment_options(reading.get("augment")), self.manifest.row_schema
+        augment.shape_of(self.manifest.normalize.image_shape_HWC)
+        check_mixing(augment, schema.label_kind, len(schema.class_names))
+        changes = None if augment == NO_CHANGES else augment
+        return RowOptions(changes, None if columns is None else tuple(columns), selection)
 
 
 def open_dataset(uri: str) -> LoadableDataset:

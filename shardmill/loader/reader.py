@@ -276,7 +276,9 @@ def _as_it_is(batch: Batch, sources: Callable[[], list[str]]) -> Batch:
     return batch
 
 
-def read_split(dataset: Dataset, split: str, *, batch_size: int = 64, format: str = "auto") -> BatchReader[Batch]:
+def read_split(
+    dataset: Dataset, split: str, *, batch_size: int = 64, format: str = "auto", augment: AugmentOptions | None = None
+) -> BatchReader[Batch]:
     """Read a split once, in stored order, in batches of exactly `batch_size`; padding of the last one has weight 0."""
     spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=1, shuffle=False)
-    return read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format))
+    return read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format), augment=augment)

@@ -65,6 +65,8 @@ class ModelSpec:
     """Loss weight of each class; empty if all are equal."""
     steps_per_epoch: int = 0
     """Number of steps per epoch; 0 if unknown."""
+    mixes_labels: bool = False
+    """Whether labels of classes come as shares, (N, K), because `train.augment` mixes rows."""
 
 
 def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
@@ -75,8 +77,9 @@ def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
         scale = InputScale(manifest.channel_mean, manifest.channel_std)
     labels = LabelSpec.of(manifest)
     steps_per_epoch = -(-manifest.splits["train"].num_rows // config.global_batch_size)
-    shape_HWC, weights = manifest.normalize.image_shape_HWC, class_weights(config, manifest)
-    return ModelSpec(shape_HWC, labels, scale, weights, steps_per_epoch)
+    shape_HWC = config.augment.shape_of(manifest.normalize.image_shape_HWC)
+    weights = class_weights(config, manifest)
+    return ModelSpec(shape_HWC, labels, scale, weights, steps_per_epoch, config.augment.mixes)
 
 
 def synthetic_batch(spec: ModelSpec, num_rows: int) -> Batch:
@@ -85,7 +88,9 @@ def synthetic_batch(spec: ModelSpec, num_rows: int) -> Batch:
     images_NHWC = rng.integers(0, 256, (num_rows, *spec.image_shape_HWC), dtype=np.uint8)
     kind, num_outputs = spec.labels.kind, spec.labels.num_outputs
     shape = (num_rows,) if kind == "float" else (num_rows, num_outputs)
-    labels = rng.integers(0, num_outputs, num_rows) if kind == "class" else np.zeros(shape, np.float32)
+    labels = np.zeros(shape, np.float32)
+    if kind == "class" and not spec.mixes_labels:
+        labels = rng.integers(0, num_outputs, num_rows)
     return Batch(images_NHWC, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
 
 

@@ -204,7 +204,7 @@ def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:
                 what = f"train.init_from = {root}@{number}: the file of export {number}"
                 raise _other_digest(what, file.sha256, sha256)
             suffix = f".{name.rpartition('.')[2]}"
-            shape_HWC = record.normalize.image_shape_HWC
+            shape_HWC = record.image_shape_HWC
             return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, shape_HWC, file.sha256)
     raise UsageError(
         f"train.init_from = {root}@{number}: the export has no {name}",

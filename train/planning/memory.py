@@ -241,7 +241,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
 
 def _ample(limit: Limit, dataset: Dataset, spark: SparkConfig, config: TrainConfig) -> str:
     """Why it is, with the numbers; empty if it is not, or if the user has set the limit."""
-    height, width, channels = dataset.manifest.normalize.image_shape_HWC
+    height, width, channels = config.augment.shape_of(dataset.manifest.normalize.image_shape_HWC)
     pixel_bytes = 4 * height * width * channels * images_at_once(config)
     if config.memory.budget_bytes or AMPLE * pixel_bytes > _bytes_of_a_rank(limit, config, spark):
         return ""

@@ -135,7 +135,9 @@ def _not_measured(how: str) -> TrainingError:
 def measure(task: PaceTask) -> Pace:
     """Measure in this process, with a fresh framework."""
     dataset = open_pinned(task.dataset)
-    batch_bytes = task.config.global_batch_size * math.prod(dataset.manifest.normalize.image_shape_HWC)
+    batch_bytes = task.config.global_batch_size * math.prod(
+        task.config.augment.shape_of(dataset.manifest.normalize.image_shape_HWC)
+    )
     prefetch_bytes = min(task.config.reading.prefetch_bytes, PREFETCHED_BATCHES * batch_bytes)
     reading = task.config.reading.model_copy(update={"prefetch_bytes": prefetch_bytes})
     config = task.config.model_copy(update={"reading": reading})
@@ -189,8 +191,9 @@ def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset)
     labels = LabelSpec.of(dataset.manifest)
     metrics, scores_of = metrics_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
     seconds = []
-    streams = mesh_of(config).data_index(0).streams
-    with read_batches(dataset, plan, streams=streams, options=reader_options(config, dataset, plan.spec)) as batches:
+    streams, augment = mesh_of(config).data_index(0).streams, config.augment.unchanged
+    options = reader_options(config, dataset, plan.spec)
+    with read_batches(dataset, plan, streams=streams, options=options, augment=augment) as batches:
         before = time.perf_counter()
         for batch in batches:
             metrics.add(scores_of(batch.images_NHWC), batch)

@@ -186,12 +186,14 @@ def _check_compression(config: TrainConfig) -> None:
 
 
 def check_schema(config: TrainConfig, gate: GateConfig | None, schema: RowSchema) -> None:
-    """Check the classes and labels of a dataset, which the listing of a source gives before the ETL works.
+    """Check the labels and the size of a dataset's images, which are known before the ETL works.
 
     Raises UsageError for what they do not have.
     """
     labels = LabelSpec.of_schema(schema)
     check_labels(config, labels)
+    if schema.one_shape_HWC is not None:
+        config.augment.shape_of(schema.one_shape_HWC)
     if gate is not None:
         check_gate(gate, labels.kind)
     check_class_weights(config, schema)

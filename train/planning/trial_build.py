@@ -69,9 +69,9 @@ def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -
     if not may_not_build(config) or schema.one_shape_HWC is None:
         return None
     config = decided(config, 1, to_bfloat16=False)
-    task = to_json(BuildTask(config, _spec(schema), source_sha256(config.model)))
+    task = to_json(BuildTask(config, _spec(config, schema), source_sha256(config.model)))
     if task not in _built:
-        height, width, channels = schema.one_shape_HWC
+        height, width, channels = config.augment.shape_of(schema.one_shape_HWC)
         fields = {"model": config.model, "images": f"{height} x {width} x {channels}"}
         observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
         started = time.monotonic()
@@ -92,12 +92,13 @@ def build(task: BuildTask) -> int:
     return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))
 
 
-def _spec(schema: RowSchema) -> ModelSpec:
+def _spec(config: TrainConfig, schema: RowSchema) -> ModelSpec:
     """With pixels as they are: over what they are to be standardized is not known before the ETL."""
     assert schema.one_shape_HWC is not None
-    num_channels = schema.one_shape_HWC[2]
+    shape_HWC = config.augment.shape_of(schema.one_shape_HWC)
+    num_channels = shape_HWC[2]
     scale = InputScale((0.0,) * num_channels, (1.0,) * num_channels)
-    return ModelSpec(schema.one_shape_HWC, LabelSpec.of_schema(schema), scale)
+    return ModelSpec(shape_HWC, LabelSpec.of_schema(schema), scale, mixes_labels=config.augment.mixes)
 
 
 def _does_not_build(model: str, how: str) -> UsageError:

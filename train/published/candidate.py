@@ -157,5 +157,5 @@ def _figure_among(names: list[str], evaluation: Evaluation) -> float:
 
 
 def _figures(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:
-    with read_split(dataset, split) as batches:
+    with read_split(dataset, split, augment=model.export.record.unchanged) as batches:
         return evaluate_export(model, dataset, split, batches, among)

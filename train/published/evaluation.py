@@ -66,7 +66,7 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
             "raise etl.split_fractions.test and run the ETL again",
         )
     model = load_exported(models_uri, export.number)
-    with read_split(dataset, split) as batches:
+    with read_split(dataset, split, augment=export.record.unchanged) as batches:
         return Evaluated(evaluate_export(model, dataset, split, batches), skipped=False)
 
 

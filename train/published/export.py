@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmill.augment.one_image import centre_of
 from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
@@ -105,6 +106,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         label_kind=spec.labels.kind,
         vector_size=spec.labels.vector_size,
         normalize=manifest.normalize,
+        size=config.augment.size,
         normalization_fingerprint=manifest.normalization_fingerprint,
         decoder_id=manifest.decoder_id,
         channel_mean=spec.scale.mean,
@@ -235,7 +237,7 @@ def _write_and_compare(
     result: TrainResult,
 ) -> _Comparison:
     """Write both forms into `scratch`, load them again, and compare them with the model and with what was recorded."""
-    images_NHWC = _parity_images(dataset)
+    images_NHWC = _parity_images(dataset, config.augment.size)
     learner.write_served(scratch)
     served = backend.load_served(scratch)
     outputs_NK = learner.outputs(images_NHWC)
@@ -253,7 +255,8 @@ def _write_and_compare(
     if recorded is not None:
         labels = LabelSpec.of(dataset.manifest)
         scores = scores_by(served.outputs, labels.kind, served.outputs_are_logits)
-        with read_split(dataset, recorded.split, format=config.format) as batches:
+        augment = config.augment.unchanged
+        with read_split(dataset, recorded.split, format=config.format, augment=augment) as batches:
             measured = evaluate_batches(scores, batches, recorded.split, labels, SingleCollective())
         measured = measured.without_classes()
         # In what it was trained, not in what was asked for: `auto` may stand for float32.
@@ -272,6 +275,7 @@ def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[Checksumme
     return tuple(files)
 
 
-def _parity_images(dataset: Dataset) -> np.ndarray:
+def _parity_images(dataset: Dataset, size: int) -> np.ndarray:
     split = dataset.manifest.evaluation_split or "train"
-    return np.stack([sample.image_HWC for sample in read_samples(dataset, split, NUM_PARITY_IMAGES)])
+    samples = read_samples(dataset, split, NUM_PARITY_IMAGES)
+    return np.stack([centre_of(sample.image_HWC, size) for sample in samples])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardmill.augment.options import AugmentOptions
 from shardmill.checksummed import ChecksummedFile, verify_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions
@@ -46,6 +47,8 @@ class ExportRecord(Section):
     """Size of vector labels."""
     normalize: NormalizeOptions
     """Options that convert an image file to the uint8 pixels that the model takes."""
+    size: int = 0
+    """Height and width of the centre of those pixels that the model takes (`train.augment.size`); 0: all of them."""
     normalization_fingerprint: str
     decoder_id: str
     channel_mean: tuple[float, ...]
@@ -66,6 +69,16 @@ class ExportRecord(Section):
     """Largest difference between the reloaded export and the training model, in answers and logits; relative to the
     largest logit or number, if that is over 1."""
     parity_num_images: int
+
+    @property
+    def image_shape_HWC(self) -> tuple[int, int, int]:
+        """The shape of the images that the model takes."""
+        return self.unchanged.shape_of(self.normalize.image_shape_HWC)
+
+    @property
+    def unchanged(self) -> AugmentOptions:
+        """How a dataset's stored images are read for the model."""
+        return AugmentOptions(preset="none", size=self.size)
 
     @property
     def labels(self) -> LabelSpec:

@@ -37,7 +37,7 @@ def evaluate_export(
         )
     if record.normalize.image_shape_HWC != manifest.normalize.image_shape_HWC:
         raise UsageError(
-            f"export {model.export.number} takes images of {record.normalize.image_shape_HWC}",
+            f"export {model.export.number} takes stored images of {record.normalize.image_shape_HWC}",
             f"the dataset {dataset.pin.uri}@{dataset.pin.version} holds {manifest.normalize.image_shape_HWC}",
         )
     scores = scores_by(model.served.outputs, labels.kind, model.served.outputs_are_logits)

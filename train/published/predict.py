@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardmill.augment.one_image import centre_of
 from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.decoder_id import decoder_id, is_served
 from shardmill.images.sandbox import DecodeSandbox
-from shardmill.options import DecodeLimits, NormalizeOptions
+from shardmill.options import DecodeLimits
 from shardmill.values import Rejection, SourceImage
-from train.published.exported import ARTIFACTS, ExportedModel, number_of_artifact
+from train.published.exported import ARTIFACTS, ExportedModel, ExportRecord, number_of_artifact
 from train.published.image_files import list_files, read_file
 from train.published.load import current_export, load_exported
 
@@ -94,7 +95,7 @@ def predict_files(
     with DecodeSandbox(limits) as sandbox:
         for start in range(0, len(paths), MAX_BATCH_SIZE):
             batch = paths[start : start + MAX_BATCH_SIZE]
-            images = [_read_image(path, sandbox, model.export.record.normalize) for path in batch]
+            images = [_read_image(path, sandbox, model.export.record) for path in batch]
             predictions += _predict_batch(model, batch, images, num_top)
     return predictions
 
@@ -124,12 +125,13 @@ def _predict_batch(
     return predictions
 
 
-def _read_image(path: str, sandbox: DecodeSandbox, options: NormalizeOptions) -> np.ndarray | Rejection:
-    """The normalized pixels of an image file as the model saw them in training: stored encoding included."""
+def _read_image(path: str, sandbox: DecodeSandbox, record: ExportRecord) -> np.ndarray | Rejection:
+    """The normalized pixels of an image file as the model saw them in evaluation: stored encoding included."""
+    options = record.normalize
     data = read_file(path, options.max_source_bytes)
     if isinstance(data, Rejection):
         return data
     sample = sandbox.process(SourceImage(path, len(data)), data, options)
     if isinstance(sample, Rejection):
         return sample
-    return decode_stored(sample.image, options.encoding, options.image_shape_HWC)
+    return centre_of(decode_stored(sample.image, options.encoding, options.image_shape_HWC), record.size)

@@ -31,7 +31,7 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
     opened = None
     if session.streams:
         options = reader_options(config, dataset, plan.spec)
-        opened = read_batches(dataset, plan, streams=session.streams, options=options)
+        opened = read_batches(dataset, plan, streams=session.streams, options=options, augment=config.augment.unchanged)
     with opened or nullcontext(()) as read:
         batches = each_announced(reporter, reading(f"reading a batch of the split {split}", dataset.store), read)
         return evaluate_batches(

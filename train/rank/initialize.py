@@ -59,7 +59,8 @@ def initialize(session: Session) -> None:
 
 def _other_size(file: InitialFile, session: Session) -> str:
     """Why an export of ours has other layers, if images of another size are why."""
-    here, there = session.dataset.manifest.normalize.image_shape_HWC, file.image_shape_HWC
+    stored_HWC, there = session.dataset.manifest.normalize.image_shape_HWC, file.image_shape_HWC
+    here = session.task.config.augment.shape_of(stored_HWC)
     if there is None or there == here:
         return ""
     made_for, has = (" x ".join(map(str, shape_HWC)) for shape_HWC in (there, here))

@@ -166,6 +166,10 @@ class Petastorm:
                 "it reads Parquet only",
                 f"set train.format = 'parquet' and build the dataset with etl.formats = ['parquet'], {fix}",
             )
+        if config.augment.mixes:
+            raise UsageError(
+                f"{given} with mixup or cutmix", "it augments each image by itself", f"set both to 0, {fix}"
+            )
         labels = LabelSpec.of(dataset.manifest)
         if labels.kind != "class":
             raise UsageError(f"{given} on {labels}", "it supports one class per image", f"build such a dataset, {fix}")

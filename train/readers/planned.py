@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardmill.augment.mixing import check_streams
 from shardmill.epoch_plan import EpochPlan
 from shardmill.loader.reader import BatchReader, read_batches
 from train.contracts.epochs import reader_options
@@ -43,7 +44,8 @@ class Planned:
     follows_plan = True
 
     def check(self, config: TrainConfig, dataset: Dataset) -> None:
-        return
+        if config.num_streams:
+            check_streams(config.augment, config.global_batch_size // config.num_streams)
 
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:
         return ""

@@ -53,6 +53,7 @@ class SiloEpoch:
         self._config = config
         self._silo = open_dataset(data.uri)
         self._class_of_own = _classes_in(pinned, self._silo, data.uri)
+        self._num_classes = len(pinned.manifest.class_names)
         steps = SiloSteps(data.rows_of_silos, config.global_batch_size)
         spec = self._silo.plan_spec(
             "train",
@@ -72,7 +73,7 @@ class SiloEpoch:
         options = reader_options(self._config, self._silo, self._plan.spec)
         augment = self._config.augmentation
         reader = read_batches(self._silo, self._plan, first_step=start, options=options, augment=augment)
-        return SiloBatches(reader, first_step, self.num_steps, self._class_of_own)
+        return SiloBatches(reader, first_step, self.num_steps, self._class_of_own, self._num_classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class SiloBatches:
     first_step: int
     num_steps: int
     class_of_own: np.ndarray
+    num_classes: int
+    """Of the pinned dataset."""
 
     def __enter__(self) -> SiloBatches:
         self.reader.__enter__()
@@ -95,11 +98,19 @@ class SiloBatches:
         batch = None
         for batch in self.reader:
             if batch.step >= self.first_step:
-                yield replace(batch, labels_N=self.class_of_own[batch.labels_N])
+                yield replace(batch, labels_N=self._labels(batch))
         assert batch is not None
         for step in range(max(self.first_step, batch.step + 1), self.num_steps):
             nothing_N = np.zeros_like(batch.weights_N)
-            yield replace(batch, labels_N=self.class_of_own[batch.labels_N], weights_N=nothing_N, step=step)
+            yield replace(batch, labels_N=self._labels(batch), weights_N=nothing_N, step=step)
+
+    def _labels(self, batch: Batch) -> np.ndarray:
+        if batch.labels_N.ndim == 1:
+            return self.class_of_own[batch.labels_N]
+        # Shares of classes, of mixed rows.
+        labels_NK = np.zeros((len(batch.labels_N), self.num_classes), np.float32)
+        labels_NK[:, self.class_of_own] = batch.labels_N
+        return labels_NK
 
     def take_seconds(self) -> ReaderSeconds:
         return self.reader.take_seconds()

@@ -102,14 +102,15 @@ def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
     port = server.target.rpartition(":")[2]
     own = ClusterTask(world.role, f"{world.address}:{port}")
     if read is not None and named is not None:
-        schema = dataset.manifest.row_schema
+        schema, mixes = dataset.manifest.row_schema, task.config.augment.mixes
+        num_classes = len(schema.class_names)
         own = ClusterTask(
             world.role,
             own.address,
             reads=named.name,
-            image_shape_HWC=dataset.manifest.normalize.image_shape_HWC,
-            label_dtype="int64" if schema.has_class else "float32",
-            label_shape=label_shape(schema.label_type, len(schema.class_names)),
+            image_shape_HWC=task.config.augment.shape_of(dataset.manifest.normalize.image_shape_HWC),
+            label_dtype="int64" if schema.has_class and not mixes else "float32",
+            label_shape=(num_classes,) if mixes else label_shape(schema.label_type, num_classes),
         )
     world.exchange(own.to_json())
     # What it computes of a step is the chief's.

@@ -79,6 +79,8 @@ def test_colours_are_those_of_the_textbook() -> None:
     assert (colours.change_contrast(image_HWC, 0) == round(grey_HW.mean())).all()
     assert np.array_equal(colours.change_contrast(image_HWC, 1), image_HWC)
     assert np.array_equal(colours.change_brightness(image_HWC, 0.5), np.rint(image_HWC / 2))
+    far_HWC = round(grey_HW.mean()) + 1.25 * (image_HWC.astype(float) - round(grey_HW.mean()))
+    assert np.array_equal(colours.change_contrast(image_HWC, 1.25), np.clip(np.rint(far_HWC), 0, 255))
     assert np.array_equal(colours.posterize(image_HWC, 4), image_HWC // 16 * 16)
     assert np.array_equal(colours.solarize(image_HWC, 0), 255 - image_HWC)
     assert colours.stretch_contrast(image_HWC // 2).max(axis=(0, 1)).tolist() == [255] * 3

@@ -1,6 +1,7 @@
 """The loss of a Keras model for each kind of label, its answers, and what counts as right.
 
 Shape legend: N batch, K outputs. Labels: class numbers (N,), 0 or 1 for each class (N, K), numbers (N,) or (N, K).
+Where rows are mixed, classes are shares (N, K).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, label
             "expected 0 there",
             f'set train.loss = "{LOSSES[labels.kind]}", or set label_smoothing in your own loss',
         )
-    return _own_loss(own, labels)
+    return _own_loss(own, labels, mixes=config.augment.mixes)
 
 
 def weighted_loss(loss: PerSample, class_weights: tuple[float, ...]) -> PerSample:
@@ -45,9 +46,15 @@ def weighted_loss(loss: PerSample, class_weights: tuple[float, ...]) -> PerSampl
 
     if not class_weights:
         return loss
-    return lambda labels_N, outputs_NK: (
-        loss(labels_N, outputs_NK) * tf.gather(tf.constant(class_weights, tf.float32), labels_N)
-    )
+
+    def weighted(labels: Any, outputs_NK: Any) -> Any:
+        # Of a mixed row the mean of its classes' weights.
+        weights_K = tf.constant(class_weights, tf.float32)
+        is_mixed = labels.shape.rank == 2
+        weights_N = tf.linalg.matvec(labels, weights_K) if is_mixed else tf.gather(weights_K, labels)
+        return loss(labels, outputs_NK) * weights_N
+
+    return weighted
 
 
 def compiled_loss(model: Any) -> Any | None:
@@ -89,11 +96,15 @@ def compiled_for_logits(config: TrainConfig, model: Any) -> bool | None:
 
 
 def right_of(kind: LabelKind, outputs_are_logits: bool) -> PerSample:
-    """Whether the class of each sample is right; of several classes the share that is; 0 for numbers."""
+    """Whether the class of each sample is right; of several classes the share that is; 0 for numbers.
+
+    The class of a mixed row is that of the larger share.
+    """
     import tensorflow as tf
 
-    def class_is_right(labels_N: Any, outputs_NK: Any) -> Any:
-        return tf.cast(tf.argmax(outputs_NK, axis=1) == labels_N, tf.float32)
+    def class_is_right(labels: Any, outputs_NK: Any) -> Any:
+        classes_N = tf.argmax(labels, axis=1) if labels.shape.rank == 2 else labels
+        return tf.cast(tf.argmax(outputs_NK, axis=1) == classes_N, tf.float32)
 
     def share_is_right(labels_NK: Any, outputs_NK: Any) -> Any:
         is_chosen_NK = outputs_NK >= (0.0 if outputs_are_logits else 0.5)
@@ -122,7 +133,7 @@ def _softmax_loss(outputs_are_logits: bool, num_classes: int, label_smoothing: f
             log_probabilities_NK = tf.nn.log_softmax(outputs_NK)
         else:
             log_probabilities_NK = tf.math.log(tf.clip_by_value(outputs_NK, SMALLEST_PROBABILITY, 1.0))
-        targets_NK = tf.one_hot(labels_N, num_classes) * (1.0 - label_smoothing) + label_smoothing / num_classes
+        targets_NK = _shares(labels_N, num_classes) * (1.0 - label_smoothing) + label_smoothing / num_classes
         return -tf.reduce_sum(targets_NK * log_probabilities_NK, axis=1)
 
     return losses_of
@@ -152,7 +163,13 @@ def _squared_error(labels: Any, outputs_NK: Any) -> Any:
     return tf.reduce_mean(tf.square(outputs_NK - targets_NK), axis=1)
 
 
-def _own_loss(own: Any, labels: LabelSpec) -> PerSample:
+def _shares(labels: Any, num_classes: int) -> Any:
+    import tensorflow as tf
+
+    return labels if labels.shape.rank == 2 else tf.one_hot(labels, num_classes)
+
+
+def _own_loss(own: Any, labels: LabelSpec, *, mixes: bool) -> PerSample:
     """`own` unreduced. Keras's dense losses get one-hot labels; sparse ones and a user's own functions get integers.
 
     Labels that are not classes are given in the shape of the outputs.
@@ -164,10 +181,16 @@ def _own_loss(own: Any, labels: LabelSpec) -> PerSample:
     module = getattr(own, "__module__", type(own).__module__) or ""
     is_class = labels.kind == "class"
     wants_one_hot = is_class and module.split(".")[0] == "keras" and "sparse" not in name.lower()
+    if mixes and is_class and not wants_one_hot:
+        raise UsageError(
+            f"train.augment mixes rows, and the model's own loss {name} takes class numbers",
+            "expected a loss that takes shares of classes",
+            'compile the model with keras.losses.CategoricalCrossentropy, or set train.loss = "softmax"',
+        )
     function = own.call if isinstance(own, keras.losses.Loss) else own
 
     def losses_of(labels_N: Any, outputs_NK: Any) -> Any:
-        targets = tf.one_hot(labels_N, labels.num_outputs) if wants_one_hot else labels_N
+        targets = _shares(labels_N, labels.num_outputs) if wants_one_hot else labels_N
         if not is_class:
             targets = tf.reshape(tf.cast(labels_N, tf.float32), tf.shape(outputs_NK))
         losses = tf.cast(function(targets, outputs_NK), tf.float32)

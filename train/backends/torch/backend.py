@@ -15,7 +15,7 @@ from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.microbatches import microbatches_of
 from train.backends.torch.averages import WeightAverages
-from train.backends.torch.losses import per_sample_losses, right_of
+from train.backends.torch.losses import loss_weights, per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
 from train.backends.torch.optimizers import clear_state, create_state, norm_of, parameter_groups, state_tensors
@@ -117,7 +117,7 @@ class TorchLearner:
         kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
         losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
         if self._spec.class_weights:
-            losses_N = losses_N * torch.tensor(self._spec.class_weights, device=losses_N.device)[labels_N]
+            losses_N = losses_N * loss_weights(self._spec.class_weights, labels_N)
         # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
         loss = (weights_N * losses_N).sum() / global_weight
         if self._built.is_keras and self._built.model.losses:

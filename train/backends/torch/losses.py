@@ -1,6 +1,7 @@
 """The loss of a PyTorch model for each kind of label, its answers, and what counts as right.
 
 Shape legend: N batch, K outputs. Labels: class numbers (N,), 0 or 1 for each class (N, K), numbers (N,) or (N, K).
+Where rows are mixed, classes are shares (N, K).
 """
 
 from __future__ import annotations
@@ -31,14 +32,25 @@ def per_sample_losses(kind: LabelKind, outputs_NK: Any, labels: Any, are_logits:
     if are_logits:
         return functional.cross_entropy(outputs_NK, labels, reduction="none", label_smoothing=label_smoothing)
     outputs_NK = outputs_NK.clamp(SMALLEST_PROBABILITY, 1.0).log()
-    targets_NK = functional.one_hot(labels, outputs_NK.shape[1]) * (1.0 - label_smoothing)
+    shares_NK = functional.one_hot(labels, outputs_NK.shape[1]) if labels.ndim == 1 else labels
+    targets_NK = shares_NK * (1.0 - label_smoothing)
     return -((targets_NK + label_smoothing / outputs_NK.shape[1]) * outputs_NK).sum(dim=1)
 
 
+def loss_weights(class_weights: tuple[float, ...], labels: Any) -> Any:
+    """The weight of each sample's class; of a mixed row the mean of its classes' weights."""
+    weights_K = import_torch().tensor(class_weights, device=labels.device)
+    return weights_K[labels] if labels.ndim == 1 else labels @ weights_K
+
+
 def right_of(kind: LabelKind, outputs_NK: Any, labels: Any, are_logits: bool) -> Any:
-    """Whether the class of each sample is right; of several classes the share that is; 0 for numbers. float32 (N,)."""
+    """Whether the class of each sample is right; of several classes the share that is; 0 for numbers. float32 (N,).
+
+    The class of a mixed row is that of the larger share.
+    """
     if kind == "class":
-        return (outputs_NK.argmax(dim=1) == labels).float()
+        classes_N = labels if labels.ndim == 1 else labels.argmax(dim=1)
+        return (outputs_NK.argmax(dim=1) == classes_N).float()
     if kind == "multi_label":
         return ((outputs_NK >= (0.0 if are_logits else 0.5)) == (labels > 0.5)).float().mean(dim=1)
     return outputs_NK.new_zeros(len(outputs_NK))
