@@ -85,8 +85,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     earlier = _find_whole_export(models_uri, result)
     if earlier is not None:
         return ExportOutcome(earlier, models_uri, skipped=True)
-    store, dataset = open_store(models_uri), open_pinned(result.dataset)
-    backend = BACKENDS[result.export_backend]
+    store, dataset, backend = open_store(models_uri), open_pinned(result.dataset), BACKENDS[result.export_backend]
     learner = _restore(backend, store, config, result, dataset)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
         # Compared with the training model while nothing is visible yet, then published below a name of its own.
