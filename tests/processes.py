@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import pickle
 import re
 import signal
 import socket
+import sys
+import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from tests.quick_start.forked import Program, run_forked
 from tests.services.marked import marked
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For Horovod, which a rank starts once in its life: a second start in one process has crashed it."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *args, **kwargs).result()
+# What a rank of each backend imports. PyTorch imports its compilers when deterministic algorithms are switched on.
+RANK_MODULES = {
+    "none": ("train.launching.rank",),
+    "keras": ("tensorflow", "train.launching.rank", "train.rank.worker", "train.backends.keras.backend"),
+    "torch": (
+        "torch",
+        "torch._inductor.config",
+        "train.launching.rank",
+        "train.rank.worker",
+        "train.backends.torch.backend",
+    ),
+}
+_OWN_PROCESS_SECONDS = 300
+
+
+def in_own_process(framework: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`function(...)` in a process that has imported a backend's framework, and not run anything of it.
+
+    For Horovod, which a rank starts once in its life: a second start in one process has crashed it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        call, returned = Path(folder, "call"), Path(folder, "returned")
+        call.write_bytes(pickle.dumps((function, args, kwargs)))
+        arguments = (function.__name__, str(call), str(returned))
+        program = Program("tests.processes:call_and_return", arguments, os.getcwd(), dict(os.environ))
+        done = run_forked(RANK_MODULES[framework], program, _OWN_PROCESS_SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return pickle.loads(returned.read_bytes())  # noqa: S301  (ours)
+
+
+def call_and_return() -> None:
+    """The program of that process."""
+    call, returned = map(Path, sys.argv[1:])
+    function, args, kwargs = pickle.loads(call.read_bytes())  # noqa: S301  (ours)
+    returned.write_bytes(pickle.dumps(function(*args, **kwargs)))
 
 
 def children_of(pid: int) -> set[int]:

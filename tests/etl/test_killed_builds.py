@@ -24,7 +24,9 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.loader.samples import read_samples
 from tests.etl.building import tree_for
+from tests.pipeline.command import MODULES
 from tests.polling import polled
+from tests.quick_start.forked import Program, run_forked
 from tests.services.marked import MARK, marked
 from tests.support import build_here, write_images
 
@@ -60,10 +62,10 @@ def folder(before: Path, tmp_path: Path) -> Path:
 
 
 def run_etl(before: Path, folder: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
-    """`spark-submit etl/job.py` without Spark, to its end."""
+    """`spark-submit etl/job.py` without Spark, to its end; forked from a process that has imported the job."""
     environment = {**os.environ, VARIABLE: failpoint}
-    command = etl_command(before, folder)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    _, *arguments = map(str, etl_command(before, folder))
+    return run_forked(MODULES, Program("etl.job:main", arguments, str(folder), environment), 200)
 
 
 def etl_command(before: Path, folder: Path) -> list[str | Path]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SUMMARY_SCHEMA = json.loads((ROOT / "docs" / "summary.schema.json").read_text())
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{FOLDER}"}
 _AT_FIRST = dict(ENVIRONMENT)
-_MODULES = (
+MODULES = (
     *(COMMANDS.entry(name).target.partition(":")[0] for name in COMMANDS),
     "cv2",
     "etl.job",
@@ -31,7 +31,7 @@ _MODULES = (
     "shardmill.dataset.verify",
 )
 _TRAIN = {"evaluate", "export", "run", "train"}
-_TRAINING = (*_MODULES, "tensorflow", "train.rank.worker", "train.backends.keras.backend")
+_TRAINING = (*MODULES, "tensorflow", "train.rank.worker", "train.backends.keras.backend")
 
 
 def shardmill(
@@ -50,9 +50,9 @@ def shardmill(
 def _modules(command: Sequence[str], cwd: Path) -> tuple[str, ...]:
     """Of those that train, all but those of PyTorch import TensorFlow; no process may have both."""
     if not _TRAIN.intersection(command[1:2]):
-        return _MODULES
+        return MODULES
     texts = [*command, *(path.read_text() for path in (*cwd.glob("*.toml"), *cwd.glob("*.py")))]
-    return _MODULES if any("torch" in text for text in texts) else _TRAINING
+    return MODULES if any("torch" in text for text in texts) else _TRAINING
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

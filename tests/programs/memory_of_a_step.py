@@ -9,7 +9,7 @@ from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.world import World
 
-NUM_IMAGES = 96
+NUM_IMAGES = 48
 
 
 def own_kib(name: str) -> int:

@@ -59,7 +59,7 @@ def tell_ends(ends: dict[int, int]) -> None:
 
 
 def run_request(request: dict[str, Any], outputs: list[int]) -> NoReturn:
-    """Call `module:function` as the program `arguments` in `directory`, with `environment`."""
+    """Call `module:function` as the program `arguments` in `directory`; what it returns is the exit code."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -81,8 +81,7 @@ def run_request(request: dict[str, Any], outputs: list[int]) -> NoReturn:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     module, _, function = request["function"].partition(":")
-    getattr(importlib.import_module(module), function)()
-    sys.exit()
+    sys.exit(getattr(importlib.import_module(module), function)())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -11,13 +12,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.services.marked import MARK, free_ports, marked
-from tests.services.servers import start_server, wait_until_up
+from tests.services.servers import CACHE, fetching, start_server, wait_until_up
 
 _START_SECONDS = 400.0
 _END_SECONDS = 60.0
@@ -133,8 +135,7 @@ def running_airflow(home: Path, dag_id: str, settings: Mapping[str, str]) -> Ite
     environment = {**ENVIRONMENT, **_settings(airflow, port), **settings, MARK: airflow.mark}
     servers: list[subprocess.Popen[bytes]] = []
     try:
-        migration = start_server([BIN / "airflow", "db", "migrate"], home / "migrate.log", environment)
-        assert migration.wait(_START_SECONDS) == 0, (home / "migrate.log").read_text()[-3000:]
+        put_database(environment)
         # What `airflow standalone` starts, but for the triggerer: no task is deferred.
         for command in (["api-server"], ["scheduler", "--skip-serve-logs"], ["dag-processor"]):
             kept = [sys.executable, "-m", "tests.services.reaper", BIN / "airflow", *command]
@@ -146,6 +147,22 @@ def running_airflow(home: Path, dag_id: str, settings: Mapping[str, str]) -> Ite
             server.terminate()
         for server in servers:
             server.wait(_END_SECONDS)
+
+
+def put_database(environment: Mapping[str, str]) -> None:
+    """The empty database of the AIRFLOW_HOME in `environment`, which `airflow db migrate` makes once on a machine."""
+    home, kept = Path(environment["AIRFLOW_HOME"]), CACHE / f"airflow-{version('apache-airflow')}.db"
+    with fetching("airflow"):
+        if not kept.exists():
+            command = [BIN / "airflow", "db", "migrate"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_START_SECONDS)
+            assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+            unfinished = kept.with_suffix(".unfinished")
+            shutil.copy(home / "airflow.db", unfinished)
+            unfinished.rename(kept)
+            return
+    home.mkdir(exist_ok=True)
+    shutil.copy(kept, home / "airflow.db")
 
 
 def _knows(airflow: Airflow, dag_id: str) -> bool:

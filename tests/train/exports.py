@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.reader import read_split
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.backend import InputScale, ModelSpec, ServedModel
 from train.backends.keras.backend import SAVED_MODEL
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
 from train.evaluation.evaluate import evaluate_batches, scores_by
@@ -27,35 +29,20 @@ def put_export(
     models_uri: str, dataset_uri: str, *, is_good: bool = True, split: str | None = "test", caution: str = ""
 ) -> Export:
     """An export for a dataset: one that knows its classes by their mean images, or one that answers class 0."""
-    import keras
-
     store, dataset = open_store(models_uri), open_dataset(dataset_uri)
     manifest = dataset.manifest
-    num_classes, shape_HWC = len(manifest.class_names), manifest.normalize.image_shape_HWC
-    samples = read_samples(dataset, "train", 1000)
-    images = np.stack([sample.image_HWC for sample in samples]).reshape(len(samples), -1) - 128.0
-    labels_N = np.array([sample.label for sample in samples])
-    means_KF = np.stack([images[labels_N == label].mean(axis=0) for label in range(num_classes)])
-    model = keras.Sequential([keras.Input(shape_HWC), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
-    # Nearest mean: |x - m|^2 is smallest if x.m - |m|^2/2 is largest.
-    weights = [means_KF.T, -(means_KF**2).sum(axis=1) / 2] if is_good else [means_KF.T * 0, -np.arange(num_classes)]
-    model.set_weights([each / 1e5 for each in weights])
-    channels = shape_HWC[2]
-    scale = InputScale((128.0,) * channels, (1.0,) * channels)
-    serving = ServingModel(model, True, ModelSpec(shape_HWC, LabelSpec.of(manifest), scale))
+    model = _nearest_mean(dataset_uri, dataset.pin.version, is_good=is_good)
     artifact_dir, files = f"{ARTIFACTS}/{secrets.token_hex(8)}", []
-    with tempfile.TemporaryDirectory() as scratch:
-        write_saved_model(serving, Path(scratch, SAVED_MODEL))
-        served = load_saved_model(Path(scratch, SAVED_MODEL))
-        for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
-            files.append(checksum_file(f"{artifact_dir}/{file.relative_to(scratch)}", file.read_bytes()))
-            store.put_file(files[-1].path, file)
+    for name, data in model.files.items():
+        files.append(checksum_file(f"{artifact_dir}/{name}", data))
+        store.put(files[-1].path, data)
     evaluation = None
     if split:
         labels = LabelSpec.of(manifest)
-        scores = scores_by(served.outputs, labels.kind, served.outputs_are_logits)
+        scores = scores_by(model.served.outputs, labels.kind, model.served.outputs_are_logits)
         with read_split(dataset, split) as batches:
             evaluation = evaluate_batches(scores, batches, split, labels, SingleCollective()).without_classes()
+    scale = _scale(manifest.normalize.image_shape_HWC)
     record = ExportRecord(
         created_at="",
         run_id="run",
@@ -84,3 +71,37 @@ def put_export(
     number = max(record_numbers(store, EXPORTS), default=0) + 1
     assert put_record(store, EXPORTS, number, record)
     return Export(number, record)
+
+
+@dataclass(frozen=True)
+class _SavedModel:
+    files: dict[str, bytes]
+    served: ServedModel
+
+
+@functools.cache
+def _nearest_mean(dataset_uri: str, version: int, *, is_good: bool) -> _SavedModel:
+    """Written once: tests of the gate put dozens of the same."""
+    import keras
+
+    dataset = open_dataset(f"{dataset_uri}@{version}")
+    manifest = dataset.manifest
+    num_classes, shape_HWC = len(manifest.class_names), manifest.normalize.image_shape_HWC
+    samples = read_samples(dataset, "train", 1000)
+    images = np.stack([sample.image_HWC for sample in samples]).reshape(len(samples), -1) - 128.0
+    labels_N = np.array([sample.label for sample in samples])
+    means_KF = np.stack([images[labels_N == label].mean(axis=0) for label in range(num_classes)])
+    model = keras.Sequential([keras.Input(shape_HWC), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+    # Nearest mean: |x - m|^2 is smallest if x.m - |m|^2/2 is largest.
+    weights = [means_KF.T, -(means_KF**2).sum(axis=1) / 2] if is_good else [means_KF.T * 0, -np.arange(num_classes)]
+    model.set_weights([each / 1e5 for each in weights])
+    serving = ServingModel(model, True, ModelSpec(shape_HWC, LabelSpec.of(manifest), _scale(shape_HWC)))
+    with tempfile.TemporaryDirectory() as scratch:
+        write_saved_model(serving, Path(scratch, SAVED_MODEL))
+        served = load_saved_model(Path(scratch, SAVED_MODEL))
+        files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+        return _SavedModel({str(file.relative_to(scratch)): file.read_bytes() for file in files}, served)
+
+
+def _scale(shape_HWC: tuple[int, int, int]) -> InputScale:
+    return InputScale((128.0,) * shape_HWC[2], (1.0,) * shape_HWC[2])

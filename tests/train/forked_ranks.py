@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardmill.jobs.config import SparkConfig
+from tests.processes import RANK_MODULES
 from tests.quick_start.forked import ForkedProcess, Program, parent_of_forks
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
@@ -20,23 +21,11 @@ from train.launching import LAUNCHERS, agent
 from train.launching.rank import DEFAULT_WORKER
 from train.reporting.observer import TrainObserver
 
-# What a rank of each backend imports. PyTorch imports its compilers when deterministic algorithms are switched on.
-_MODULES = {
-    "keras": ("tensorflow", "train.launching.rank", "train.rank.worker", "train.backends.keras.backend"),
-    "torch": (
-        "torch",
-        "torch._inductor.config",
-        "train.launching.rank",
-        "train.rank.worker",
-        "train.backends.torch.backend",
-    ),
-}
-
 
 @contextmanager
 def forked_ranks(backend: str) -> Iterator[None]:
     """All ranks that the launcher `local` starts in this block are forked."""
-    modules = _MODULES[backend]
+    modules = RANK_MODULES[backend]
 
     def start(options: list[str], environment: dict[str, str], **how: Any) -> ForkedProcess:
         assert options == ["-m", "train.launching.rank"] and how["own_session"]

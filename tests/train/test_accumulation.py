@@ -88,12 +88,12 @@ def test_each_part_moves_statistics_and_generators_as_a_batch_of_its_own(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_step_in_parts_needs_the_memory_of_one_part(name):
-    """96 images, whose activations are those of a convolution with 128 x 128 x 32 outputs: one by one, then at once."""
+    """48 images, whose activations are those of a convolution with 128 x 128 x 32 outputs: one by one, then at once."""
     command = [sys.executable, "-m", "tests.programs.memory_of_a_step", name, WIDE[name]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     in_parts_MiB, at_once_MiB = (int(line) for line in done.stdout.split()[-2:])
-    # The convolution's outputs alone are 192 MiB.
-    assert at_once_MiB - in_parts_MiB > 150, done.stdout + done.stderr[-1000:]
+    # The convolution's outputs alone are 96 MiB.
+    assert at_once_MiB - in_parts_MiB > 75, done.stdout + done.stderr[-1000:]
 
 
 def test_more_parts_than_a_rank_has_samples_are_refused():

@@ -220,4 +220,4 @@ def memory_that_grows() -> list[tuple[str, bool]]:
 
 def test_tensorflow_takes_a_gpus_memory_as_it_needs_it():
     """Else each process takes all of it at once. TensorFlow without CUDA sees no GPU: it is told of two."""
-    assert in_own_process(memory_that_grows) == [("GPU:0", True), ("GPU:1", True)]
+    assert in_own_process("keras", memory_that_grows) == [("GPU:0", True), ("GPU:1", True)]

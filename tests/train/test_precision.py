@@ -168,8 +168,8 @@ def test_ranks_agree_on_what_overflowed(tiny_uri, tmp_path, monkeypatch, alone):
 @pytest.mark.drill
 def test_a_keras_model_on_pytorch_trains_in_float16_as_in_float32(tiny_uri, tmp_path):
     config = {"backend": "torch", "model": "small_cnn", "epochs": 2, "learning_rate": 0.01, "accumulation_steps": 2}
-    plain = in_own_process(train_here, tiny_uri, tmp_path / "float32", **config)
-    half = in_own_process(train_here, tiny_uri, tmp_path / "float16", **config, mixed_precision="float16")
+    plain = in_own_process("torch", train_here, tiny_uri, tmp_path / "float32", **config)
+    half = in_own_process("torch", train_here, tiny_uri, tmp_path / "float16", **config, mixed_precision="float16")
     assert half.num_overflowed_steps <= 2 and half.num_skipped_steps == 0
     assert half.weights_sha256 != plain.weights_sha256
     for one, other in zip(half.history, plain.history, strict=True):

@@ -5,15 +5,23 @@ from __future__ import annotations
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from shardmill.dataset.open import open_dataset
+from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
+from shardmill.values import DatasetPin
 from tests.train.driver_process import WORKERS, start_driver
-from tests.train.training import MODELS
+from tests.train.forked_ranks import launch_forked
+from tests.train.training import MODELS, StepWatcher
 from train.checkpoints.checkpoint import complete_checkpoints
+from train.config import TrainConfig
+from train.contracts.task import WorkerTask
 from train.launching.stop_point import StopAgreement, StopPoint
+from train.models.user import source_sha256
+from train.planning.auto import resolve
 
 TORCH = "tests.train.torch_models:stateful"
 # Steps of a few milliseconds, hundreds of them, and no checkpoint but those of the epochs' ends.
@@ -46,11 +54,23 @@ def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(
     assert len(first["sample_ids"]) == newest.marker.global_step > 0
 
     # No step is done twice and none is left out; it ends as if nothing had happened, wherever that would have been.
-    second = start_driver(tmp_path, train, dataset=pin, models="stopped").outcome()
-    here = train if launcher == "inline" else {**train, "launcher": "local"}
-    undisturbed = start_driver(tmp_path, here, dataset=pin, models="undisturbed").outcome()
-    assert first["sample_ids"] + second["sample_ids"] == undisturbed["sample_ids"]
-    assert second["weights_sha256"] == undisturbed["weights_sha256"]
+    if launcher in ("inline", "local"):
+        second_ids, second_weights = trained_on_forks(train, pin, tmp_path / "stopped")
+    else:
+        second = start_driver(tmp_path, train, dataset=pin, models="stopped").outcome()
+        second_ids, second_weights = second["sample_ids"], second["weights_sha256"]
+    undisturbed_ids, undisturbed_weights = trained_on_forks(train, pin, tmp_path / "undisturbed")
+    assert first["sample_ids"] + second_ids == undisturbed_ids
+    assert second_weights == undisturbed_weights
+
+
+def trained_on_forks(train: dict[str, object], pin: DatasetPin, models: Path) -> tuple[list[list[str]], str]:
+    """The driver's training, with ranks that are forked here: what each step took, and the last weights."""
+    config = resolve(TrainConfig.model_validate({**train, "launcher": "local"}), SparkConfig()).config
+    task = WorkerTask(config, pin, str(models), "trainings/test", source_sha256(config.model))
+    watcher = StepWatcher()
+    result = launch_forked(task, watcher)
+    return [list(ids) for _, ids in sorted(watcher.sample_ids.items())], result.weights_sha256
 
 
 def test_a_second_sigterm_ends_the_training_at_once(tmp_path):

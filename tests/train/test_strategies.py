@@ -37,7 +37,7 @@ def every_collective_is_the_identity(join: JoinCollective) -> None:
 
 @pytest.mark.parametrize("join", [open_single, join_horovod])
 def test_in_a_world_of_one_every_collective_is_the_identity(join):
-    in_own_process(every_collective_is_the_identity, join)
+    in_own_process("keras", every_collective_is_the_identity, join)
 
 
 def fusion_threshold(bucket_bytes: int) -> str:
@@ -47,7 +47,10 @@ def fusion_threshold(bucket_bytes: int) -> str:
 
 def test_horovod_gets_the_limit_of_one_send():
     """By the variable that it reads when it starts: what it has taken up it does not say."""
-    assert in_own_process(fusion_threshold, 20_000) == "20000" and in_own_process(fusion_threshold, 0) == "its own"
+    assert (
+        in_own_process("keras", fusion_threshold, 20_000) == "20000"
+        and in_own_process("keras", fusion_threshold, 0) == "its own"
+    )
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -97,4 +100,4 @@ def horovod_refuses_a_world_that_its_launcher_did_not_make() -> None:
 
 
 def test_horovod_refuses_a_world_that_its_launcher_did_not_make():
-    in_own_process(horovod_refuses_a_world_that_its_launcher_did_not_make)
+    in_own_process("keras", horovod_refuses_a_world_that_its_launcher_did_not_make)

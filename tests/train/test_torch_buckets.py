@@ -79,7 +79,7 @@ def compared(compression: Literal["none", "bf16"]) -> list[tuple[bool, bool]]:
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_sums_are_the_gradients_of_what_was_reached_and_zero_elsewhere(compression: Literal["none", "bf16"]):
-    found = in_own_process(compared, compression)
+    found = in_own_process("torch", compared, compression)
     assert all(are_equal for are_equal, _ in found), found
     assert {is_whole for _, is_whole in found} == {True, False}
 
@@ -116,6 +116,6 @@ def backward_twice() -> list[str]:
 
 def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error():
     """Where batch norms sum during the backward pass no bucket leaves before its end, so none comes too late."""
-    as_they_fill, at_the_end = in_own_process(backward_twice)
+    as_they_fill, at_the_end = in_own_process("torch", backward_twice)
     assert "(8,) got a gradient twice" in as_they_fill
     assert at_the_end == "both: True"

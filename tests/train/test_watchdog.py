@@ -257,7 +257,7 @@ def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
 
 
 def test_ranks_stop_in_order_while_a_silo_is_away_which_is_reported_when_it_wakes():
-    said, events, stopped_after = in_own_process(stops_while_a_silo_is_away)
+    said, events, stopped_after = in_own_process("none", stops_while_a_silo_is_away)
     # Where a machine is slow, the others are told as paused until they have stopped.
     told = [name for name in events if name != "rank_paused"]
     assert said == "stopped in order" and told[-4:-1].count("rank_away") == 1, events

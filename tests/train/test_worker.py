@@ -99,7 +99,7 @@ def test_both_formats_give_the_same_losses(tiny_uri, tmp_path):
 
 def test_horovod_of_one_rank_is_the_single_strategy(tiny_uri, tmp_path):
     single = train_here(tiny_uri, tmp_path / "single")
-    horovod = in_own_process(train_here, tiny_uri, tmp_path / "horovod", strategy="horovod")
+    horovod = in_own_process("keras", train_here, tiny_uri, tmp_path / "horovod", strategy="horovod")
     assert horovod.weights_sha256 == single.weights_sha256
     assert horovod.strategy == "horovod"
 
