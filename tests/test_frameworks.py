@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tests.import_graph import imports_of, modules
 
-FRAMEWORKS = {"tensorflow", "keras", "horovod", "torch", "torchvision"}
+FRAMEWORKS = {"tensorflow", "keras", "horovod", "torch", "torchvision", "jax"}
 # docs/decisions/0008
 ROOMS = (
     "train/backends/",
@@ -15,6 +15,7 @@ ROOMS = (
     "train/layers/",
     "shardmill/loader/torch.py",
     "shardmill/loader/tensorflow.py",
+    "shardmill/loader/jax.py",
     # Of Horovod that which starts ranks.
     "train/launching/horovod_spark.py",
 )

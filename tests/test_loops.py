@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.command import ENVIRONMENT
+from tests.services.marked import free_ports
 from tests.support import make_dataset
 
 LOOPS = Path(__file__).resolve().parent.parent / "examples" / "loops"
@@ -21,19 +22,36 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*command: object) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_at_once(command)[0]
+
+
+def run_at_once(*commands: tuple[object, ...]) -> list[str]:
+    """What each of some processes prints."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command in commands
+    ]
+    ended = [process.communicate(timeout=200) for process in started]
+    assert not any(process.returncode for process in started), "".join(stderr[-3000:] for _, stderr in ended)
+    return [stdout for stdout, _ in ended]
+
+
+def steps_of(printed: str) -> list[tuple[int, int]]:
+    """The (epoch, step) of each step that a loop prints."""
+    return [(int(epoch), int(step)) for epoch, step in re.findall(r"epoch (\d+) step (\d+) loss", printed)]
 
 
 def ddp(uri: str, checkpoint: Path, num_ranks: int, *more: object) -> tuple[list[tuple[int, int]], float]:
     """-> the (epoch, step) of its steps, and the sum of its weights at the end."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks)
     printed = run(*launch, LOOPS / "torch_ddp.py", f"{uri}@1", "--checkpoint", checkpoint, *more)
-    steps = [(int(epoch), int(step)) for epoch, step in re.findall(r"epoch (\d+) step (\d+) loss", printed)]
-    return steps, float(re.findall(r"weights ([\d.]+)", printed)[0])
+    return steps_of(printed), float(re.findall(r"weights ([\d.]+)", printed)[0])
 
 
 def test_the_ddp_loop_resumes_in_an_epoch_with_another_number_of_ranks(uri: str, tmp_path: Path):
@@ -49,3 +67,16 @@ def test_keras_fits_and_learns(uri: str):
     printed = run(LOOPS / "keras_fit.py", uri)
     losses = [float(loss) for loss in re.findall(r" - loss: ([\d.]+)", printed)]
     assert len(losses) == 3 and losses[-1] < 0.8 * losses[0] and len(re.findall("val_loss", printed)) == 3
+
+
+def test_the_jax_loop_resumes_in_one_process_what_two_have_begun(uri: str, tmp_path: Path):
+    def loop(checkpoint: str, *more: object) -> tuple[object, ...]:
+        return (LOOPS / "jax_loop.py", f"{uri}@1", "--checkpoint", tmp_path / checkpoint, *more)
+
+    whole = run(*loop("whole.npz"))
+    of_two = ("--coordinator", f"localhost:{free_ports(1)[0]}", "--num-processes", 2, "--stop-after", 2)
+    begun, _ = run_at_once(*(loop("stopped.npz", *of_two, "--process", process) for process in range(2)))
+    rest = run(*loop("stopped.npz"))
+    assert steps_of(begun + rest) == steps_of(whole) and len(steps_of(begun)) == 2
+    losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", each)] for each in (begun + rest, whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and losses[1][-1] < losses[1][0]

@@ -16,6 +16,7 @@ from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import CacheOptions, open_cache
 from shardmill.loader.contact_sheet import contact_sheet
+from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.loader import Loader
 from shardmill.loader.metadata import read_metadata
 from shardmill.loader.ranks import find_ranks
@@ -125,6 +126,20 @@ class LoadableDataset(Dataset):
             is_class=schema.has_class and not augment.mixes,
         )
 
+    def jax_loader(self, split: str, *, sharding: Any = None, **reading: Unpack[Reading]) -> Loader:
+        """Batches of global `jax.Array`s, images NHWC, labels int32; `sample_ids` and extra columns are those of this
+        process, as NumPy has them.
+
+        `sharding`: how the batch axis lies on the devices, over all of them by default. It decides which rows a process
+        reads, in place of `rank` and `world_size`. A transform gets this process's NumPy batch, before it is placed.
+        """
+        if reading.get("rank") is not None or reading.get("world_size") is not None:
+            raise UsageError("a jax_loader with rank or world_size", "expected neither", "the sharding says it")
+        _check_batch(reading)
+        placement = DevicePlacement.of(sharding, reading["global_batch_size"])
+        reading["num_streams"] = placement.num_streams(reading.get("num_streams"))
+        return self._loader(split, as_arrays, reading, placement)
+
     def samples(self, split: str, *, format: str = "auto") -> Samples:
         """The verified, decoded rows by their number in stored order: `samples[3]`, `samples[[3, 7]]`, `len(samples)`.
 
@@ -167,22 +182,22 @@ class LoadableDataset(Dataset):
         """Names of the classes: a label is a position in them. Empty in a dataset without classes."""
         return tuple(self.manifest.class_names)
 
-    def _loader(self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading) -> Loader:
+    def _loader(
+        self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading,
+        placement: DevicePlacement | None = None,
+    ) -> Loader:  # fmt: skip
         if unknown := sorted(set(reading) - Reading.__annotations__.keys()):
             raise UsageError(
                 f"a loader with {', '.join(unknown)}",
                 f"expected some of {', '.join(Reading.__annotations__)}",
                 "correct the name of the argument",
             )
-        global_batch_size, shuffle = reading.get("global_batch_size", 0), reading.get("shuffle", True)
-        if global_batch_size < 1:
-            raise UsageError(
-                f"global_batch_size = {global_batch_size}", "expected at least one sample", "pass, for example, 64"
-            )
+        _check_batch(reading)
+        global_batch_size, shuffle = reading["global_batch_size"], reading.get("shuffle", True)
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         self.index(split, options.format)
         rows = self._row_options(split, reading)
-        ranks = find_ranks(reading.get("rank"), reading.get("world_size"))
+        ranks = placement.ranks if placement else find_ranks(reading.get("rank"), reading.get("world_size"))
         num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
         spec = self.plan_spec(
             split,
@@ -199,7 +214,8 @@ class LoadableDataset(Dataset):
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
-        finish = HandOver(convert, transform, spec.seed, streams.start)
+        place = placement.place if placement else None
+        finish = HandOver(convert, transform, spec.seed, streams.start, place)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
 
     def _cache(self, spec: PlanSpec, format: str, reading: Reading) -> ChunkCache | None:
@@ -224,6 +240,11 @@ class LoadableDataset(Dataset):
         check_mixing(augment, schema.label_kind, len(schema.class_names))
         changes = None if augment == NO_CHANGES else augment
         return RowOptions(changes, None if columns is None else tuple(columns), selection)
+
+
+def _check_batch(reading: Reading) -> None:
+    if (size := reading.get("global_batch_size", 0)) < 1:
+        raise UsageError(f"global_batch_size = {size}", "expected at least one sample", "pass, for example, 64")
 
 
 def open_dataset(uri: str) -> LoadableDataset:

@@ -34,9 +34,16 @@ class HandOver:
     seed: int
     first_stream: int
     """Ranks draw differently."""
+    place: Callable[[LoaderBatch], LoaderBatch] | None = None
+    """Puts the batch on devices, behind the transform: JAX allows no computation on global arrays in several threads,
+    for its processes might begin them in different orders."""
 
     def __call__(self, batch: Batch, sources: Callable[[], list[str]]) -> LoaderBatch:
         """Raises UsageError, from its cause, if the transform fails or gives no such batch."""
+        changed = self._transformed(batch, sources)
+        return changed if self.place is None else self.place(changed)
+
+    def _transformed(self, batch: Batch, sources: Callable[[], list[str]]) -> LoaderBatch:
         before = self.convert(batch)
         if self.transform is None:
             return before
