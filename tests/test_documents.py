@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,24 @@ def test_links_lead_somewhere(document: Path):
         if os.path.relpath(page, ROOT / "docs") not in PAGES:
             assert page.exists(), target
             assert not heading or heading in headings_of(page), f"{target}#{heading}"
+
+
+def test_the_site_lists_every_page():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(re.findall(r"([\w./-]+\.md)$", nav, re.MULTILINE)) == sorted(pages | PAGES.keys())
+
+
+def test_make_docs_fails_for_a_link_that_leads_nowhere(tmp_path: Path):
+    """As the rule calls it: `--quiet` would drop the warnings that a strict build counts."""
+    [words] = re.findall(r"\bmkdocs (build.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    (tmp_path / "mkdocs.yml").write_text("site_name: two pages\nstrict: true\ntheme: {name: mkdocs}\n")
+    (tmp_path / "docs").mkdir()
+    for target, expected in (("index.md", 0), ("nowhere.md", 1)):
+        (tmp_path / "docs" / "index.md").write_text(f"[a link]({target})\n")
+        command = [sys.executable, "-m", "mkdocs", *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == expected, done.stderr
 
 
 def test_documents_name_keys_that_exist():
