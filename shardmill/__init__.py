@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmill.augment.options import AugmentOptions
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardmill.values import Batch, Cursor
 
 _HOMES = {
+    "AugmentOptions": "augment.options",
     "Batch": "values",
     "Cursor": "values",
     "Dataset": "dataset.dataset",
@@ -35,6 +37,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AugmentOptions",
     "Batch",
     "Cursor",
     "Dataset",

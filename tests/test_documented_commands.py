@@ -20,6 +20,7 @@ from tests.support import write_images
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 LOOP = ROOT / "docs" / "get-started" / "your-loop.md"
+AUGMENTATION = ROOT / "docs" / "augmentation.md"
 MODEL = ROOT / "docs" / "get-started" / "your-model.md"
 
 # What the fixture `demo` has run, what changes a shell, and what tests/etl/test_make_table.py runs with its inputs.
@@ -102,7 +103,7 @@ def test_every_slow_command_runs(tmp_path: Path):
     assert [json.loads(verified_body(each.read_bytes(), "result"))["world_size"] for each in trainings] == [2]
 
 
-@pytest.mark.parametrize("page", [README, LOOP], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, LOOP, AUGMENTATION], ids=lambda page: page.name)
 def test_every_program_runs(page: Path, demo: Demo):
     # The first block by itself; then the same with each of the others behind it, at once in processes of their own.
     first, *others = blocks(page, "python")

@@ -69,7 +69,7 @@ def _recorded_augmentation(config: TrainConfig) -> dict[str, Any]:
     """What is done to images, not what they are declared to be; without options that came later and are not used."""
     options = config.augmentation
     first = options.model_dump(include={"random_crop_padding", "random_flip"})
-    return options.model_dump(mode="json", exclude={"images", "preset"}, exclude_defaults=True) | first
+    return options.model_dump(mode="json", exclude={"images"}, exclude_defaults=True) | first
 
 
 def _defaulted() -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,7 +26,7 @@ class AugmentOptions(Section):
     """Random changes to training images; each only depends on (seed, epoch, sample id, occurrence)."""
 
     preset: Preset = "default"
-    """Sets the other options: `imagenet` (random resized crop and mirroring), `cifar` (padded crop and mirroring),
+    """Stands for other options: `imagenet` (random resized crop and mirroring), `cifar` (padded crop and mirroring),
     `none`, or `default` (padded crop). Options that are given as well replace those of the preset."""
     images: Literal["any", "photographs"] = "any"
     """Content of the images: `photographs` declares natural photographs, whose class does not change when mirrored."""
@@ -37,8 +37,8 @@ class AugmentOptions(Section):
     """Pad by this many pixels (edges repeated), then crop at a random offset; 0 switches it off."""
     random_resized_crop: bool = False
     """Instead of the padded crop, resize a random rectangle (aspect ratio 3:4 to 4:3) to the size of the batch."""
-    crop_area: tuple[Share, Share] = (0.08, 1.0)
-    """Smallest and largest share of an image's area in the random resized crop."""
+    min_crop_area: float = Field(default=0.08, gt=0, le=1)
+    """Smallest share of an image's area in the random resized crop; the largest is all of it."""
     random_flip: bool | Literal["auto"] = "auto"
     """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
     text. Labels that are numbers (positions, angles) are not mirrored with the image."""
@@ -102,15 +102,11 @@ class AugmentOptions(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _begin_with_the_preset(cls, given: Any) -> Any:
+    def _expand_the_preset(cls, given: Any) -> Any:
+        """The options themselves are kept, as what a config leaves out would mean something else beside a preset."""
         preset = given.get("preset") if isinstance(given, dict) else None
-        return {**PRESETS[preset], **given} if isinstance(preset, str) and preset in PRESETS else given
-
-    @model_validator(mode="after")
-    def _areas_ascend(self) -> Self:
-        if not 0 < self.crop_area[0] <= self.crop_area[1]:
-            raise ValueError("crop_area as (smallest, largest), both above 0 and at most 1")
-        return self
+        known = isinstance(preset, str) and preset in PRESETS
+        return {**PRESETS[preset], **given, "preset": "default"} if known else given
 
 
 NO_CHANGES = AugmentOptions(preset="none")

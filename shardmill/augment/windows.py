@@ -54,7 +54,7 @@ def draw_windows(draws: Draws, options: AugmentOptions, stored_HW: tuple[int, in
     """The windows of rows whose stored images have one size."""
     size_HW = options.size_of(stored_HW)
     if options.random_resized_crop:
-        heights_N, widths_N = _draw_sizes(draws, options.crop_area, stored_HW)
+        heights_N, widths_N = _draw_sizes(draws, options.min_crop_area, stored_HW)
         top_N = draws.below(ROW_DRAW, stored_HW[0] - heights_N + 1)
         left_N = draws.below(COLUMN_DRAW, stored_HW[1] - widths_N + 1)
     else:
@@ -86,13 +86,13 @@ def cut_window(image_HWC: np.ndarray, windows: Windows, row: int) -> np.ndarray:
     return np.array(cut_HWC[:, ::-1] if windows.is_flipped_N[row] else cut_HWC, order="C")
 
 
-def _draw_sizes(draws: Draws, area: tuple[float, float], stored_HW: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _draw_sizes(draws: Draws, min_area: float, stored_HW: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Heights and widths of random shares of the area, with aspect ratios that are uniform in their logarithm."""
     height, width = stored_HW
     heights_N, widths_N = (np.full(len(draws), side, np.int64) for side in _largest_of_aspect(stored_HW))
     is_open_N = np.ones(len(draws), bool)
     for number in range(_TRIES):
-        pixels_N = draws.uniform(AREA_DRAW + number, *area) * (height * width)
+        pixels_N = draws.uniform(AREA_DRAW + number, min_area, 1) * (height * width)
         aspect_N = draws.log_uniform(ASPECT_DRAW + number, _MAX_ASPECT)
         drawn_heights_N = np.rint(np.sqrt(pixels_N / aspect_N)).astype(np.int64)
         drawn_widths_N = np.rint(np.sqrt(pixels_N * aspect_N)).astype(np.int64)
