@@ -234,7 +234,8 @@ class Batch:
 
     images_NHWC: np.ndarray
     labels_N: np.ndarray
-    """Class numbers, int64. Labels of other kinds are float32: multi-labels 0 or 1, shape (N, classes); floats (N,);
+    """Class numbers, int64; shares of classes, float32 (N, classes), if rows are mixed (`shardmill.augment.mixing`).
+    Labels of other kinds are float32: multi-labels 0 or 1, shape (N, classes); floats (N,);
     vectors (N, length).
     """
     weights_N: np.ndarray

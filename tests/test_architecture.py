@@ -27,7 +27,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_DEPTH = 300, 50, 7, 9
 # Of the modules whose types name each other; the ratchet records each such circle.
 MAX_TYPE_CIRCLE = 5
 # How many of our modules somebody has to open at the most who wants to read a dataset.
-# Of the reader, eight are the package of augmentation, which nothing else needs.
+# Of the reader, nine are the package of augmentation, which nothing else needs.
 MAX_REACH = {"shardmill.loader.reader": 30}
 # Slow to import, or absent where only the reader is installed: never at the top of a module.
 HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "airflow"}

@@ -105,8 +105,9 @@ class AugmentOptions(Section):
     def _expand_the_preset(cls, given: Any) -> Any:
         """The options themselves are kept, as what a config leaves out would mean something else beside a preset."""
         preset = given.get("preset") if isinstance(given, dict) else None
-        known = isinstance(preset, str) and preset in PRESETS
-        return {**PRESETS[preset], **given, "preset": "default"} if known else given
+        if not isinstance(preset, str) or preset not in PRESETS:
+            return given
+        return {**PRESETS[preset], **given, "preset": "default"}
 
 
 NO_CHANGES = AugmentOptions(preset="none")

@@ -22,7 +22,8 @@ class LoaderBatch(Mapping[str, Any]):
     images: Any
     """uint8 from 0 to 255, shape (N, H, W, C), or (N, C, H, W) where a loader says so."""
     labels: Any
-    """Class numbers, int64, shape (N,). Labels of other kinds are float32 (`shardmill.values.Batch`)."""
+    """Class numbers, int64, shape (N,); with mixup or cutmix shares, float32, shape (N, classes).
+    Labels of other kinds are float32 (`shardmill.values.Batch`)."""
     weights: Any
     """float32, shape (N,): 1 for a row of the dataset, 0 for padding."""
     sample_ids: Any

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 from shardmill.augment.mixing import check_mixing, check_streams
-from shardmill.augment.options import NO_CHANGES, augment_options
+from shardmill.augment.options import augment_options
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset as open_version
 from shardmill.dataset.versions import split_version
@@ -208,7 +208,7 @@ class LoadableDataset(Dataset):
         )
         if rows.selection is not None:
             spec = replace(spec, selection=rows.selection.digest)
-        check_streams(augment_options(reading.get("augment")), spec.rows_per_stream)
+        check_streams(rows.augment, spec.rows_per_stream)
         check_same_plan(ranks, spec, self.pin, names_version=self.names_version)
         options = replace(options, cache=self._cache(spec, options.format, reading))
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
@@ -238,8 +238,7 @@ class LoadableDataset(Dataset):
         augment, schema = augment_options(reading.get("augment")), self.manifest.row_schema
         augment.shape_of(self.manifest.normalize.image_shape_HWC)
         check_mixing(augment, schema.label_kind, len(schema.class_names))
-        changes = None if augment == NO_CHANGES else augment
-        return RowOptions(changes, None if columns is None else tuple(columns), selection)
+        return RowOptions(augment, None if columns is None else tuple(columns), selection)
 
 
 def _check_batch(reading: Reading) -> None:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from shardmill.augment.one_image import augment as augment_image
-from shardmill.augment.options import AugmentOptions
+from shardmill.augment.batch import change_batch
+from shardmill.augment.draws import Draws
+from shardmill.augment.options import NO_CHANGES, AugmentOptions
+from shardmill.augment.windows import cut_window, draw_windows
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
@@ -54,7 +56,7 @@ class ReaderOptions:
 class RowOptions:
     """Which rows a reader reads, and what of them."""
 
-    augment: AugmentOptions | None = None
+    augment: AugmentOptions = NO_CHANGES
     columns: tuple[str, ...] | None = None
     """Of the extra columns; all by default."""
     selection: Selection | None = None
@@ -115,7 +117,7 @@ class BatchReader(Generic[Item]):
         self._fetcher = ChunkFetcher(dataset.store, index, self._schema, options.cache)
         self._planner = StepPlanner(plan, streams)
         self._local_batch_size = len(streams) * plan.spec.rows_per_stream
-        height, width, channels = self._normalize.image_shape_HWC
+        height, width, channels = self._image_shape_HWC = rows.augment.shape_of(self._normalize.image_shape_HWC)
         batch_bytes = self._local_batch_size * height * width * channels
         self._max_batches_ahead = max(1, options.prefetch_bytes // max(1, batch_bytes))
         # Decoding waits for fetching: in one pool, waiting decoders could take every thread that a fetch needs.
@@ -211,32 +213,35 @@ class BatchReader(Generic[Item]):
             self._seconds += more
 
     def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, chunks: dict[int, ChunkRows]) -> Batch:
-        shape_HWC = self._normalize.image_shape_HWC
-        images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
+        spec, shape_HWC, augment = self._plan.spec, self._normalize.image_shape_HWC, self._rows.augment
+        places = list(zip(rows.chunks_N.tolist(), rows.rows_N.tolist(), strict=True))
+        stored_ids_N = np.array([chunks[chunk].sample_ids_N[row] for chunk, row in places], np.int64)
+        draws = Draws.of(spec.seed, self._plan.epoch, stored_ids_N, occurrences_N)
+        windows = draw_windows(draws, augment, shape_HWC[:2])
+        images_NHWC = np.zeros((self._local_batch_size, *self._image_shape_HWC), dtype=np.uint8)
         shape = label_shape(self._schema.label_type, len(self._schema.class_names))
         label_kind = np.int64 if self._schema.has_class else np.float32
         labels_N = np.zeros((self._local_batch_size, *shape), dtype=label_kind)
         sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
         extra: dict[str, list[Value]] = {column.name: [None] * self._local_batch_size for column in self._schema.extra}
-        for place, is_real in enumerate((rows.weights_N > 0).tolist()):
-            chunk, row = chunks[int(rows.chunks_N[place])], int(rows.rows_N[place])
-            sample_id = int(chunk.sample_ids_N[row])
+        is_real_N = rows.weights_N > 0
+        for place, (number, row) in enumerate(places):
+            chunk = chunks[number]
             image_HWC = decode_stored(chunk.images[row], self._normalize.encoding, shape_HWC)
-            if self._rows.augment is not None:
-                image_HWC = augment_image(
-                    image_HWC, self._rows.augment, seed=self._plan.spec.seed, epoch=self._plan.epoch,
-                    sample_id=sample_id, occurrence=int(occurrences_N[place]),
-                )  # fmt: skip
-            images_NHWC[place] = image_HWC
-            if is_real:
+            images_NHWC[place] = cut_window(image_HWC, windows, place)
+            if is_real_N[place]:
                 label = chunk.labels_N[row]
                 if isinstance(label, list):
                     labels_N[place, label] = 1
                 else:
                     labels_N[place] = label
-                sample_ids_N[place] = sample_id
+                sample_ids_N[place] = stored_ids_N[place]
                 for name, values in extra.items():
                     values[place] = chunk.extra[name][row]
+        labels_N = change_batch(
+            images_NHWC, labels_N, is_real_N, draws, augment, num_classes=len(self._schema.class_names),
+            rows_per_stream=spec.rows_per_stream,
+        )  # fmt: skip
         return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step, extra)
 
 
@@ -267,7 +272,7 @@ def read_batches(
         streams=range(num_streams) if streams is None else streams,
         first_step=first_step,
         options=options or ReaderOptions(),
-        rows=RowOptions(augment),
+        rows=RowOptions(augment or NO_CHANGES),
         finish=_as_it_is,
     )
 
