@@ -196,12 +196,12 @@ def _report_plan(
     observer.event("plan", {"rank": 0, "chosen": plan.reason, "short": plan.in_short, **memory.as_fields()})
     if never := never_unfrozen(config):
         observer.event("freeze", {"rank": 0, WARNING: never})
-    if config.augmentation.random_flip and LabelSpec.of(dataset.manifest).are_numbers:
-        mirrored = (
-            "train.augment mirrors half of the images left to right, but numeric labels stay unchanged, which is "
-            "wrong for positions, angles and directions; set train.augment.random_flip = false to disable it"
+    if (moves := config.augmentation.moves) and LabelSpec.of(dataset.manifest).are_numbers:
+        moved = (
+            f"train.augment moves what images show ({', '.join(moves)}), but numeric labels stay unchanged, which is "
+            "wrong for positions, angles and directions; switch these options off if labels are such numbers"
         )
-        observer.event("augment", {"rank": 0, WARNING: mirrored})
+        observer.event("augment", {"rank": 0, WARNING: moved})
     if choice.resumes:
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
     if limits := reader_of(config).limits(config, dataset):

@@ -41,7 +41,7 @@ class AugmentOptions(Section):
     """Smallest share of an image's area in the random resized crop; the largest is all of it."""
     random_flip: bool | Literal["auto"] = "auto"
     """Mirror half of the images left to right; `auto`: only if `images = "photographs"`. Do not use it for digits or
-    text. Labels that are numbers (positions, angles) are not mirrored with the image."""
+    text. Labels that are numbers (positions, angles) do not follow this or any other change."""
 
     random_vertical_flip: bool = False
     """Turn half of the images upside down: for images without a top, as from above."""
@@ -67,6 +67,17 @@ class AugmentOptions(Section):
     cutmix_alpha: float = Field(default=0.0, ge=0, le=10)
     """Paste a rectangle of another image, and mix the labels by area (arXiv:1905.04899); 1 is usual. 0 switches it
     off. With mixup as well, each image gets one of both."""
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """Names of the options in use that change where in an image something is, by more than some pixels."""
+        used = {
+            "random_flip": self.flips,
+            "random_vertical_flip": self.random_vertical_flip,
+            "random_resized_crop": self.random_resized_crop,
+            "rand_augment_operations": self.rand_augment_operations > 0,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
 
     @property
     def mixes(self) -> bool:

@@ -91,8 +91,8 @@ def datasets(tmp_path_factory) -> dict[str, Dataset]:
 
 
 @EVERY_KIND
-def test_mirrored_images_beside_labels_that_are_numbers_are_a_warning(datasets, kind, tmp_path):
-    for number, augment in enumerate(({}, {"random_flip": True}, {"images": "photographs"})):
+def test_moved_contents_beside_labels_that_are_numbers_are_a_warning(datasets, kind, tmp_path):
+    for number, augment in enumerate(({}, {"random_resized_crop": True}, {"images": "photographs"})):
         tree = tree_of(
             datasets[kind].pin.uri, tmp_path / "models", model=LINEAR["keras"], epochs=1, seed=number, augment=augment
         )
@@ -101,6 +101,7 @@ def test_mirrored_images_beside_labels_that_are_numbers_are_a_warning(datasets, 
         told = [fields["warning"] for fields in observer.named("augment")]
         assert len(told) == (kind != "multi_label" and augment != {}), told
         assert all("numeric labels stay unchanged" in warning for warning in told)
+        assert all(("random_flip" if number == 2 else "random_resized_crop") in warning for warning in told)
 
 
 @EVERY_KIND

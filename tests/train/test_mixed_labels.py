@@ -13,6 +13,8 @@ from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
 from tests.train.forked_ranks import launch_forked
 from tests.train.test_models import THREE, batch_of
+from tests.train.test_parameter_server import Watcher
+from tests.train.test_parameter_server import launch as launch_served
 from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, synthetic_batch
@@ -111,3 +113,11 @@ def test_the_shares_of_a_silo_are_those_of_the_pinned_classes():
     batch = replace(batch_of(SHAPE, 2), labels_N=np.float32([[0.25, 0.75], [1, 0]]))
     batches = SiloBatches(None, 0, 1, np.array([2, 0]), 3)
     assert batches._labels(batch).tolist() == [[0.75, 0, 0.25], [0, 0, 1]]
+
+
+@pytest.mark.drill
+def test_workers_of_a_parameter_server_send_shares_of_one_size(tiny_uri, tmp_path):
+    augment = {**MIXES, "size": 12, "random_resized_crop": True, "min_crop_area": 0.5}
+    result = launch_served(tiny_uri, tmp_path, Watcher(), model="small_cnn", epochs=2, augment=augment)
+    assert result.history[1].train_loss < result.history[0].train_loss
+    assert result.evaluation.accuracy > 0.9
