@@ -3,6 +3,7 @@
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <jpeglib.h>
 /* after jpeglib.h, which it needs */
@@ -30,6 +31,9 @@ typedef struct {
 /* Whose Huffman decoding. Both give the same; libjpeg's word counts on files that are not plainly intact. */
 typedef enum { OURS, LIBJPEGS } entropy_decoder;
 
+/* What becomes of the region. */
+typedef enum { SHRINK, COPY } purpose;
+
 static void fail(shrink_work *work, shrink_outcome outcome) {
     work->outcome = outcome;
     longjmp(work->on_failure, 1);
@@ -44,7 +48,7 @@ static void on_message(j_common_ptr decoder, int level) {
     if (level < 0) fail(decoder->client_data, DECLINED);
 }
 
-static void start(shrink_work *work, const shrink_request *request) {
+static void start(shrink_work *work, const shrink_request *request, J_COLOR_SPACE pixels) {
     j_decompress_ptr decoder = &work->decoder;
     jpeg_mem_src(decoder, request->data, request->num_bytes);
     jpeg_read_header(decoder, TRUE);
@@ -54,11 +58,12 @@ static void start(shrink_work *work, const shrink_request *request) {
         fail(work, DECLINED);
     decoder->scale_num = 1;
     decoder->scale_denom = request->scale;
-    decoder->out_color_space = JCS_EXT_RGBA;
+    decoder->out_color_space = pixels;
     decoder->dct_method = JDCT_ISLOW;
     decoder->do_fancy_upsampling = TRUE;
     jpeg_start_decompress(decoder);
-    if (decoder->output_components != PIXEL_LANES || request->top + request->kept_height > decoder->output_height ||
+    if (decoder->output_components > PIXEL_LANES ||
+        request->top + request->kept_height > decoder->output_height ||
         request->left + request->kept_width > decoder->output_width)
         fail(work, DECLINED);
 }
@@ -66,8 +71,8 @@ static void start(shrink_work *work, const shrink_request *request) {
 /* Leaves out what lies left and right of the region, in whole blocks; returns the region's place in what is left. */
 static size_t crop(shrink_work *work, const shrink_request *request) {
     j_decompress_ptr decoder = &work->decoder;
-    /* The colours of a pixel are interpolated with those beside it: one more block on either side. */
-    size_t margin = (size_t)decoder->max_h_samp_factor * DCTSIZE;
+    /* Colours of fewer pixels are interpolated with those beside them: one more block on either side. */
+    size_t margin = decoder->max_h_samp_factor > 1 ? (size_t)decoder->max_h_samp_factor * DCTSIZE : 0;
     size_t end = request->left + request->kept_width + margin;
     JDIMENSION from = (JDIMENSION)(request->left > margin ? request->left - margin : 0);
     JDIMENSION width = (JDIMENSION)(end < decoder->output_width ? end : decoder->output_width) - from;
@@ -142,23 +147,48 @@ static void check_the_rest(shrink_work *work) {
     jpeg_finish_decompress(&work->decoder);
 }
 
-/* By itself, so that no variable of the function that calls setjmp changes after it. */
-static void run(shrink_work *work, const shrink_request *request, entropy_decoder by) {
-    if (setjmp(work->on_failure)) return;
-    jpeg_create_decompress(&work->decoder);
-    start(work, request);
-    if (by == OURS && !huffman_take_over(&work->entropy, &work->decoder)) fail(work, NO_MEMORY);
-    shrink(work, request);
-    check_the_rest(work);
+static void copy_rows(shrink_work *work, const shrink_request *request) {
+    size_t num_channels = (size_t)request->num_channels, row_bytes = request->kept_width * num_channels;
+    size_t place = crop(work, request) * num_channels;
+    uint8_t *pixels = request->pixels;
+    if (work->decoder.output_width == request->kept_width) {
+        skip_to(work, request->top);
+        for (size_t i = 0; i < request->kept_height; i++, pixels += row_bytes) {
+            JSAMPROW row = pixels;
+            if (jpeg_read_scanlines(&work->decoder, &row, 1) != 1) fail(work, DECLINED);
+        }
+        return;
+    }
+    allocate_rows(work);
+    skip_to(work, request->top);
+    for (size_t i = 0; i < request->kept_height; i++, pixels += row_bytes) {
+        read_row(work);
+        memcpy(pixels, work->rows[1] + place, row_bytes);
+    }
 }
 
-static shrink_outcome shrink_by(entropy_decoder by, const shrink_request *request, int *has_given_up) {
+/* By itself, so that no variable of the function that calls setjmp changes after it. */
+static void run(shrink_work *work, const shrink_request *request, purpose purpose, entropy_decoder by) {
+    if (setjmp(work->on_failure)) return;
+    jpeg_create_decompress(&work->decoder);
+    J_COLOR_SPACE exact = request->num_channels == 1 ? JCS_GRAYSCALE : JCS_EXT_RGB;
+    start(work, request, purpose == SHRINK ? JCS_EXT_RGBA : exact);
+    if (by == OURS && !huffman_take_over(&work->entropy, &work->decoder)) fail(work, NO_MEMORY);
+    if (purpose == COPY) {
+        copy_rows(work, request);
+    } else {
+        shrink(work, request);
+        check_the_rest(work);
+    }
+}
+
+static shrink_outcome run_by(entropy_decoder by, const shrink_request *request, purpose purpose, int *has_given_up) {
     shrink_work work = {.outcome = SHRUNK};
     work.decoder.err = jpeg_std_error(&work.errors);
     work.errors.error_exit = on_error;
     work.errors.emit_message = on_message;
     work.decoder.client_data = &work;
-    run(&work, request, by);
+    run(&work, request, purpose, by);
     jpeg_destroy_decompress(&work.decoder);
     huffman_free(&work.entropy);
     area_free_columns(&work.columns);
@@ -168,8 +198,12 @@ static shrink_outcome shrink_by(entropy_decoder by, const shrink_request *reques
     return work.outcome;
 }
 
-shrink_outcome shrink_jpeg(const shrink_request *request) {
+static shrink_outcome run_for(purpose purpose, const shrink_request *request) {
     int has_given_up;
-    shrink_outcome outcome = shrink_by(OURS, request, &has_given_up);
-    return has_given_up ? shrink_by(LIBJPEGS, request, &has_given_up) : outcome;
+    shrink_outcome outcome = run_by(OURS, request, purpose, &has_given_up);
+    return has_given_up ? run_by(LIBJPEGS, request, purpose, &has_given_up) : outcome;
 }
+
+shrink_outcome shrink_jpeg(const shrink_request *request) { return run_for(SHRINK, request); }
+
+shrink_outcome copy_window(const shrink_request *request) { return run_for(COPY, request); }

@@ -1,4 +1,4 @@
-/* A JPEG file to the shrunk pixels of one region. */
+/* A JPEG file to the pixels of one region, shrunk or as they are. */
 #ifndef SHARDMILL_JPEG_H
 #define SHARDMILL_JPEG_H
 
@@ -25,5 +25,9 @@ typedef enum { SHRUNK, DECLINED, NO_MEMORY } shrink_outcome;
 /* Reads and checks the whole file. DECLINED for every error and warning of libjpeg, and for other files than gray or
    YCbCr of the given size with as many components as channels: `pixels` then holds anything. */
 shrink_outcome shrink_jpeg(const shrink_request *request);
+
+/* The region as it is, of a file whose bytes were checked before: what lies below it is not looked at. `scale` is 1; the
+   new size is not used. */
+shrink_outcome copy_window(const shrink_request *request);
 
 #endif

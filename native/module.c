@@ -7,6 +7,7 @@
 
 #include "area.h"
 #include "colours.h"
+#include "decode.h"
 #include "jpeg.h"
 #include "sums.h"
 
@@ -237,6 +238,12 @@ static PyMethodDef methods[] = {
      "Decodes the JPEG `data` of `height` x `width` pixels at 1 / `scale`, and shrinks the kept region of the result\n"
      "into `pixels_HWC` (uint8, 1 or 3 channels). False, with any pixels, if libjpeg has an objection to the file or\n"
      "it is neither gray nor YCbCr. Raises MemoryError, and ValueError for a region outside of the image."},
+    {"decode_jpegs", py_decode_jpegs, METH_VARARGS,
+     "decode_jpegs(images, (height, width, channels), places, target, is_done)\n\n"
+     "Decodes a window of each JPEG of one size into C-contiguous uint8 pixels. `places` (int64, N x 5) has its top, left,\n"
+     "height and width, and where it begins in `target`; `is_done` (uint8, N) becomes 0 for files that libjpeg objects to\n"
+     "above the window's end, and for those of another size or other colours, and 1 for the others. The bytes of the files\n"
+     "were checked before: nothing below the window is looked at. Raises MemoryError, and ValueError for other places."},
     {"channel_sums", py_channel_sums, METH_O,
      "channel_sums(pixels_HWC) -> (sums, square_sums)\n\n"
      "For each channel of C-contiguous uint8 pixels (1 or 3 channels) the exact sum of its values, and of their squares.\n"

@@ -5,7 +5,7 @@ Shape legend: H height, W width, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import cv2
@@ -17,6 +17,8 @@ from shardmill.options import ENCODINGS, NormalizeOptions
 
 # Low effort: higher levels gain a few percent on photos and take several times as long.
 PNG_COMPRESSION_LEVEL = 3
+# From here on NumPy, which lets other threads run while it copies, is worth its call.
+_LARGE_BYTES = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +26,22 @@ class StoredEncoding:
     """Reads and writes one stored encoding."""
 
     encode: Callable[[np.ndarray, NormalizeOptions], bytes]
-    decode: Callable[[bytes | memoryview, tuple[int, int, int]], np.ndarray]
-    """(bytes, shape_HWC) -> uint8 pixels. Raises ValueError or cv2.error for bytes that are not such an image."""
+    decode: Callable[[bytes | memoryview, tuple[int, ...], np.ndarray | None], np.ndarray]
+    """(bytes, shape_HWC, where to decode to, if it can) -> uint8 pixels. Raises ValueError or cv2.error for bytes that
+    are not such an image."""
     read_size: Callable[[bytes | memoryview], tuple[int, int] | None]
     """Height and width that the header declares; None for an encoding without a header."""
     bytes_per_value: float
     """Typical stored bytes per pixel and channel of a photograph: an estimate that balances work units."""
     is_lossless: bool
     """Whether decoding gives back the very pixels that were encoded."""
-    is_fixed_size: bool = False
-    """Whether every image of one shape takes the same number of bytes."""
+    copy_all: Callable[[Sequence[bytes | memoryview], np.ndarray], None] | None = None
+    """Copies images that are stored as their pixels to images_NHWC; ValueError for another number of bytes."""
+
+    @property
+    def is_fixed_size(self) -> bool:
+        """Whether every image of one shape takes the same number of bytes."""
+        return self.copy_all is not None
 
 
 def encode_image(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
@@ -41,24 +49,49 @@ def encode_image(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     return ENCODINGS[options.encoding].encode(np.ascontiguousarray(image_HWC), options)
 
 
-def decode_stored(data: bytes | memoryview, encoding: str, shape_HWC: tuple[int, int, int]) -> np.ndarray:
-    """Decode the output of `encode_image` to uint8 pixels of `shape_HWC` (read-only for `raw`).
+def decode_stored(
+    data: bytes | memoryview, encoding: str, shape_HWC: tuple[int, int, int], out_HWC: np.ndarray | None = None
+) -> np.ndarray:
+    """Decode the output of `encode_image` to uint8 pixels of `shape_HWC`: to `out_HWC`, or to an array of its own
+    (read-only for `raw`).
 
-    This is the reader's hot path. Raises IntegrityError for bytes that are not an image of this encoding and shape.
+    Raises IntegrityError for bytes that are not an image of this encoding and shape.
     """
-    stored = ENCODINGS[encoding]
+    return _decode(data, ENCODINGS[encoding], encoding, shape_HWC, out_HWC)
+
+
+def decode_all(encoded: Sequence[bytes | memoryview], encoding: str, images_NHWC: np.ndarray) -> None:
+    """Decode image n to `images_NHWC[n]`: a reader's hot path. Raises IntegrityError as `decode_stored`."""
+    stored, shape_HWC = ENCODINGS[encoding], images_NHWC.shape[1:]
+    if stored.copy_all is not None:
+        try:
+            stored.copy_all(encoded, images_NHWC)
+        except ValueError as error:
+            raise IntegrityError(f"a stored {encoding} image does not have the shape {shape_HWC}: {error}") from error
+        return
+    for data, image_HWC in zip(encoded, images_NHWC, strict=True):
+        _decode(data, stored, encoding, shape_HWC, image_HWC)
+
+
+def _decode(
+    data: bytes | memoryview, stored: StoredEncoding, encoding: str, shape_HWC: tuple[int, ...],
+    out_HWC: np.ndarray | None,
+) -> np.ndarray:  # fmt: skip
     try:
         # The header first: a decompression bomb in a shard must be refused before it is unpacked.
         declared_HW = stored.read_size(data)
         if declared_HW is not None and declared_HW != shape_HWC[:2]:
             raise IntegrityError(f"a stored {encoding} image declares {declared_HW}", f"expected {shape_HWC[:2]}")
-        image_HWC = stored.decode(data, shape_HWC)
+        image_HWC = stored.decode(data, shape_HWC, out_HWC)
     except (ValueError, cv2.error) as error:
         raise IntegrityError(f"a stored {encoding} image does not decode: {error}") from error
     if image_HWC.shape != shape_HWC or image_HWC.dtype != np.uint8:
         found = f"{image_HWC.dtype} of shape {image_HWC.shape}"
         raise IntegrityError(f"a stored {encoding} image has {found}", f"expected uint8 of shape {shape_HWC}")
-    return image_HWC
+    if out_HWC is None or image_HWC is out_HWC:
+        return image_HWC
+    np.copyto(out_HWC, image_HWC)
+    return out_HWC
 
 
 def decode_row(data: bytes | memoryview, options: NormalizeOptions) -> np.ndarray:
@@ -86,8 +119,12 @@ def _encode_jpeg(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     )
 
 
-def _decode_jpeg(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
-    return simplejpeg.decode_jpeg(data, "GRAY" if shape_HWC[2] == 1 else "RGB")
+def _decode_jpeg(data: bytes | memoryview, shape_HWC: tuple[int, ...], out_HWC: np.ndarray | None) -> np.ndarray:
+    colors = "GRAY" if shape_HWC[2] == 1 else "RGB"
+    if out_HWC is None:
+        return simplejpeg.decode_jpeg(data, colors)
+    simplejpeg.decode_jpeg(data, colors, buffer=out_HWC)
+    return out_HWC
 
 
 def _read_jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
@@ -103,7 +140,7 @@ def _encode_png(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     return encoded.tobytes()
 
 
-def _decode_png(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+def _decode_png(data: bytes | memoryview, shape_HWC: tuple[int, ...], out_HWC: np.ndarray | None) -> np.ndarray:
     pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), cv2.IMREAD_UNCHANGED)
     if pixels is None:
         raise ValueError("OpenCV could not decode it")
@@ -125,12 +162,23 @@ def _encode_raw(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     return image_HWC.tobytes()
 
 
-def _decode_raw(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+def _decode_raw(data: bytes | memoryview, shape_HWC: tuple[int, ...], out_HWC: np.ndarray | None) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8).reshape(shape_HWC)
+
+
+def _copy_raw(encoded: Sequence[bytes | memoryview], images_NHWC: np.ndarray) -> None:
+    num_bytes = images_NHWC[0].size
+    if num_bytes >= _LARGE_BYTES:
+        for data, image_HWC in zip(encoded, images_NHWC, strict=True):
+            np.copyto(image_HWC, _decode_raw(data, image_HWC.shape, None))
+        return
+    pixels = images_NHWC.reshape(-1).data
+    for place, data in enumerate(encoded):
+        pixels[place * num_bytes : (place + 1) * num_bytes] = data
 
 
 JPEG = StoredEncoding(_encode_jpeg, _decode_jpeg, _read_jpeg_size, bytes_per_value=0.15, is_lossless=False)
 PNG = StoredEncoding(_encode_png, _decode_png, _read_png_size, bytes_per_value=0.6, is_lossless=True)
 RAW = StoredEncoding(
-    _encode_raw, _decode_raw, lambda data: None, bytes_per_value=1.0, is_lossless=True, is_fixed_size=True
+    _encode_raw, _decode_raw, lambda data: None, bytes_per_value=1.0, is_lossless=True, copy_all=_copy_raw
 )

@@ -10,8 +10,7 @@ import io
 import itertools
 import json
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
@@ -20,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
+from shardmill.formats.parquet_pages import find_page
+from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, Slices, StoredRow, Texts, WrittenShard
 from shardmill.options import ENCODINGS
 from shardmill.typed_columns import ARROW_TYPES, arrow_type, decode_values, label_array
 
@@ -31,12 +31,8 @@ IMAGE_KEY = "shardmill.image"
 if images differ in it, and then in the columns `height` and `width`."""
 
 _MAGIC_BYTES = 4
-_LENGTH = struct.Struct("<I")
-# Beside the image, which comes first: a row group begins with its page.
-_READ_COLUMNS = ("sample_id", "label", "source")
-# How the header of a data page begins: field 1, its type, is 0, and then comes field 2, its size.
-_DATA_PAGE = b"\x15\x00\x15"
-_MAX_PAGE_HEADER_BYTES = 64
+# Name and number of each column of ours that readers read.
+_READ_COLUMNS = {"image": 0, "sample_id": 1, "label": 2, "source": 5}
 
 
 def parquet_schema(schema: RowSchema) -> pa.Schema:
@@ -98,77 +94,43 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
 def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
     """Decode one row group from its bytes; images are views of `data`."""
     assert isinstance(footer, pq.FileMetaData)
-    extra = [column.name for column in schema.extra]
     try:
-        images = _views_of_page(footer, chunk_in_shard, place, data)
-        columns = [*(("image",) if images is None else ()), *_READ_COLUMNS, *extra]
-        source = _SparseFile(place.start + place.num_bytes, {place.start: data})
-        file = pq.ParquetFile(source, metadata=footer, pre_buffer=False)
-        table = file.read_row_group(chunk_in_shard, columns=columns, use_threads=False)
+        pages = {
+            name: find_page(footer, chunk_in_shard, place, data, number, name) for name, number in _READ_COLUMNS.items()
+        }
+        if not schema.has_class:
+            pages["label"] = None
+        table = _read_columns(
+            footer, chunk_in_shard, place, data,
+            [*(name for name, page in pages.items() if page is None), *(column.name for column in schema.extra)],
+        )  # fmt: skip
     except (pa.ArrowException, OSError) as error:
         raise IntegrityError(f"Parquet row group {chunk_in_shard} does not parse: {error}") from None
+    image, sample_id, label, source = pages.values()
     return ChunkRows(
-        images=_views(table.column("image").combine_chunks()) if images is None else images,
-        labels_N=_labels(table.column("label"), schema),
-        sample_ids_N=table.column("sample_id").to_numpy(),
-        sources=table.column("source").to_pylist(),
-        extra={name: table.column(name).to_pylist() for name in extra},
+        images=image.slices() if image else _slices(table["image"]),
+        labels_N=label.integers() if label else _labels(table["label"], schema),
+        sample_ids_N=sample_id.integers() if sample_id else table["sample_id"].to_numpy(),
+        sources=Texts(source.slices, source.num_values) if source else table["source"].to_pylist(),
+        extra={column.name: table[column.name].to_pylist() for column in schema.extra},
     )
 
 
 PARQUET = ShardFormat("parquet", write_shard, open_footer, read_chunk)
 
 
-def _views_of_page(
-    footer: pq.FileMetaData, chunk_in_shard: int, place: ByteRange, data: bytes
-) -> list[memoryview] | None:
-    """The images of a row group where they lie in its bytes, which Arrow would copy: 0.5 to 1.3 ms for 4 MB.
-
-    None if they are not in one plain page, as `write_shard` writes them, or its lengths do not add up.
-    """
-    column, kind = footer.row_group(chunk_in_shard).column(0), footer.schema.column(0)
-    is_plain = column.compression == "UNCOMPRESSED" and not column.has_dictionary_page
-    begin, end = (column.data_page_offset - place.start + skipped for skipped in (0, column.total_compressed_size))
-    if not is_plain or kind.max_definition_level or kind.max_repetition_level or not 0 <= begin < end <= len(data):
-        return None
-    header = data[begin : begin + _MAX_PAGE_HEADER_BYTES]
-    # All that the column has beside its one page is that page's header.
-    first = end - _page_bytes(header)
-    if not begin < first <= begin + _MAX_PAGE_HEADER_BYTES:
-        return None
-    if kind.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        starts = range(first, end + 1, kind.length)
-        view = memoryview(data)
-        images = [view[start:stop] for start, stop in itertools.pairwise(starts)]
-        return images if len(images) == column.num_values and starts[-1] == end else None
-    return _views_with_lengths(memoryview(data)[first:end], column.num_values)
-
-
-def _page_bytes(header: bytes) -> int:
-    """The size that a data page's header states; 0 for another header.
-
-    `PageHeader` of parquet.thrift in Thrift's compact protocol: 7 bits of a number in each byte, the lowest first, and
-    its sign in the last bit (zigzag).
-    """
-    number = 0
-    if header.startswith(_DATA_PAGE):
-        for place, byte in enumerate(header[len(_DATA_PAGE) :]):
-            number |= (byte & 0x7F) << (7 * place)
-            if byte < 0x80:
-                return number >> 1
-    return 0
-
-
-def _views_with_lengths(page: memoryview, num_values: int) -> list[memoryview] | None:
-    """Of values that follow their lengths, 4 bytes each, little-endian."""
-    images, stop = [], 0
-    for _ in range(num_values):
-        start = stop + _LENGTH.size
-        if start > len(page):
-            return None
-        stop = start + _LENGTH.unpack_from(page, stop)[0]
-        images.append(page[start:stop])
-    return images if stop == len(page) else None
+def _read_columns(
+    footer: pq.FileMetaData, row_group: int, place: ByteRange, data: bytes, names: Sequence[str]
+) -> Mapping[str, pa.ChunkedArray]:
+    """What Arrow makes of some columns; not asked for none, because it parses all that there is."""
+    if not names:
+        return {}
+    source = _SparseFile(place.start + place.num_bytes, {place.start: data})
+    file = pq.ParquetFile(source, metadata=footer, pre_buffer=False)
+    table = file.read_row_group(row_group, columns=list(names), use_threads=False)
+    if table.num_rows != footer.row_group(row_group).num_rows:
+        raise IntegrityError(f"Parquet row group {row_group} has {table.num_rows} rows", "its footer counts others")
+    return {name: table.column(name) for name in names}
 
 
 def _labels(column: pa.ChunkedArray, schema: RowSchema) -> np.ndarray:
@@ -209,20 +171,17 @@ def _locate(file: IO[bytes], num_chunks: int) -> WrittenShard:
     return WrittenShard(tuple(places), ByteRange(footer_start, file_bytes - footer_start))
 
 
-def _views(column: pa.Array | pa.ChunkedArray) -> list[memoryview]:
-    """Each value as a view into Arrow's buffer: no copy."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+def _slices(column: pa.ChunkedArray) -> Slices:
+    """The values of a column in Arrow's buffer: no copy."""
+    array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)
-    data = memoryview(array.buffers()[-1]).cast("B")
     if pa.types.is_fixed_size_binary(array.type):
-        width = array.type.byte_width
-        starts = [(array.offset + place) * width for place in range(len(array) + 1)]
+        bounds = np.arange(array.offset, array.offset + len(array) + 1, dtype=np.int64) * array.type.byte_width
     else:
-        starts = np.frombuffer(array.buffers()[1], dtype=np.int32)[
-            array.offset : array.offset + len(array) + 1
-        ].tolist()
-    return [data[start:stop] for start, stop in itertools.pairwise(starts)]
+        offsets = np.frombuffer(array.buffers()[1], dtype=np.int32)
+        bounds = offsets[array.offset : array.offset + len(array) + 1].astype(np.int64)
+    return Slices(memoryview(array.buffers()[-1]).cast("B"), bounds[:-1], bounds[1:])
 
 
 class _SparseFile(io.RawIOBase):

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING
+from functools import cached_property
+from typing import IO, overload
+
+import numpy as np
 
 from shardmill.ids import row_digest
 from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, stored_labels, vector_size
 from shardmill.values import ImageSample, LabelKind, SourceImage, Value
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 OWN_COLUMNS = ("image", "sample_id", "label", "height", "width", "source", "source_sha256", "notes")
 """The columns that every dataset has; all others are the user's."""
@@ -111,11 +110,65 @@ class WrittenShard:
     footer: ByteRange
 
 
+class Slices(Sequence[memoryview]):
+    """Values where they lie in the bytes of a chunk: value n is `data[starts_N[n] : stops_N[n]]`."""
+
+    def __init__(self, data: bytes | memoryview, starts_N: np.ndarray, stops_N: np.ndarray) -> None:
+        self.data = memoryview(data)
+        self.starts_N = starts_N
+        self.stops_N = stops_N
+
+    def __len__(self) -> int:
+        return len(self.starts_N)
+
+    @overload
+    def __getitem__(self, number: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, number: slice) -> Slices: ...
+    def __getitem__(self, number: int | slice) -> memoryview | Slices:
+        if isinstance(number, slice):
+            return Slices(self.data, self.starts_N[number], self.stops_N[number])
+        return self.data[self.starts_N[number] : self.stops_N[number]]
+
+
+def slices_of(values: Sequence[bytes | memoryview]) -> Slices:
+    """The values as slices of one run of bytes: a copy, unless they are already."""
+    if isinstance(values, Slices):
+        return values
+    stops_N = np.cumsum([len(value) for value in values], dtype=np.int64)
+    return Slices(b"".join(values), np.append(0, stops_N[:-1]), stops_N)
+
+
+class Texts(Sequence[str]):
+    """Texts in UTF-8 that are found and decoded when they are asked for, which most never are."""
+
+    def __init__(self, find: Callable[[], Sequence[bytes | memoryview]], num_texts: int) -> None:
+        self._find = find
+        self._num_texts = num_texts
+
+    @cached_property
+    def _encoded(self) -> Sequence[bytes | memoryview]:
+        return self._find()
+
+    def __len__(self) -> int:
+        return self._num_texts
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(self._num_texts))]
+        return str(self._encoded[number], "utf-8")
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
     """One chunk as read back, still encoded."""
 
     images: Sequence[bytes | memoryview]
+    """`Slices` are the fastest for readers."""
     labels_N: np.ndarray
     """Class numbers, int64, -1 in a dataset without labels; else float32, or lists of class numbers as objects."""
     sample_ids_N: np.ndarray

@@ -36,23 +36,56 @@ def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
     return bytes_field(1, entries)
 
 
-def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
-    """The first value of each bytes or int64 feature that has one. Raises IntegrityError if `data` is not
-    a tf.Example.
+Place = tuple[int, int]
+"""Where a value begins in the bytes of a chunk, and where it ends."""
+
+
+def find_values(data: bytes, start: int, stop: int, wanted: Collection[bytes]) -> dict[bytes, Place]:
+    """Where the first value of each wanted feature lies: of bytes themselves, of an int64 its varint.
+
+    `data[start:stop]` is a tf.Example; features without a value are left out. This is the reader's hot path: it looks
+    at nothing of the other features but their names. Raises IntegrityError if that is not a tf.Example.
     """
-    found: dict[str, bytes | memoryview | int] = {}
+    found: dict[bytes, Place] = {}
     try:
-        for _, features in _fields(data):
-            for _, entry in _fields(features):
-                name, feature = (value for _, value in _fields(entry))
-                for kind, values in _fields(feature):
-                    if len(values) and kind == BYTES_LIST:
-                        found[bytes(name).decode()] = next(value for _, value in _fields(values))
-                    elif len(values) and kind == INT64_LIST:
-                        found[bytes(name).decode()] = _first_integer(values)
-    except (IndexError, ValueError, StopIteration, TypeError) as error:
-        raise IntegrityError(f"a record is not a tf.Example: {error}") from None
+        while start < stop:
+            features, features_end = _field_of(data, start, stop)
+            while features < features_end:
+                entry, entry_end = _field_of(data, features, features_end)
+                name, name_end = _field_of(data, entry, entry_end)
+                features = entry_end
+                text = data[name:name_end]
+                if text in wanted:
+                    values, values_end = _field_of(data, *_field_of(data, name_end, entry_end))
+                    if values < values_end:
+                        # An integer has a tag of its own, or is the first of those that are packed.
+                        is_single = data[values] & 7 == VARINT
+                        found[text] = (values + 1, values_end) if is_single else _field_of(data, values, values_end)
+            start = features_end
+    except IndexError:
+        raise IntegrityError("a record is not a tf.Example: a field reaches past the end") from None
     return found
+
+
+def integer_at(data: bytes, place: Place) -> int:
+    """The int64 that `find_values` found."""
+    value = _read_varint(data, place[0])[0]
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _field_of(data: bytes, position: int, end: int) -> Place:
+    """Where the payload of a message's next length-delimited field lies."""
+    # Of a message of ours each tag is one byte: the number of a field is below 16.
+    while data[position] & 7 == VARINT:
+        _, position = _read_varint(data, position + 1)
+    if data[position] & 7 != LENGTH_DELIMITED:
+        raise IntegrityError(f"a record is not a tf.Example: unexpected wire type {data[position] & 7}")
+    length, position = data[position + 1], position + 2
+    if length > 0x7F:
+        length, position = _read_varint(data, position - 1)
+    if position + length > end:
+        raise IntegrityError("a record is not a tf.Example: a field reaches past the end")
+    return position, position + length
 
 
 def decode_lists(data: memoryview, wanted: Collection[str] | None = None) -> dict[str, FeatureList]:
@@ -105,15 +138,6 @@ _READERS = {
 }
 
 
-def _first_integer(values: memoryview) -> int:
-    """Of an int64_list: packed as we and TensorFlow write it, or one varint after the other."""
-    tag, position = _read_varint(values, 0)
-    if tag & 7 == LENGTH_DELIMITED:
-        _, position = _read_varint(values, position)
-    value, _ = _read_varint(values, position)
-    return value - (1 << 64) if value >> 63 else value
-
-
 def _encode_feature(value: FeatureValue) -> bytes:
     if isinstance(value, FeatureList):
         return bytes_field(value.kind, _encode_list(value))
@@ -133,7 +157,7 @@ def _encode_list(feature: FeatureList) -> bytes:
     return bytes_field(1, b"".join(varint(value & 0xFFFFFFFFFFFFFFFF) for value in feature.values))
 
 
-def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+def _read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[position]

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import IO
 
 import google_crc32c
 import numpy as np
 
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
+from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, Slices, StoredRow, Texts, WrittenShard
 from shardmill.formats.tf_example import (
     BYTES_LIST,
     FLOAT_LIST,
     INT64_LIST,
     FeatureList,
     FeatureValue,
-    decode_example,
+    Place,
     decode_lists,
     encode_example,
+    find_values,
+    integer_at,
 )
 from shardmill.typed_columns import LABEL_TYPES, decode_values, label_array, scalar_of, vector_size
 from shardmill.values import Value
@@ -62,19 +65,21 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
     return None
 
 
+_IMAGE, _SOURCE, _SAMPLE_ID, _LABEL = b"image/encoded", b"image/filename", b"image/sample_id", b"image/class/label"
+
+
 def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
     """Decode one run of records; their own CRCs are covered by the chunk's."""
-    records = list(_records(memoryview(data)))
-    examples = [decode_example(record) for record in records]
-    lists = [decode_lists(record) for record in records] if schema.has_values else []
+    records = list(_records(data))
+    wanted = frozenset((_IMAGE, _SOURCE, _SAMPLE_ID, _LABEL))
+    examples = [find_values(data, start, stop, wanted) for start, stop in records]
+    lists = [decode_lists(memoryview(data)[start:stop]) for start, stop in records] if schema.has_values else []
     try:
         return ChunkRows(
-            images=[example["image/encoded"] for example in examples],  # pyright: ignore[reportArgumentType]
-            labels_N=_labels(lists, schema)
-            if not schema.has_class
-            else np.array([example.get("image/class/label", -1) for example in examples], dtype=np.int64),
-            sample_ids_N=np.array([example["image/sample_id"] for example in examples], dtype=np.int64),
-            sources=[bytes(example["image/filename"]).decode() for example in examples],  # pyright: ignore
+            images=_slices(data, [example[_IMAGE] for example in examples]),
+            labels_N=_classes(data, examples) if schema.has_class else _labels(lists, schema),
+            sample_ids_N=np.array([integer_at(data, example[_SAMPLE_ID]) for example in examples], dtype=np.int64),
+            sources=Texts(partial(_slices, data, [example[_SOURCE] for example in examples]), len(examples)),
             extra={
                 column.name: [_value_of(features.get(column.name), column.type) for features in lists]
                 for column in schema.extra
@@ -85,6 +90,16 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
 
 
 TFRECORD = ShardFormat("tfrecord", write_shard, open_footer, read_chunk)
+
+
+def _slices(data: bytes, places: list[Place]) -> Slices:
+    bounds = np.array(places, dtype=np.int64).reshape(-1, 2)
+    return Slices(data, bounds[:, 0], bounds[:, 1])
+
+
+def _classes(data: bytes, examples: list[dict[bytes, Place]]) -> np.ndarray:
+    labels = [integer_at(data, example[_LABEL]) if _LABEL in example else -1 for example in examples]
+    return np.array(labels, dtype=np.int64)
 
 
 def _labels(examples: list[dict[str, FeatureList]], schema: RowSchema) -> np.ndarray:
@@ -155,14 +170,15 @@ def masked_crc(data: bytes | memoryview) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _records(data: memoryview) -> Iterator[memoryview]:
-    position = 0
-    while position < len(data):
-        if position + _HEADER.size > len(data):
+def _records(data: bytes) -> Iterator[Place]:
+    """Where the message of each record lies."""
+    position, num_bytes = 0, len(data)
+    while position < num_bytes:
+        if position + _HEADER.size > num_bytes:
             raise IntegrityError("a TFRecord chunk ends inside a record's header")
-        length, _ = _HEADER.unpack_from(data, position)
         start = position + _HEADER.size
-        if start + length + _FOOTER.size > len(data):
+        stop = start + _HEADER.unpack_from(data, position)[0]
+        position = stop + _FOOTER.size
+        if position > num_bytes:
             raise IntegrityError("a TFRecord chunk ends inside a record")
-        yield data[start : start + length]
-        position = start + length + _FOOTER.size
+        yield start, stop

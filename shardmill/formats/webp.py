@@ -23,7 +23,7 @@ def _encode(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     return encoded.tobytes()
 
 
-def _decode(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+def _decode(data: bytes | memoryview, shape_HWC: tuple[int, ...], out_HWC: np.ndarray | None) -> np.ndarray:
     pixels_HWC = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), cv2.IMREAD_UNCHANGED)
     if pixels_HWC is None:
         raise ValueError("OpenCV could not decode it")

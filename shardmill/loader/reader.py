@@ -21,13 +21,14 @@ import numpy as np
 from shardmill.augment.batch import change_batch
 from shardmill.augment.draws import Draws
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
-from shardmill.augment.windows import cut_window, draw_windows
+from shardmill.augment.windows import draw_windows
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
-from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
+from shardmill.loader.decode import BatchMemory, decode_batch
+from shardmill.loader.live_rows import GatheredRows, LiveRows
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 
@@ -114,16 +115,21 @@ class BatchReader(Generic[Item]):
         is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
         self._schema = replace(schema, extra=tuple(is_wanted))
         index = dataset.index(plan.spec.split, options.format)
+        self._rows_of_chunk = index.chunk_rows
         self._fetcher = ChunkFetcher(dataset.store, index, self._schema, options.cache)
         self._planner = StepPlanner(plan, streams)
         self._local_batch_size = len(streams) * plan.spec.rows_per_stream
-        height, width, channels = self._image_shape_HWC = rows.augment.shape_of(self._normalize.image_shape_HWC)
+        height, width, channels = rows.augment.shape_of(self._normalize.image_shape_HWC)
         batch_bytes = self._local_batch_size * height * width * channels
         self._max_batches_ahead = max(1, options.prefetch_bytes // max(1, batch_bytes))
+        # Those in the queue and in the threads, the consumer's and the one before it.
+        num_arrays = self._max_batches_ahead + options.num_threads + 2
+        self._memory = BatchMemory((self._local_batch_size, height, width, channels), num_arrays)
         # Decoding waits for fetching: in one pool, waiting decoders could take every thread that a fetch needs.
         self._fetch_pool = ThreadPoolExecutor(options.num_threads, "shardmill-fetch")
         self._decode_pool = ThreadPoolExecutor(options.num_threads, "shardmill-decode")
         self._chunks: dict[int, Future[ChunkRows]] = {}
+        self._live = LiveRows((), self._rows_of_chunk)
         self._lock = threading.Lock()
         self._seconds = ReaderSeconds()
         self._process = OneProcess()
@@ -177,16 +183,16 @@ class BatchReader(Generic[Item]):
         if selection is not None:
             occurrences_N, live = selection.occurrences_of(rows), selection.chunks_of(live)
             rows = selection.rows_of(rows)
-        # Keep the chunks of the current windows. A step in flight holds its own references, so dropping a chunk here
-        # frees its memory only after the last step that needs it.
-        self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in live}
-        needed: dict[int, Future[ChunkRows]] = {}
-        for chunk in np.unique(rows.chunks_N).tolist():
-            future = self._chunks.get(chunk)
-            if future is None:
-                future = self._chunks[chunk] = self._fetch_pool.submit(self._fetch, chunk)
-            needed[chunk] = future
-        return self._decode_pool.submit(self._decode, step, rows, occurrences_N, needed)
+        needed = set(np.unique(rows.chunks_N).tolist())
+        if self._live.chunks != live | needed:
+            # Only the chunks of the current windows. A step in flight holds its own references, so dropping a chunk
+            # here frees its memory only after the last step that needs it.
+            self._live = LiveRows(live | needed, self._rows_of_chunk)
+            self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in self._live.chunks}
+        for chunk in sorted(needed.difference(self._chunks)):
+            self._chunks[chunk] = self._fetch_pool.submit(self._fetch, chunk)
+        futures = {chunk: self._chunks[chunk] for chunk in self._live.missing(needed)}
+        return self._decode_pool.submit(self._decode, step, rows, occurrences_N, self._live, futures)
 
     def _fetch(self, chunk: int) -> ChunkRows:
         started = time.perf_counter()
@@ -195,16 +201,14 @@ class BatchReader(Generic[Item]):
         return rows
 
     def _decode(
-        self, step: int, rows: StepRows, occurrences_N: np.ndarray, futures: dict[int, Future[ChunkRows]]
-    ) -> Item:
-        chunks = {chunk: future.result() for chunk, future in futures.items()}
+        self, step: int, rows: StepRows, occurrences_N: np.ndarray, live: LiveRows,
+        futures: dict[int, Future[ChunkRows]],
+    ) -> Item:  # fmt: skip
+        for future in futures.values():
+            future.result()
         started = time.perf_counter()
-
-        def sources() -> list[str]:
-            places = zip(rows.chunks_N.tolist(), rows.rows_N.tolist(), strict=True)
-            return [str(chunks[chunk].sources[row]) for chunk, row in places]
-
-        finished = self._finish(self._batch(step, rows, occurrences_N, chunks), sources)
+        gathered = live.gather(rows, futures)
+        finished = self._finish(self._batch(step, rows, occurrences_N, gathered), gathered.sources)
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
         return finished
 
@@ -212,37 +216,33 @@ class BatchReader(Generic[Item]):
         with self._lock:
             self._seconds += more
 
-    def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, chunks: dict[int, ChunkRows]) -> Batch:
-        spec, shape_HWC, augment = self._plan.spec, self._normalize.image_shape_HWC, self._rows.augment
-        places = list(zip(rows.chunks_N.tolist(), rows.rows_N.tolist(), strict=True))
-        stored_ids_N = np.array([chunks[chunk].sample_ids_N[row] for chunk, row in places], np.int64)
-        draws = Draws.of(spec.seed, self._plan.epoch, stored_ids_N, occurrences_N)
-        windows = draw_windows(draws, augment, shape_HWC[:2])
-        images_NHWC = np.zeros((self._local_batch_size, *self._image_shape_HWC), dtype=np.uint8)
-        shape = label_shape(self._schema.label_type, len(self._schema.class_names))
-        label_kind = np.int64 if self._schema.has_class else np.float32
-        labels_N = np.zeros((self._local_batch_size, *shape), dtype=label_kind)
-        sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
-        extra: dict[str, list[Value]] = {column.name: [None] * self._local_batch_size for column in self._schema.extra}
-        is_real_N = rows.weights_N > 0
-        for place, (number, row) in enumerate(places):
-            chunk = chunks[number]
-            image_HWC = decode_stored(chunk.images[row], self._normalize.encoding, shape_HWC)
-            images_NHWC[place] = cut_window(image_HWC, windows, place)
-            if is_real_N[place]:
-                label = chunk.labels_N[row]
-                if isinstance(label, list):
-                    labels_N[place, label] = 1
-                else:
-                    labels_N[place] = label
-                sample_ids_N[place] = stored_ids_N[place]
-                for name, values in extra.items():
-                    values[place] = chunk.extra[name][row]
+    def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, gathered: GatheredRows) -> Batch:
+        spec, augment = self._plan.spec, self._rows.augment
+        draws = Draws.of(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
+        images_NHWC, is_real_N = self._memory.take(), rows.weights_N > 0
+        windows = draw_windows(draws, augment, self._normalize.image_shape_HWC[:2])
+        decode_batch(gathered.images, self._normalize, windows, images_NHWC)
         labels_N = change_batch(
-            images_NHWC, labels_N, is_real_N, draws, augment, num_classes=len(self._schema.class_names),
-            rows_per_stream=spec.rows_per_stream,
+            images_NHWC, self._labels(gathered.labels_N, is_real_N), is_real_N, draws, augment,
+            num_classes=len(self._schema.class_names), rows_per_stream=spec.rows_per_stream,
         )  # fmt: skip
+        extra: dict[str, list[Value]] = {}
+        for column in self._schema.extra:
+            values = zip(gathered.extra(column.name), is_real_N.tolist(), strict=True)
+            extra[column.name] = [value if is_real else None for value, is_real in values]
+        sample_ids_N = gathered.sample_ids_N * is_real_N
         return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step, extra)
+
+    def _labels(self, stored_N: np.ndarray, is_real_N: np.ndarray) -> np.ndarray:
+        """The labels of a batch from those of its rows, as in `ChunkRows`; padding has none."""
+        if stored_N.dtype != object:
+            stored_N[~is_real_N] = 0
+            return stored_N
+        shape = label_shape(self._schema.label_type, len(self._schema.class_names))
+        labels_N = np.zeros((len(stored_N), *shape), dtype=np.float32)
+        for place in np.flatnonzero(is_real_N).tolist():
+            labels_N[place, stored_N[place]] = 1
+        return labels_N
 
 
 def read_batches(

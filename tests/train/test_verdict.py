@@ -210,9 +210,9 @@ def test_slow_storage_is_found(tiny_uri, tmp_path, monkeypatch):
     assert verdict.bound == "input" and verdict.sentence.startswith("input-bound: storage; ")
 
 
-def _decode_late(data, shape_HWC):
+def _decode_late(data, shape_HWC, out_HWC):
     time.sleep(0.01)
-    return PNG.decode(data, shape_HWC)
+    return PNG.decode(data, shape_HWC, out_HWC)
 
 
 LATE_PNG = replace(PNG, decode=_decode_late)

@@ -1,0 +1,90 @@
+"""Decodes the stored images of a step into the pixels of its batch: the part of a reader that costs most.
+
+Shape legend: N batch, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardmill.augment.windows import Windows, cut_window, fit_window
+from shardmill.formats.encodings import decode_all, decode_stored
+from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS, decode_windows
+from shardmill.options import NormalizeOptions
+
+# References to an array of the pool that nobody else has: the list's, the loop's and the question's.
+_OWN_REFERENCES = 3
+# Images whose windows are decoded by one call before each is resized: they stay in a processor's cache until then.
+_GROUP = 8
+
+
+class BatchMemory:
+    """Memory of batches to which nothing refers any more, for the next ones. Safe for several threads.
+
+    The kernel clears each page of fresh memory when it is first written, which takes as long as a tenth of decoding.
+    Views, tensors and arrays of other frameworks that share a batch's memory hold a reference to its array.
+    """
+
+    def __init__(self, shape_NHWC: tuple[int, int, int, int], max_arrays: int) -> None:
+        self._shape_NHWC = shape_NHWC
+        self._max_arrays = max_arrays
+        self._arrays: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> np.ndarray:
+        """An array of uint8 that nothing else refers to, with any content."""
+        with self._lock:
+            for array in self._arrays:
+                if sys.getrefcount(array) == _OWN_REFERENCES:
+                    return array
+            array = np.empty(self._shape_NHWC, dtype=np.uint8)
+            # Who keeps all batches gets fresh memory for each.
+            if len(self._arrays) < self._max_arrays:
+                self._arrays.append(array)
+            return array
+
+
+def decode_batch(
+    encoded: Sequence[memoryview], normalize: NormalizeOptions, windows: Windows, images_NHWC: np.ndarray
+) -> None:
+    """Decode window n of image n to `images_NHWC[n]`. Raises IntegrityError as `decode_stored`."""
+    stored_HWC = normalize.image_shape_HWC
+    if normalize.encoding == "jpeg" and CAN_DECODE_WINDOWS:
+        _decode_jpegs(encoded, stored_HWC, windows, images_NHWC)
+    elif windows.are_whole(stored_HWC[:2]):
+        decode_all(encoded, normalize.encoding, images_NHWC)
+    else:
+        for place, data in enumerate(encoded):
+            cut_window(decode_stored(data, normalize.encoding, stored_HWC), windows, place, images_NHWC[place])
+
+
+def _decode_jpegs(
+    encoded: Sequence[memoryview], stored_HWC: tuple[int, int, int], windows: Windows, images_NHWC: np.ndarray
+) -> None:
+    """With the native kernel, which decodes to the pixels that the wheels decode to, but only those of the windows."""
+    stored_HW, inside = stored_HWC[:2], windows.inside(stored_HWC[:2])
+    is_plain_N = windows.are_plain(stored_HW)
+    plain, others = np.flatnonzero(is_plain_N), np.flatnonzero(~is_plain_N)
+    is_done_N = np.zeros(len(encoded), dtype=bool)
+    if len(plain):
+        images = [encoded[place] for place in plain.tolist()]
+        offsets = plain * images_NHWC[0].size
+        is_done_N[plain] = decode_windows(images, stored_HWC, inside[plain], offsets, images_NHWC)
+    for first in range(0, len(others), _GROUP):
+        group = others[first : first + _GROUP]
+        images = [encoded[place] for place in group.tolist()]
+        num_bytes = inside[group, 2] * inside[group, 3] * stored_HWC[2]
+        offsets = np.cumsum(num_bytes) - num_bytes
+        pixels = np.empty(int(num_bytes.sum()), dtype=np.uint8)
+        is_done_N[group] = decode_windows(images, stored_HWC, inside[group], offsets, pixels)
+        for place, begin, size in zip(group.tolist(), offsets.tolist(), num_bytes.tolist(), strict=True):
+            if is_done_N[place]:
+                inside_HWC = pixels[begin : begin + size].reshape(*inside[place, 2:], stored_HWC[2])
+                fit_window(inside_HWC, windows, place, images_NHWC[place])
+    # What the kernel declines is the wheels' to judge: they decode it, or say what it is.
+    for place in np.flatnonzero(~is_done_N).tolist():
+        cut_window(decode_stored(encoded[place], "jpeg", stored_HWC), windows, place, images_NHWC[place])

@@ -1,0 +1,121 @@
+"""Batches are decoded to the same pixels whoever decodes them, and whatever part of an image is needed."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+
+from shardmill.augment.windows import Windows, cut_window, whole_windows
+from shardmill.errors import IntegrityError
+from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS
+from shardmill.loader import decode
+from shardmill.loader.decode import BatchMemory, decode_batch
+from shardmill.options import NormalizeOptions
+
+_SEED = random.SystemRandom().randrange(1 << 32)
+KERNELS = [
+    pytest.param(True, marks=pytest.mark.skipif(not CAN_DECODE_WINDOWS, reason="the native kernel is not built")),
+    False,
+]
+
+
+def smooth_noise(rng: np.random.Generator, side: int) -> np.ndarray:
+    small_HWC = rng.integers(0, 256, (9, 9, 3)).astype(np.uint8)
+    large_HWC = cv2.resize(small_HWC, (side, side), interpolation=cv2.INTER_CUBIC).astype(np.int64)
+    return np.clip(large_HWC + rng.integers(-9, 10, large_HWC.shape), 0, 255).astype(np.uint8)
+
+
+def jpegs(rng: np.random.Generator, side: int, subsampling: str, count: int = 16) -> list[memoryview]:
+    colors = "GRAY" if subsampling == "Gray" else "RGB"
+    images = (smooth_noise(rng, side)[:, :, : 1 if colors == "GRAY" else 3] for _ in range(count))
+    return [
+        memoryview(
+            simplejpeg.encode_jpeg(np.ascontiguousarray(image), 90, colorspace=colors, colorsubsampling=subsampling)
+        )
+        for image in images
+    ]
+
+
+def options(side: int, subsampling: str) -> NormalizeOptions:
+    return NormalizeOptions(image_size=side, color="gray" if subsampling == "Gray" else "rgb")
+
+
+def random_windows(rng: np.random.Generator, side: int, size: int, count: int) -> Windows:
+    """Of any size, a third of them as large as the batch's images; they reach beyond every edge, some lie outside."""
+    heights, widths = rng.integers(1, side + 1, count), rng.integers(1, side + 1, count)
+    heights[::3] = widths[::3] = size
+    top, left = (rng.integers(-side // 8, side - lengths + side // 8 + 1) for lengths in (heights, widths))
+    is_inside = np.arange(count) % 2 == 0
+    top, left = (
+        np.where(is_inside, np.clip(start, 0, side - length), start)
+        for start, length in ((top, heights), (left, widths))
+    )
+    return Windows(top, left, heights, widths, rng.random(count) < 0.3, (size, size))
+
+
+@pytest.mark.parametrize("with_native", KERNELS)
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "Gray"])
+def test_windows_are_cut_out_of_the_pixels_that_the_wheels_decode(subsampling, with_native, monkeypatch):
+    print(f"seed {_SEED}")
+    monkeypatch.setattr(decode, "CAN_DECODE_WINDOWS", with_native)
+    rng = np.random.default_rng(_SEED)
+    for side in (16, 97, 256):
+        encoded, normalize = jpegs(rng, side, subsampling), options(side, subsampling)
+        whole = [simplejpeg.decode_jpeg(data, "GRAY" if subsampling == "Gray" else "RGB") for data in encoded]
+        for size in (side, side * 7 // 8):
+            windows = random_windows(rng, side, size, len(encoded))
+            images_NHWC = np.empty((len(encoded), size, size, normalize.num_channels), np.uint8)
+            decode_batch(encoded, normalize, windows, images_NHWC)
+            for place, image_HWC in enumerate(whole):
+                assert np.array_equal(images_NHWC[place], cut_window(image_HWC, windows, place)), (side, size, place)
+        images_NHWC = np.empty((len(encoded), side, side, normalize.num_channels), np.uint8)
+        decode_batch(encoded, normalize, whole_windows(len(encoded), (side, side)), images_NHWC)
+        assert np.array_equal(images_NHWC, np.stack(whole))
+
+
+@pytest.mark.parametrize("with_native", KERNELS)
+@pytest.mark.parametrize("damage", ["another size", "cut", "no image"])
+def test_an_image_that_is_not_as_stored_is_an_integrity_error(damage, with_native, monkeypatch):
+    monkeypatch.setattr(decode, "CAN_DECODE_WINDOWS", with_native)
+    rng = np.random.default_rng(0)
+    encoded = jpegs(rng, 64, "444", 4)
+    encoded[2] = {
+        "another size": jpegs(rng, 72, "444", 1)[0],
+        "cut": encoded[2][: len(encoded[2]) // 2],
+        "no image": memoryview(b"hello"),
+    }[damage]
+    images_NHWC = np.empty((4, 64, 64, 3), np.uint8)
+    with pytest.raises(IntegrityError, match="stored jpeg image"):
+        decode_batch(encoded, options(64, "444"), whole_windows(4, (64, 64)), images_NHWC)
+
+
+@pytest.mark.skipif(not CAN_DECODE_WINDOWS, reason="the native kernel is not built")
+@pytest.mark.parametrize(
+    "place", [(-1, 0, 8, 8, 0), (0, 0, 65, 8, 0), (60, 0, 8, 8, 0), (0, 0, 8, 0, 0), (0, 0, 8, 8, -1), (0, 0, 8, 8, 1)]
+)
+def test_a_window_outside_of_image_or_target_is_refused(place):
+    import shardmill_native
+
+    encoded = jpegs(np.random.default_rng(0), 64, "444", 1)
+    target, is_done = np.empty(8 * 8 * 3, np.uint8), np.zeros(1, np.uint8)
+    with pytest.raises(ValueError, match="inside"):
+        shardmill_native.decode_jpegs(encoded, (64, 64, 3), np.array([place], np.int64), target, is_done)
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it():
+    memory = BatchMemory((4, 2, 2, 3), max_arrays=3)
+    first = memory.take()
+    view = first[1:2].reshape(-1)
+    address = first.ctypes.data
+    del first
+    assert memory.take().ctypes.data != address, "a view keeps its batch"
+    del view
+    gc.collect()
+    assert memory.take().ctypes.data == address
+    kept = [memory.take() for _ in range(8)]
+    assert len({array.ctypes.data for array in kept}) == 8, "all batches of a list have memory of their own"
