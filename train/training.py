@@ -24,7 +24,7 @@ from train.contracts.values import TrainResult
 from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
 from train.launching import LAUNCHERS, is_on_spark
-from train.planning.changes import AS_USUAL, Again, BegunTraining, going_on
+from train.planning.changes import AS_USUAL, Again, BegunTraining, resolve_resume
 from train.planning.exchange import FirstSteps
 from train.planning.make import plan_of_finished, plan_training
 from train.planning.memory import look_at_memory
@@ -110,7 +110,7 @@ def train_model(
         has_begun=choice.has_steps(models),
     )
     plan = plan.with_memory(memory)
-    choice, plan = going_on(models, choice, plan, dataset, again)
+    choice, plan = resolve_resume(models, choice, plan, dataset, again)
     if choice.resumes:
         # It may have the streams of that training.
         check_spread(plan.config, tree.spark)

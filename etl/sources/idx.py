@@ -69,7 +69,7 @@ class IdxSource:
         used = {file.path for file in labels.values() if file is not None} | labels.keys()
         odd = FoundFiles((), tuple(file for path, file in known.items() if path not in used))
         unused = tuple(
-            f"{printable(file.path)!r} is of no file of images" for file in odd.others if "label" in file.path
+            f"{printable(file.path)!r} belongs to no file of images" for file in odd.others if "label" in file.path
         )
         yield ListingBatch(
             LISTED_SCHEMA.empty_table(), odd.rejections, label_signs=unused if self._takes_labels else ()

@@ -102,7 +102,7 @@ def _directory(file: BinaryIO, size_bytes: int) -> _Directory:
     tail = file.read(size_bytes - start)
     place = tail.rfind(b"PK\x05\x06")
     if place < 0 or place + _END.size > len(tail):
-        raise IntegrityError("it has no directory: no ZIP archive, or cut")
+        raise IntegrityError("it has no directory: it is truncated, or not a ZIP archive")
     fields = _END.unpack_from(tail, place)
     end, num_members, num_bytes, stated = start + place, fields[4], fields[5], fields[6]
     if num_members == 0xFFFF or num_bytes == _IN_EXTRA or stated == _IN_EXTRA:

@@ -1,4 +1,4 @@
-"""What commands on a dataset share: the argument, and the card that they refresh behind a commit."""
+"""What commands on a dataset share: the argument, and the dataset card that they rewrite after a commit."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iter
 
 
 def _driver_address(subject: str, bind: str, told: str) -> Finding:
-    fix = "set spark.driver.host to an address of this host, or spark.driver.bindAddress beside one that leads here"
+    fix = "set spark.driver.host to an address of this host; behind NAT, also spark.driver.bindAddress to its own one"
     try:
         addresses = addresses_of(told)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The room of a cache of chunks: its folder, which nothing else is put into, and its limit, kept by all processes.
+"""The room of a chunk cache: a folder for the cache alone, and its limit, which all processes keep together.
 
-    CACHE_DIR/shardmill-cache-1/CACHEDIR.TAG            says whose folder it is; backups leave such folders out
-                                room                    bytes that are held, or more; who changes them locks this file
+    CACHE_DIR/shardmill-cache-1/CACHEDIR.TAG            marks the folder as a cache; backups skip it
+                                room                    an upper bound of the bytes in it; locked while it changes
                                 <dataset>/<entry>       see `shardmill.dataset.chunk_cache`
                                 <dataset>/.tmp-<entry>  being fetched, or left by a killed process
 
@@ -132,7 +132,7 @@ def open_room(cache_dir: str, limit_bytes: int | None, wanted_bytes: int, *, nam
     if needed > held + free:
         raise StorageError(
             f"{named} = {cache_dir!r}: the cache would grow to {needed} bytes, and its disk has {free} free",
-            f"expected {needed - held}, beside the {held} that it holds",
+            f"expected {needed - held} bytes of free space in addition to the {held} bytes in the cache",
             f"free space, set a limit of at most {held + free} bytes, or name a folder on another disk",
         )
     return room

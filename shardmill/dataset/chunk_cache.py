@@ -178,8 +178,8 @@ class ChunkCache:
             was_keeping, self._keeps = self._keeps, False
         if was_keeping:
             warnings.warn(
-                f"the cache {self._room.root} takes no more chunks: {error.strerror or error}; reading goes on without "
-                "keeping them",
+                f"the cache {self._room.root} stores no more chunks: {error.strerror or error}; reading continues "
+                "without storing them",
                 RuntimeWarning,
                 stacklevel=2,
             )

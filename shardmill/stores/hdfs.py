@@ -134,7 +134,7 @@ class HdfsStore:
                 if not self._is_there(name, written):
                     raise StorageError(
                         f"cannot write {self.uri}/{path}",
-                        ("its temporary file was removed by another process by another process"),
+                        "its temporary file was removed by another process",
                     ) from None
         except BaseException:
             with suppress(Exception):

@@ -207,11 +207,11 @@ def small_files() -> Iterator[None]:
 
 def test_a_disk_that_fills_up_later_ends_the_caching_and_is_said_once(far: str, tmp_path: Path, small_files: None):
     expected, _ = epoch_of(far, None)
-    with pytest.warns(RuntimeWarning, match="takes no more chunks: File too large; reading goes on") as said:
+    with pytest.warns(RuntimeWarning, match="stores no more chunks: File too large; reading continues") as said:
         found, loader = epoch_of(far, tmp_path)
         for _ in loader:
             pass
-    assert len([each for each in said if "takes no more" in str(each.message)]) == 1
+    assert len([each for each in said if "stores no more" in str(each.message)]) == 1
     assert all(map(np.array_equal, found, expected)) and not entries_of(tmp_path)
 
 

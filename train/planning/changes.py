@@ -97,7 +97,7 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
     return allowed
 
 
-def going_on(
+def resolve_resume(
     store: Store, choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, again: Again
 ) -> tuple[TrainingChoice, TrainingPlan]:
     """`choice`, resuming another unfinished training if that is requested and safe; and the plan for it, which keeps

@@ -66,7 +66,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     member, attempt = session.member, session.checkpoints.attempt
 
     with session.writer, session.profiler:
-        # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
+        # Resume from the last complete checkpoint, if there is one; all ranks then start with equal variables.
         found = resume(session, begin=initialize)
         progress = session.epochs.resumed(found.marker.progress) if found else Progress()
         last_checkpoint = found.path if found else ""

@@ -152,7 +152,7 @@ class BucketSums:
         return []
 
     def start(self, files: Mapping[str, bytes]) -> None:
-        """Go on from a checkpoint's files, those of `files_to_resume` among them; none for a fresh start."""
+        """Resume from a checkpoint's files, those of `files_to_resume` among them; none for a fresh start."""
 
     def _new_bucket(self, weights: Sequence[Any], config: TrainConfig) -> Bucket:
         import torch
