@@ -25,8 +25,8 @@ EVERYTHING = AugmentOptions(**OF_ONE_IMAGE, mixup_alpha=0.5, cutmix_alpha=1.0)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
-    """120 images in 3 classes, so that the last batch of its train split is padded."""
-    return shardmill.open_dataset(f"{make_dataset(tmp_path_factory.mktemp('loader'))}@1")
+    """120 JPEGs, of which windows alone are decoded, in 3 classes; the last batch of its train split is padded."""
+    return shardmill.open_dataset(f"{make_dataset(tmp_path_factory.mktemp('loader'), encoding='jpeg')}@1")
 
 
 def epoch(dataset, **reading) -> list[tuple[bytes, bytes]]:

@@ -90,3 +90,13 @@ def test_with_both_half_of_the_rows_get_each() -> None:
     images_NHWC, _ = mixed(np.arange(0, 256, 2), np.ones(128, bool), OPTIONS["both"], 16)
     is_pasted_N = np.array([len(np.unique(image_HWC)) == 2 for image_HWC in images_NHWC])
     assert 40 < is_pasted_N.sum() < 80
+
+
+def test_partners_and_shares_never_change() -> None:
+    """Recorded once: a change here would change the batches of every run that resumes."""
+    images_NHWC, is_real_N = np.zeros((4, 8, 8, 1), np.uint8), np.ones(4, bool)
+    labels_NK = soft_labels(np.arange(4), is_real_N, 4)
+    draws = Draws.of(5, 1, np.array([-1, 0, 1, 2**62]), np.zeros(4, np.int64))
+    options = AugmentOptions(mixup_alpha=0.4, cutmix_alpha=1.0)
+    mix_rows(images_NHWC, labels_NK, is_real_N, draws, options, rows_per_stream=4)
+    assert (labels_NK * 256).tolist() == [[160, 0, 96, 0], [196, 60, 0, 0], [0, 0, 0, 256], [0, 103, 0, 153]]

@@ -90,6 +90,17 @@ def test_random_rectangles_have_every_area_and_place_about_equally_often() -> No
     assert 0.47 < windows.is_flipped_N.mean() < 0.53
 
 
+def test_random_rectangles_never_change() -> None:
+    """Recorded once: a change here would change the batches of every run that resumes."""
+    windows = draw_windows(
+        drawn([(-1, 0), (0, 0), (1, 0), (2**62, 0)], 5, 1), AugmentOptions(preset="imagenet"), (256, 192)
+    )
+    columns = (windows.top_N, windows.left_N, windows.height_N, windows.width_N, windows.is_flipped_N)
+    assert np.stack(columns, axis=1).tolist() == [
+        [54, 1, 171, 191, 0], [100, 4, 124, 150, 1], [105, 7, 140, 175, 1], [17, 8, 160, 172, 0]
+    ]  # fmt: skip
+
+
 def test_without_a_random_crop_a_smaller_size_is_the_centre() -> None:
     image_HWC = photo(12, 15)
     for options in (AugmentOptions(preset="none", size=6), AugmentOptions(preset="imagenet", size=6).unchanged):
