@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +32,15 @@ class LoaderBatch(Mapping[str, Any]):
     step: int
     extra: Mapping[str, Any]
     """Values of each extra column, one per row; None for null and padding."""
+
+    def to(self, *device: Any, **options: Any) -> LoaderBatch:
+        """The batch with its tensors on another device, by `Tensor.to`; Lightning and Accelerate call it."""
+
+        def moved(values: Any) -> Any:
+            return values.to(*device, **options) if hasattr(values, "to") else values
+
+        own = {name: moved(getattr(self, name)) for name in NAMES}
+        return replace(self, **own, extra={name: moved(values) for name, values in self.extra.items()})
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name) if name in NAMES else self.extra[name]

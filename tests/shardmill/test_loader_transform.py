@@ -90,3 +90,14 @@ def test_a_tf_dataset_has_the_shapes_that_a_transform_gives(dataset):
     expected = list(dataset.batches("train", **BATCH))
     for batch, (images, _, _) in zip(expected, rows, strict=True):
         assert np.array_equal(images, batch.images[:, :8])
+
+
+def test_a_batch_moves_to_a_device_as_a_tensor_does(dataset):
+    [batch] = (
+        dataset.torch_loader("train", **BATCH, transform=lambda batch, rng: {"mask": batch.weights > 0})
+        .cached(1)
+        .batches
+    )
+    moved = batch.to("meta", non_blocking=True)
+    assert {name: each.device.type for name, each in moved.items()} == dict.fromkeys(batch, "meta")
+    assert (moved.epoch, moved.step) == (batch.epoch, batch.step) and batch.images.device.type == "cpu"
