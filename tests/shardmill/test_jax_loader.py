@@ -30,7 +30,9 @@ def test_batches_are_those_of_every_loader_as_arrays_of_jax(uri: str):
     dataset = open_dataset(uri)
     with dataset.jax_loader("train", global_batch_size=32, seed=1) as loader:
         assert len(loader) == 3
-        for batch, plain in zip(loader, dataset.batches("train", global_batch_size=32, seed=1), strict=True):
+        # Kept to the end: arrays of JAX may lie in memory that readers use again once nothing refers to it.
+        kept = list(loader)
+        for batch, plain in zip(kept, dataset.batches("train", global_batch_size=32, seed=1), strict=True):
             assert all(isinstance(each, jax.Array) for each in (batch.images, batch.labels, batch.weights))
             assert np.array_equal(batch.images, plain.images) and batch.images.dtype == np.uint8
             assert np.array_equal(batch.labels, plain.labels) and batch.labels.dtype == np.int32
