@@ -16,6 +16,7 @@ from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import CacheOptions, open_cache
 from shardmill.loader.contact_sheet import contact_sheet
+from shardmill.loader.dataset_mix import mix_datasets
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.loader import Loader
 from shardmill.loader.metadata import read_metadata
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
+    from shardmill.loader.dataset_mix import Mix
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch
 
@@ -80,6 +82,11 @@ class Reading(TypedDict, total=False):
     """How often an epoch uses each row: `"once"`; `"balanced"`, every class as often as the largest one; a number for
     some classes, `{"rare": 5, "common": 0.5}`; or a metadata column of such numbers. In whole repeats, always the same
     ones (`shardmill.loader.sampling`)."""
+    mix: Mix | None
+    """Other datasets whose rows come into the same epochs: `[(dataset, amount), ...]`. An amount is a share of an
+    epoch's rows (0.3; this dataset has the rest, all of its rows), `("repeat", times)` or `("choose", rows)`. `where`
+    and `sample` hold for each dataset. The extra column `dataset` numbers the dataset of each row, 0 for this one
+    (`shardmill.loader.dataset_mix`)."""
     transform: Transform | None
     """`f(batch, rng)` in the loader's threads, on batches as the loader hands them out -> the new batch, or a dict of
     what is new in it. The NumPy generator is the same for the same seed, epoch, step and rank."""
@@ -195,36 +202,35 @@ class LoadableDataset(Dataset):
         _check_batch(reading)
         global_batch_size, shuffle = reading["global_batch_size"], reading.get("shuffle", True)
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
-        self.index(split, options.format)
         rows = self._row_options(split, reading)
+        datasets = (self,) if rows.mix is None else rows.mix.datasets
+        for dataset in datasets:
+            dataset.index(split, options.format)
         ranks = placement.ranks if placement else find_ranks(reading.get("rank"), reading.get("world_size"))
         num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
-        spec = self.plan_spec(
-            split,
-            seed=reading.get("seed", 0),
-            global_batch_size=global_batch_size,
-            num_streams=num_streams,
-            shuffle=shuffle,
+        seed = reading.get("seed", 0)
+        specs = [
+            dataset.plan_spec(
+                split, seed=seed, global_batch_size=global_batch_size, num_streams=num_streams, shuffle=shuffle
+            )
+            for dataset in datasets
+        ]
+        # A window of the largest chunks fits the budget.
+        spec = replace(
+            specs[0],
+            window_chunks=min(each.window_chunks for each in specs),
+            selection="" if rows.selection is None else rows.selection.digest,
         )
-        if rows.selection is not None:
-            spec = replace(spec, selection=rows.selection.digest)
         check_streams(rows.augment, spec.rows_per_stream)
-        check_same_plan(ranks, spec, self.pin, names_version=self.names_version)
-        options = replace(options, cache=self._cache(spec, options.format, reading))
+        check_same_plan(ranks, spec, {each.pin: getattr(each, "names_version", False) for each in datasets})
+        caches = tuple(_cache(dataset, spec, options.format, reading) for dataset in datasets)
+        options = replace(options, caches=caches)
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
         place = placement.place if placement else None
         finish = HandOver(convert, transform, spec.seed, streams.start, place)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
-
-    def _cache(self, spec: PlanSpec, format: str, reading: Reading) -> ChunkCache | None:
-        folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
-        if folder is None and limit_bytes is not None:
-            raise UsageError(
-                f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
-            )
-        return open_cache(self, spec, format, CacheOptions(str(folder), limit_bytes)) if folder is not None else None
 
     def _row_options(self, split: str, reading: Reading) -> RowOptions:
         columns, known = reading.get("columns"), [column.name for column in self.manifest.row_schema.extra]
@@ -234,11 +240,23 @@ class LoadableDataset(Dataset):
                 f"expected some of {', '.join(known)}" if known else "this dataset has none",
                 "omit columns for all of them",
             )
-        selection = select_rows(self, split, reading.get("where"), reading.get("sample", ONCE))
+        where, sample, mixed = reading.get("where"), reading.get("sample", ONCE), None
+        if (mix := reading.get("mix")) is not None:
+            mixed = mix_datasets(self, split, mix, where=where, sample=sample, columns=columns)
+        selection = select_rows(self, split, where, sample) if mixed is None else mixed.selection
         augment, schema = augment_options(reading.get("augment")), self.manifest.row_schema
         augment.shape_of(self.manifest.normalize.image_shape_HWC)
         check_mixing(augment, schema.label_kind, len(schema.class_names))
-        return RowOptions(augment, None if columns is None else tuple(columns), selection)
+        return RowOptions(augment, None if columns is None else tuple(columns), selection, mixed)
+
+
+def _cache(dataset: Dataset, spec: PlanSpec, format: str, reading: Reading) -> ChunkCache | None:
+    folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
+    if folder is None and limit_bytes is not None:
+        raise UsageError(
+            f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
+        )
+    return open_cache(dataset, spec, format, CacheOptions(str(folder), limit_bytes)) if folder is not None else None
 
 
 def _check_batch(reading: Reading) -> None:

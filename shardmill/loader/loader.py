@@ -156,7 +156,7 @@ class Loader:
             raise UsageError(
                 "the loader state belongs to another plan",
                 f"expected the plan of {self.spec}",
-                "give the same dataset version, split, global_batch_size, seed, num_streams, shuffle, where and sample",
+                "give the same datasets, split, global_batch_size, seed, num_streams, shuffle, where, sample and mix",
             )
         self.seek(state["epoch"], state["step"])
 
@@ -198,6 +198,9 @@ class Loader:
         self._take_seconds()
         selection = self._rows.selection
         num_distinct = self._num_rows if selection is None else selection.num_distinct
+        counts = [cache.counts for cache in self._options.caches if cache is not None]
+        mixed = () if self._rows.mix is None else self._rows.mix.rows
+        num_left_out = self._dataset.manifest.splits[self.spec.split].num_rows - num_distinct
         return LoaderReport(
             steps=self._steps,
             rows_seen=self._rows_seen,
@@ -205,12 +208,13 @@ class Loader:
             rows_dropped=0,
             epoch_rows=self._num_rows,
             epoch_rows_repeated=self._num_rows - num_distinct,
-            epoch_rows_left_out=self._dataset.manifest.splits[self.spec.split].num_rows - num_distinct,
+            epoch_rows_left_out=sum(each.rows_left_out for each in mixed) if mixed else num_left_out,
             wait_seconds=self._wait_seconds,
             fetch_seconds=self._seconds.fetch,
             decode_seconds=self._seconds.decode,
             retries=num_retried() - self._retries_before,
-            cache=None if self._options.cache is None else self._options.cache.counts,
+            cache=sum(counts[1:], counts[0]) if counts else None,
+            datasets=mixed,
         )
 
     def _take_seconds(self) -> None:

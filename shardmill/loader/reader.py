@@ -34,6 +34,7 @@ from shardmill.values import Batch, Value
 
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
+    from shardmill.loader.dataset_mix import DatasetMix, MixFetcher
     from shardmill.loader.selection import Selection
 
 Item = TypeVar("Item")
@@ -49,8 +50,8 @@ class ReaderOptions:
     num_threads: int = 2
     prefetch_bytes: int = 64_000_000
     """Bound of the queue of decoded batches; one batch always fits."""
-    cache: ChunkCache | None = None
-    """Of a remote dataset's chunks, on this host's disk."""
+    caches: tuple[ChunkCache | None, ...] = (None,)
+    """Of a remote dataset's chunks, on this host's disk; in a mix, one for each of its datasets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class RowOptions:
     """Of the extra columns; all by default."""
     selection: Selection | None = None
     """How often each row is used: the plan is then one of its entries. By default once each."""
+    mix: DatasetMix | None = None
+    """Several datasets, whose chunks the selection numbers; by default one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,15 @@ class BatchReader(Generic[Item]):
         schema, wanted = dataset.manifest.row_schema, rows.columns
         is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
         self._schema = replace(schema, extra=tuple(is_wanted))
-        index = dataset.index(plan.spec.split, options.format)
-        self._rows_of_chunk = index.chunk_rows
-        self._fetcher = ChunkFetcher(dataset.store, index, self._schema, options.cache)
+        self._fetcher: ChunkFetcher | MixFetcher
+        if rows.mix is None:
+            index = dataset.index(plan.spec.split, options.format)
+            self._fetcher = ChunkFetcher(dataset.store, index, self._schema, options.caches[0])
+            self._rows_of_chunk = index.chunk_rows
+        else:
+            self._schema = rows.mix.with_dataset_column(self._schema)
+            self._fetcher = rows.mix.fetcher(self._schema, options.format, options.caches)
+            self._rows_of_chunk = self._fetcher.rows_of_chunk
         self._planner = StepPlanner(plan, streams)
         self._local_batch_size = len(streams) * plan.spec.rows_per_stream
         height, width, channels = rows.augment.shape_of(self._normalize.image_shape_HWC)

@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.ranks import Ranks
     from shardmill.values import DatasetPin
 
 
-def check_same_plan(ranks: Ranks, spec: PlanSpec, pin: DatasetPin, *, names_version: bool) -> None:
+def check_same_plan(ranks: Ranks, spec: PlanSpec, pins: Mapping[DatasetPin, bool]) -> None:
     """Compare the plans through the process group, if there is one; every rank of it makes the loader then.
 
-    Without a group, each rank has looked up the latest version on its own, so the URI must name one (`names_version`).
+    `pins`: the datasets, each with whether it was opened as `URI@N`. Without a group, all must be: each rank has looked
+    up a latest version on its own.
     Ranks that were passed to the loader are not checked. Raises UsageError, on every rank.
     """
     if ranks.world_size == 1 or ranks.are_given:
         return
-    version = f"{pin.uri}@{pin.version}"
+    versions = [f"{pin.uri}@{pin.version}" for pin in pins]
     if ranks.gather is None:
-        if not names_version:
+        for (pin, names_version), version in zip(pins.items(), versions, strict=True):
+            if names_version:
+                continue
             raise UsageError(
                 f"{pin.uri} without a version, on rank {ranks.rank} of {ranks.world_size}",
                 "expected the same version on every rank, and each would look up the latest one for itself",
@@ -30,7 +35,7 @@ def check_same_plan(ranks: Ranks, spec: PlanSpec, pin: DatasetPin, *, names_vers
             )
         return
     mine = (
-        f"{version}, split {spec.split!r}, seed {spec.seed}, global_batch_size {spec.global_batch_size}, "
+        f"{', '.join(versions)}, split {spec.split!r}, seed {spec.seed}, global_batch_size {spec.global_batch_size}, "
         f"num_streams {spec.num_streams}, plan {spec.fingerprint[:8]}"
     )
     plans = ranks.gather(mine)
@@ -39,5 +44,5 @@ def check_same_plan(ranks: Ranks, spec: PlanSpec, pin: DatasetPin, *, names_vers
         raise UsageError(
             f"the ranks have different plans: rank 0 {plans[0]}; rank {other} {plans[other]}",
             "expected the same dataset version and the same arguments on every rank",
-            f"open {pin.uri}@N; for a loader on one rank only, pass rank = 0 and world_size = 1",
+            f"open {next(iter(pins)).uri}@N; for a loader on one rank only, pass rank = 0 and world_size = 1",
         )

@@ -27,12 +27,16 @@ MAX_REPEATS = 10_000
 
 def select_rows(dataset: Dataset, split: str, where: str | Expression | None, sample: Sample) -> Selection | None:
     """None for every row once. Raises UsageError for what the dataset does not have, and if no row is left."""
-    if not isinstance(sample, str | Mapping):
-        raise UsageError(f"sample = {sample!r}", f"expected {ONCE!r}, {BALANCED!r}, a dict of classes or a column")
     if where is None and sample == ONCE:
         return None
-    index = dataset.index(split)
-    repeats_N = np.zeros(int(index.chunk_rows.sum()), np.int64)
+    return select(repeats_of(dataset, split, where, sample), dataset.index(split).chunk_rows)
+
+
+def repeats_of(dataset: Dataset, split: str, where: str | Expression | None, sample: Sample) -> np.ndarray:
+    """How often each row of the split is used. Raises as `select_rows` does."""
+    if not isinstance(sample, str | Mapping):
+        raise UsageError(f"sample = {sample!r}", f"expected {ONCE!r}, {BALANCED!r}, a dict of classes or a column")
+    repeats_N = np.zeros(int(dataset.index(split).chunk_rows.sum()), np.int64)
     chosen = np.arange(len(repeats_N)) if where is None else rows_where(dataset, split, where)
     if len(chosen):
         repeats_N[chosen] = _repeats(dataset, split, chosen, sample)
@@ -42,7 +46,7 @@ def select_rows(dataset: Dataset, split: str, where: str | Expression | None, sa
             "expected at least one",
             "`dataset.metadata(split)` shows the values of the columns",
         )
-    return select(repeats_N, index.chunk_rows)
+    return repeats_N
 
 
 def _repeats(dataset: Dataset, split: str, chosen: np.ndarray, sample: Sample) -> np.ndarray:

@@ -19,7 +19,7 @@ class Selection:
     """The entries of a split, in stored order. The plan numbers the chunks that have any."""
 
     chunks: np.ndarray
-    """The split's number of each of these chunks."""
+    """The split's number of each of these chunks; the same one several times if `select_apart` has made it."""
     starts: np.ndarray
     """The first entry of each of them, and the number of entries at the end."""
     entry_rows: np.ndarray
@@ -69,5 +69,31 @@ def select(repeats_N: np.ndarray, chunk_rows: np.ndarray) -> Selection | None:
         entry_rows=(rows - chunk_starts).astype(np.int32),
         entry_occurrences=(np.arange(len(rows)) - before[rows]).astype(np.int32),
         num_distinct=int((repeats_N > 0).sum()),
-        digest=hashlib.sha256(repeats_N.astype("<i4").tobytes()).hexdigest(),
+        digest=_digest(repeats_N),
     )
+
+
+def select_apart(repeats_N: np.ndarray, chunk_rows: np.ndarray) -> Selection:
+    """As `select`, but a chunk has one place in the plan for each use of its rows, so that the uses of a row are spread
+    over the epoch as different chunks are.
+    """
+    rows = np.repeat(np.arange(len(repeats_N)), repeats_N)
+    before = np.concatenate([[0], np.cumsum(repeats_N, dtype=np.int64)])
+    occurrences = np.arange(len(rows)) - before[rows]
+    # First uses in stored order, then second ones.
+    order = np.argsort(occurrences, kind="stable")
+    rows, occurrences = rows[order], occurrences[order]
+    chunk_of_entry = np.repeat(np.arange(len(chunk_rows)), chunk_rows)[rows]
+    begins = np.flatnonzero((np.diff(chunk_of_entry, prepend=-1) != 0) | (np.diff(occurrences, prepend=-1) != 0))
+    return Selection(
+        chunks=chunk_of_entry[begins],
+        starts=np.append(begins, len(rows)),
+        entry_rows=(rows - (np.cumsum(chunk_rows) - chunk_rows)[chunk_of_entry]).astype(np.int32),
+        entry_occurrences=occurrences.astype(np.int32),
+        num_distinct=int((repeats_N > 0).sum()),
+        digest=_digest(repeats_N),
+    )
+
+
+def _digest(repeats_N: np.ndarray) -> str:
+    return hashlib.sha256(repeats_N.astype("<i4").tobytes()).hexdigest()

@@ -67,7 +67,7 @@ def reader_options(config: TrainConfig, dataset: Dataset, spec: PlanSpec) -> Rea
             options = CacheOptions(config.cache.dir, config.cache.limit_bytes or None, named)
             known[key] = open_cache(dataset, spec, config.format, options)
         cache = known[key]
-    return ReaderOptions(config.format, config.reading.threads, config.reading.prefetch_bytes, cache)
+    return ReaderOptions(config.format, config.reading.threads, config.reading.prefetch_bytes, (cache,))
 
 
 @functools.cache
