@@ -104,6 +104,20 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
 
 
+@pytest.mark.drill
+def test_the_base_wheel_feeds_the_newest_torch(wheel: Path, dataset: str, tmp_path: Path):
+    """On the newest Python that this machine has, with the newest pyarrow and NumPy."""
+    python = pythons()[-1]
+    run(find_uv(), "venv", "--no-python-downloads", "--python", python, tmp_path / "venv", cwd=tmp_path)
+    run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, "torch", cwd=tmp_path)
+    shutil.copy(ROOT / "tests/programs/read_with_torch.py", tmp_path / "loop.py")
+    told = run(tmp_path / "venv/bin/python", "loop.py", dataset, cwd=tmp_path)
+    # PyTorch's libraries for CUDA are 5 GB.
+    shutil.rmtree(tmp_path / "venv")
+    numpy_version, pyarrow_version = told.split()[-2:]
+    assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
+
+
 def test_the_base_wheel_works_with_the_lowest_versions_that_it_allows(wheel: Path, tmp_path: Path):
     run(find_uv(), "venv", "--no-python-downloads", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
     into = ("--python", tmp_path / "venv/bin/python")
