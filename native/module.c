@@ -8,6 +8,7 @@
 #include "area.h"
 #include "colours.h"
 #include "decode.h"
+#include "example.h"
 #include "jpeg.h"
 #include "sums.h"
 
@@ -253,6 +254,11 @@ static PyMethodDef methods[] = {
      "Converts C-contiguous uint8 pixels of 3 channels in place: `linear` (int32, 3 x 256) gives the light of each level,\n"
      "`matrix` (int32, 3 x 3) that of the other colours, both in units of 2^-14, and `levels` (uint8, 2^14 + 1) its\n"
      "levels. Raises ValueError for arrays of other types or shapes, and for tables that lead out of 32 bits."},
+    {"find_values", py_find_values, METH_VARARGS,
+     "find_values(data, names) -> bytearray or None\n\n"
+     "Where the first value of each named feature lies in the records of a TFRecord chunk, whose bytes were checked\n"
+     "before: int64, records x names x 2, its start and end in `data`; of an int64 those of its varint; -1 if there is\n"
+     "none. None if that is not whole records of tf.Example."},
     {"find_scan_or_end", py_find_scan_or_end, METH_VARARGS,
      "find_scan_or_end(data, start) -> int\n\n"
      "The place of the first marker from `start` on that begins a scan of a JPEG or ends it; -1 if there is none."},

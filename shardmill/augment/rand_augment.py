@@ -1,4 +1,4 @@
-"""RandAugment (Cubuk et al. 2019, arXiv:1909.13719): random operations of one strength, as torchvision has them.
+"""RandAugment (arXiv:1909.13719): random operations of one strength on each image, as torchvision has them.
 
 Shape legend: N rows, H height, W width, C channels.
 """

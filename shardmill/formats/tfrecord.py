@@ -27,10 +27,13 @@ from shardmill.formats.tf_example import (
     decode_lists,
     encode_example,
     find_values,
-    integer_at,
+    integers_at,
 )
+from shardmill.images.kernel import shardmill_native
 from shardmill.typed_columns import LABEL_TYPES, decode_values, label_array, scalar_of, vector_size
 from shardmill.values import Value
+
+_native_find_values = getattr(shardmill_native, "find_values", None)
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -65,41 +68,43 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
     return None
 
 
-_IMAGE, _SOURCE, _SAMPLE_ID, _LABEL = b"image/encoded", b"image/filename", b"image/sample_id", b"image/class/label"
+_READ_FEATURES = (b"image/encoded", b"image/filename", b"image/sample_id", b"image/class/label")
+_NUM_REQUIRED = 3
 
 
 def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
     """Decode one run of records; their own CRCs are covered by the chunk's."""
-    records = list(_records(data))
-    wanted = frozenset((_IMAGE, _SOURCE, _SAMPLE_ID, _LABEL))
-    examples = [find_values(data, start, stop, wanted) for start, stop in records]
-    lists = [decode_lists(memoryview(data)[start:stop]) for start, stop in records] if schema.has_values else []
-    try:
-        return ChunkRows(
-            images=_slices(data, [example[_IMAGE] for example in examples]),
-            labels_N=_classes(data, examples) if schema.has_class else _labels(lists, schema),
-            sample_ids_N=np.array([integer_at(data, example[_SAMPLE_ID]) for example in examples], dtype=np.int64),
-            sources=Texts(partial(_slices, data, [example[_SOURCE] for example in examples]), len(examples)),
-            extra={
-                column.name: [_value_of(features.get(column.name), column.type) for features in lists]
-                for column in schema.extra
-            },
-        )
-    except KeyError as error:
-        raise IntegrityError(f"TFRecord chunk {chunk_in_shard} lacks the feature {error}") from None
+    places = _find_all(data, _READ_FEATURES)
+    for number, name in enumerate(_READ_FEATURES[:_NUM_REQUIRED]):
+        if (places[:, number, 0] < 0).any():
+            raise IntegrityError(f"TFRecord chunk {chunk_in_shard} lacks the feature {name.decode()!r}")
+    images, sources, sample_ids, labels = (places[:, number] for number in range(len(_READ_FEATURES)))
+    lists = [decode_lists(memoryview(data)[start:stop]) for start, stop in _records(data)] if schema.has_values else []
+    return ChunkRows(
+        images=Slices(data, images[:, 0], images[:, 1]),
+        labels_N=integers_at(data, labels) if schema.has_class else _labels(lists, schema),
+        sample_ids_N=integers_at(data, sample_ids),
+        sources=Texts(partial(Slices, data, sources[:, 0], sources[:, 1]), len(sources)),
+        extra={
+            column.name: [_value_of(features.get(column.name), column.type) for features in lists]
+            for column in schema.extra
+        },
+    )
 
 
 TFRECORD = ShardFormat("tfrecord", write_shard, open_footer, read_chunk)
 
 
-def _slices(data: bytes, places: list[Place]) -> Slices:
-    bounds = np.array(places, dtype=np.int64).reshape(-1, 2)
-    return Slices(data, bounds[:, 0], bounds[:, 1])
-
-
-def _classes(data: bytes, examples: list[dict[bytes, Place]]) -> np.ndarray:
-    labels = [integer_at(data, example[_LABEL]) if _LABEL in example else -1 for example in examples]
-    return np.array(labels, dtype=np.int64)
+def _find_all(data: bytes, names: tuple[bytes, ...]) -> np.ndarray:
+    """Where the first value of each feature lies, record by record: int64, records x names x 2; -1 if there is none."""
+    found = _native_find_values(data, names) if _native_find_values is not None else None
+    if found is not None:
+        return np.frombuffer(found, dtype=np.int64).reshape(-1, len(names), 2)
+    # Without the kernel; and it leaves to us to say what is wrong.
+    wanted = frozenset(names)
+    examples = [find_values(data, start, stop, wanted) for start, stop in _records(data)]
+    places = [[example.get(name, (-1, -1)) for name in names] for example in examples]
+    return np.array(places, dtype=np.int64).reshape(-1, len(names), 2)
 
 
 def _labels(examples: list[dict[str, FeatureList]], schema: RowSchema) -> np.ndarray:

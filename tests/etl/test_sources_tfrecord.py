@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from etl.config import SourceConfig
@@ -24,7 +25,7 @@ from shardmill.formats.tf_example import (
     FeatureValue,
     encode_example,
     find_values,
-    integer_at,
+    integers_at,
 )
 from shardmill.formats.tfrecord import frame
 from shardmill.values import Rejection
@@ -123,7 +124,7 @@ def test_empty_and_unpacked_lists_are_read_as_protocol_buffers_say():
     unpacked = field(3, bytes([1 << 3, 7]))
     example = field(1, feature(b"n", unpacked) + feature(b"none", field(3, b"")) + feature(b"no", field(1, b"")))
     found = find_values(example, 0, len(example), [b"n", b"none", b"no"])
-    assert list(found) == [b"n"] and integer_at(example, found[b"n"]) == 7
+    assert list(found) == [b"n"] and integers_at(example, np.array([found[b"n"]])).tolist() == [7]
 
 
 def labels_of(listing: Listing) -> Counter[str | None]:

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardmill.errors import IntegrityError
-from shardmill.formats import SHARD_FORMATS
+from shardmill.formats import SHARD_FORMATS, tfrecord
 from shardmill.formats.parquet import PARQUET, parquet_schema
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, WrittenShard, cut_chunks, cut_shards
-from shardmill.formats.tf_example import encode_example, find_values, integer_at
+from shardmill.formats.tf_example import encode_example, find_values, integers_at
 from shardmill.values import ImageSample, SourceImage
 
 _SEED = random.SystemRandom().randrange(2**32)
@@ -101,7 +101,8 @@ def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
 
 
 def sample_id_of(example: bytes) -> int:
-    return integer_at(example, find_values(example, 0, len(example), [b"image/sample_id"])[b"image/sample_id"])
+    place = find_values(example, 0, len(example), [b"image/sample_id"])[b"image/sample_id"]
+    return int(integers_at(example, np.array([place]))[0])
 
 
 def test_plain_parquet_readers_need_nothing_of_ours():
@@ -199,3 +200,31 @@ def test_a_parquet_shard_alone_says_what_its_images_are(encoding: str, shape_HWC
         # Enough to see the pixels with nothing but NumPy.
         pixels = np.frombuffer(table["image"][0].as_py(), image["dtype"]).reshape(image["shape_HWC"])
         assert pixels.tobytes() == make_rows(3, encoding)[0].sample.image
+
+
+@pytest.mark.skipif(tfrecord._native_find_values is None, reason="the native kernel is not built")
+def test_the_kernel_finds_what_python_finds_and_declines_the_same_damage(monkeypatch):
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    data = write("tfrecord", [make_rows(20, "jpeg")])[0]
+    names = (b"image/encoded", b"image/class/label", b"image/sample_id", b"image/filename", b"none")
+
+    def found_by(kernel: object, chunk: bytes) -> list | str:
+        monkeypatch.setattr(tfrecord, "_native_find_values", kernel)
+        try:
+            return tfrecord._find_all(chunk, names).tolist()
+        except IntegrityError as error:
+            return str(error)
+
+    num_refused = 0
+    native = tfrecord._native_find_values
+    for trial in range(300):
+        altered = bytearray(data)
+        if trial:
+            altered[rng.randrange(len(data))] = rng.randrange(256)
+        if trial % 3 == 2:
+            del altered[rng.randrange(len(data)) :]
+        ours = found_by(native, bytes(altered))
+        assert ours == found_by(None, bytes(altered))
+        num_refused += isinstance(ours, str)
+    assert num_refused > 10
