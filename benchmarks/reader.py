@@ -73,7 +73,7 @@ def main() -> None:
 def _stored_images(folder: str) -> list[bytes]:
     dataset = open_dataset(folder)
     fetcher = ChunkFetcher(dataset.store, dataset.index("train"), dataset.manifest.row_schema)
-    chunks = [fetcher.read_chunk(chunk) for chunk in range(len(fetcher.index.chunks))]
+    chunks = [fetcher.read_chunk(chunk) for chunk in range(fetcher.index.num_chunks)]
     return [bytes(image) for chunk in chunks for image in chunk.images]
 
 

@@ -158,11 +158,11 @@ def _get_ranges(dataset: Dataset) -> None:
     index = dataset.index("train")
 
     def get(chunk: int) -> int:
-        place, shard = index.chunks[chunk], index.shards[int(index.shard_of_chunk[chunk])]
-        return len(dataset.store.read_range(shard.path, place.start, place.num_bytes))
+        known = index.chunk(chunk)
+        return len(dataset.store.read_range(index.shard(known.shard).path, known.place.start, known.place.num_bytes))
 
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        list(pool.map(get, range(len(index.chunks))))
+        list(pool.map(get, range(index.num_chunks)))
 
 
 def _fetch(dataset: Dataset) -> None:
@@ -173,7 +173,7 @@ def _fetch(dataset: Dataset) -> None:
         return len(fetcher.read_chunk(chunk).images)
 
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        list(pool.map(fetch, range(len(fetcher.index.chunks))))
+        list(pool.map(fetch, range(fetcher.index.num_chunks)))
 
 
 def _read(dataset: Dataset, epoch: int) -> None:

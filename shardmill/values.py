@@ -206,8 +206,8 @@ class ChunkInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """One immutable file of one split, written by one attempt at one work unit."""
+class ShardFile:
+    """One immutable file of one split, written by one attempt at one work unit: all but its chunks."""
 
     split: str
     format: str
@@ -222,6 +222,12 @@ class ShardInfo:
     rows_path: str
     rows_bytes: int
     rows_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo(ShardFile):
+    """A shard with its chunks."""
+
     chunks: tuple[ChunkInfo, ...]
 
 

@@ -10,6 +10,7 @@ Only files with such names are ever deleted, and only in a folder with our tag.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -30,7 +31,8 @@ _TAG_TEXT = b"Signature: 8a477f597d28d172789f06886806bc55\n# Chunks of shardmill
 _HELD = struct.Struct("<q")
 _DATASET = re.compile("[0-9a-f]{16}")
 _ENTRY = re.compile("[0-9a-f]{64}-[0-9]+")
-_WAIT_SECONDS = 5.0
+# Whoever has the lock scans the cache at the most, unless it was stopped.
+_WAIT_SECONDS = 30.0
 # Of the limit: a scan of all entries makes room for many.
 _KEPT_FRACTION = 0.9
 
@@ -56,11 +58,11 @@ class CacheRoom:
     def reserve(self, num_bytes: int, temporary: Path) -> bool:
         """Whether so many bytes, which `temporary` takes already, may become an entry; makes room for them.
 
-        False if the limit does not allow it, or another process keeps the room locked. Raises OSError.
+        False if the limit does not allow it. Raises OSError; TimeoutError if another process keeps the room locked.
         """
         with _locked(self.root) as descriptor:
             if descriptor is None:
-                return False
+                raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked")
             held = _read_held(descriptor)
             if held is None or held + num_bytes > self.limit_bytes:
                 # A process that was killed has reserved and not kept: what is there decides.

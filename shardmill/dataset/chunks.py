@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 
@@ -12,11 +13,22 @@ from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema
 from shardmill.storage import Store, join_uri
-from shardmill.values import ShardInfo
+from shardmill.values import ShardFile
 
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
-    from shardmill.dataset.index import SplitIndex
+    from shardmill.dataset.split_index import SplitIndex
+
+
+# Of footers as they are stored; parsed by pyarrow 14 they take 16 times as much, so that 300 of 13 KB are 64 MB.
+_MAX_FOOTER_BYTES = 4_000_000
+# On that scale, what is kept of a shard beside its footer, which some formats do not have.
+_SHARD_BYTES = 100
+
+
+class _Opened(NamedTuple):
+    shard: ShardFile
+    footer: object
 
 
 class ChunkFetcher:
@@ -28,36 +40,55 @@ class ChunkFetcher:
         self._schema = schema
         self._store = store
         self._format = SHARD_FORMATS[index.format]
-        self._footers: dict[str, object] = {}
-        self._fetching = {shard.path: threading.Lock() for shard in index.shards}
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[int, _Opened] = OrderedDict()
+        """The shards that were used last, the newest at the end."""
+        self._opened_bytes = 0
+        self._opening: dict[int, threading.Lock] = {}
 
     def read_chunk(self, chunk: int) -> ChunkRows:
         """The rows of chunk number `chunk`. Raises IntegrityError naming shard and chunk, for any altered byte."""
-        number = int(self.index.shard_of_chunk[chunk])
-        shard = self.index.shards[number]
-        info = self.index.chunks[chunk]
-        chunk_in_shard = chunk - int(self.index.first_chunk_of_shard[number])
-        footer = self._footer(shard)
-        place = ByteRange(info.start, info.num_bytes)
-        data = self._bytes(shard, place, info.crc32c, f"chunk {chunk_in_shard}")
-        rows = self._format.read_chunk(footer, chunk_in_shard, place, data, self._schema)
-        if len(rows.images) != info.num_rows:
+        known = self.index.chunk(chunk)
+        shard, footer = self._open(known.shard)
+        data = self._bytes(shard, known.place, known.crc32c, f"chunk {known.number}")
+        rows = self._format.read_chunk(footer, known.number, known.place, data, self._schema)
+        if len(rows.images) != known.num_rows:
             raise IntegrityError(
-                f"chunk {chunk_in_shard} of {join_uri(self._store.uri, shard.path)} has {len(rows.images)} rows",
-                f"expected {info.num_rows}",
+                f"chunk {known.number} of {join_uri(self._store.uri, shard.path)} has {len(rows.images)} rows",
+                f"expected {known.num_rows}",
             )
         return rows
 
-    def _footer(self, shard: ShardInfo) -> object:
+    def _open(self, number: int) -> _Opened:
+        """A shard with its footer: one that was used lately, or is fetched."""
+        with self._lock:
+            if (opened := self._known(number)) is not None:
+                return opened
+            opening = self._opening.setdefault(number, threading.Lock())
         # Whoever else needs it waits, in place of a request of its own.
-        with self._fetching[shard.path]:
-            if shard.path not in self._footers:
-                place = ByteRange(shard.footer_start, shard.footer_bytes)
-                data = self._bytes(shard, place, shard.footer_crc32c, "footer", is_last=True)
-                self._footers[shard.path] = self._format.open_footer(place, data)
-            return self._footers[shard.path]
+        with opening:
+            with self._lock:
+                if (opened := self._known(number)) is not None:
+                    return opened
+            shard = self.index.shard(number)
+            place = ByteRange(shard.footer_start, shard.footer_bytes)
+            data = self._bytes(shard, place, shard.footer_crc32c, "footer", is_last=True)
+            opened = _Opened(shard, self._format.open_footer(place, data))
+            with self._lock:
+                self._opened[number] = opened
+                self._opened_bytes += shard.footer_bytes + _SHARD_BYTES
+                while self._opened_bytes > _MAX_FOOTER_BYTES and len(self._opened) > 1:
+                    _, (oldest, _) = self._opened.popitem(last=False)
+                    self._opened_bytes -= oldest.footer_bytes + _SHARD_BYTES
+                self._opening.pop(number, None)
+            return opened
 
-    def _bytes(self, shard: ShardInfo, place: ByteRange, crc32c: int, what: str, *, is_last: bool = False) -> bytes:
+    def _known(self, number: int) -> _Opened | None:
+        if number in self._opened:
+            self._opened.move_to_end(number)
+        return self._opened.get(number)
+
+    def _bytes(self, shard: ShardFile, place: ByteRange, crc32c: int, what: str, *, is_last: bool = False) -> bytes:
         def fetch() -> bytes:
             # One byte more than the index names: it must not be there if the file ends where its footer ends.
             data = self._read(shard, ByteRange(place.start, place.num_bytes + is_last))
@@ -65,7 +96,7 @@ class ChunkFetcher:
 
         return fetch() if self._cache is None else self._cache.read(shard.sha256, place, crc32c, fetch)
 
-    def _read(self, shard: ShardInfo, place: ByteRange) -> bytes:
+    def _read(self, shard: ShardFile, place: ByteRange) -> bytes:
         # A store allocates what the file holds, not what is asked for: a size that an index invents costs nothing.
         try:
             return self._store.read_range(shard.path, place.start, place.num_bytes)
@@ -73,7 +104,7 @@ class ChunkFetcher:
             uri = join_uri(self._store.uri, shard.path)
             raise IntegrityError(f"shard {uri} is missing", f"expected {shard.size_bytes} bytes", RESTORE) from None
 
-    def _verified(self, shard: ShardInfo, place: ByteRange, data: bytes, crc32c: int, what: str) -> bytes:
+    def _verified(self, shard: ShardFile, place: ByteRange, data: bytes, crc32c: int, what: str) -> bytes:
         uri = join_uri(self._store.uri, shard.path)
         if len(data) != place.num_bytes:
             raise IntegrityError(

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.index import SplitIndex
 from shardmill.dataset.row_segments import read_rows
 from shardmill.dataset.segment import RESTORE
+from shardmill.dataset.split_index import SplitIndex
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.storage import Store, join_uri
@@ -25,7 +25,7 @@ def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Itera
     records = read_rows(store, shard, schema).to_pylist()
     if len(records) != shard.num_rows:
         raise IntegrityError(f"{shard.rows_path} has {len(records)} rows", f"expected {shard.num_rows}", RESTORE)
-    fetcher = ChunkFetcher(store, SplitIndex(shard.split, shard.format, (shard,)), schema)
+    fetcher = ChunkFetcher(store, SplitIndex.of((shard,)), schema)
     position = 0
     for chunk in range(len(shard.chunks)):
         for image in fetcher.read_chunk(chunk).images:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from shardmill.dataset.index import SplitIndex, check_files, read_shards
+from shardmill.dataset.index import check_files, read_shards
 from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.split_index import SplitIndex, read_index
 from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
 from shardmill.errors import UsageError
 from shardmill.storage import Store, join_uri
@@ -19,7 +20,10 @@ class Dataset:
         self.store = store
         self.pin = pin
         self.manifest = manifest
-        self._indexes: dict[tuple[str, str], SplitIndex] = {}
+
+    @cached_property
+    def _indexes(self) -> dict[tuple[str, str], SplitIndex]:
+        return read_index(self.store, self.manifest)
 
     @cached_property
     def shards(self) -> tuple[ShardInfo, ...]:
@@ -33,12 +37,15 @@ class Dataset:
                 f"dataset {self.pin.uri}@{self.pin.version} has no split {split!r}",
                 f"expected one of {', '.join(self.manifest.splits)}",
             )
-        name = self.format_name(format_name)
-        # Every epoch asks again; the chunks of a split do not change.
-        if (split, name) not in self._indexes:
-            shards = tuple(shard for shard in self.shards if (shard.split, shard.format) == (split, name))
-            self._indexes[split, name] = SplitIndex(split, name, shards)
-        return self._indexes[split, name]
+        return self._indexes[split, self.format_name(format_name)]
+
+    def shards_of(self, split: str, format_name: str = "auto") -> tuple[ShardInfo, ...]:
+        """The shards of a split in one format with all of their chunks as values: to verify or to rewrite them.
+
+        Raises as `index` does, which is for readers.
+        """
+        key = (self.index(split, format_name).split, self.format_name(format_name))
+        return tuple(shard for shard in self.shards if (shard.split, shard.format) == key)
 
     def format_name(self, wanted: str = "auto") -> str:
         """`wanted`; for `auto` Parquet if the dataset has it. Raises UsageError for a format that it does not have."""
@@ -55,7 +62,7 @@ class Dataset:
 
     def files(self, split: str, format: str = "auto") -> list[str]:
         """URIs of a split's shards, for other tools; never give those the folder: it holds other versions too."""
-        return [join_uri(self.store.uri, shard.path) for shard in self.index(split, format).shards]
+        return [join_uri(self.store.uri, path) for path in self.index(split, format).paths]
 
     def plan_spec(
         self, split: str, *, seed: int, global_batch_size: int, num_streams: int,

@@ -111,5 +111,6 @@ def _with_fetchers(dataset: Dataset) -> Iterator[tuple[ShardInfo, ChunkFetcher, 
         for format_name in dataset.manifest.formats:
             index = dataset.index(split, format_name)
             fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
-            for shard, first_chunk in zip(index.shards, np.asarray(index.first_chunk_of_shard).tolist(), strict=True):
+            shards = dataset.shards_of(split, format_name)
+            for shard, first_chunk in zip(shards, index.first_chunk_of_shard.tolist(), strict=True):
                 yield shard, fetcher, first_chunk

@@ -6,12 +6,9 @@ A shard's facts repeat on each of its chunks; Parquet's dictionaries store them 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from shardmill.checksummed import ChecksummedFile, check_relative_path
@@ -53,47 +50,7 @@ INDEX_SCHEMA = pa.schema(
 )
 
 # In every format a row holds the SHA-256 of its source as 64 characters; Parquet's pages end at 2 GiB.
-_MIN_ROW_BYTES, _MAX_CHUNK_BYTES = 64, (1 << 31) - 1
-
-
-@dataclass(frozen=True)
-class SplitIndex:
-    """The chunks of one split in one format, in layout order, as arrays; and their shards."""
-
-    split: str
-    format: str
-    shards: tuple[ShardInfo, ...]
-
-    @cached_property
-    def chunks(self) -> tuple[ChunkInfo, ...]:
-        """Every chunk, in layout order."""
-        return tuple(chunk for shard in self.shards for chunk in shard.chunks)
-
-    @cached_property
-    def chunk_rows(self) -> np.ndarray:
-        """Rows of each chunk, int64."""
-        return np.array([chunk.num_rows for chunk in self.chunks], dtype=np.int64)
-
-    @cached_property
-    def shard_of_chunk(self) -> np.ndarray:
-        """Position in `shards` of each chunk's shard."""
-        return np.repeat(np.arange(len(self.shards)), [len(shard.chunks) for shard in self.shards])
-
-    @cached_property
-    def first_chunk_of_shard(self) -> np.ndarray:
-        """Number of each shard's first chunk."""
-        counts = [len(shard.chunks) for shard in self.shards]
-        return np.cumsum([0, *counts])[:-1]
-
-    @property
-    def max_chunk_bytes(self) -> int:
-        """Stored image bytes of the largest chunk; equal in every format."""
-        return max((chunk.image_bytes for chunk in self.chunks), default=1)
-
-    @property
-    def stored_bytes(self) -> np.ndarray:
-        """Bytes of each chunk in its shard, int64."""
-        return np.array([chunk.num_bytes for chunk in self.chunks], dtype=np.int64)
+MIN_ROW_BYTES, MAX_CHUNK_BYTES = 64, (1 << 31) - 1
 
 
 def index_table(shards: Iterable[ShardInfo]) -> pa.Table:
@@ -188,11 +145,11 @@ def _check_places(shard: ShardInfo) -> None:
     for chunk in shard.chunks:
         if chunk.start != position:
             raise IntegrityError(f"{shard.path} has a gap before byte {chunk.start}", f"expected byte {position}")
-        fits = 0 < chunk.num_rows * _MIN_ROW_BYTES <= chunk.num_bytes <= _MAX_CHUNK_BYTES
+        fits = 0 < chunk.num_rows * MIN_ROW_BYTES <= chunk.num_bytes <= MAX_CHUNK_BYTES
         if not fits or not 0 <= chunk.image_bytes <= chunk.num_bytes:
             raise IntegrityError(
                 f"{shard.path} has a chunk of {chunk.num_rows} rows, {chunk.num_bytes} bytes at byte {chunk.start}",
-                f"expected at least {_MIN_ROW_BYTES} bytes a row and at most {_MAX_CHUNK_BYTES} a chunk",
+                f"expected at least {MIN_ROW_BYTES} bytes a row and at most {MAX_CHUNK_BYTES} a chunk",
             )
         position += chunk.num_bytes
     if position != shard.footer_start or shard.footer_bytes < 0 or position + shard.footer_bytes != shard.size_bytes:
@@ -263,22 +220,32 @@ def has_all_files(store: Store, manifest: Manifest) -> bool:
 
 
 def _check_totals(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> None:
-    """Raise IntegrityError unless the index holds what the manifest counted, split by split in each format."""
     found: dict[tuple[str, str], list[ShardInfo]] = {}
     for shard in shards:
         found.setdefault((shard.split, shard.format), []).append(shard)
-    expected = {(split, name) for split in manifest.splits for name in manifest.formats}
-    if set(found) != expected:
-        raise IntegrityError(f"the index holds {sorted(found)}", f"the manifest counts {sorted(expected)}")
-    for (split, name), mine in found.items():
-        info = manifest.splits[split]
-        counted = (info.num_shards, info.num_chunks, info.num_rows, info.image_bytes)
-        actual = (
+    counts = {
+        key: (
             len(mine),
             sum(len(shard.chunks) for shard in mine),
             sum(shard.num_rows for shard in mine),
             sum(chunk.image_bytes for shard in mine for chunk in shard.chunks),
         )
+        for key, mine in found.items()
+    }
+    check_counts(manifest, counts)
+
+
+def check_counts(manifest: Manifest, counts: Mapping[tuple[str, str], tuple[int, int, int, int]]) -> None:
+    """Raise IntegrityError unless the index holds what the manifest counted, split by split in each format.
+
+    `counts`: shards, chunks, rows and image bytes.
+    """
+    expected = {(split, name) for split in manifest.splits for name in manifest.formats}
+    if set(counts) != expected:
+        raise IntegrityError(f"the index holds {sorted(counts)}", f"the manifest counts {sorted(expected)}")
+    for (split, name), actual in counts.items():
+        info = manifest.splits[split]
+        counted = (info.num_shards, info.num_chunks, info.num_rows, info.image_bytes)
         if actual != counted:
             raise IntegrityError(
                 f"the index of split {split} ({name}) has shards, chunks, rows and image bytes {actual}",

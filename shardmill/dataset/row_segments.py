@@ -14,7 +14,7 @@ from shardmill.dataset.statistics import ImageSizes, count_sizes
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema, StoredRow
     from shardmill.storage import Store
-    from shardmill.values import ShardInfo
+    from shardmill.values import ShardFile
 
 
 ROWS_SCHEMA = pa.schema(
@@ -45,7 +45,7 @@ def rows_schema(schema: RowSchema) -> pa.Schema:
     return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | SOURCE_COLUMNS).items())])
 
 
-def read_rows(store: Store, shard: ShardInfo, schema: RowSchema, columns: Collection[str] | None = None) -> pa.Table:
+def read_rows(store: Store, shard: ShardFile, schema: RowSchema, columns: Collection[str] | None = None) -> pa.Table:
     """A shard's row segment, with all columns of `rows_schema`, or those of `columns` that are among them.
 
     Sides and extra columns are not among those of every dataset.

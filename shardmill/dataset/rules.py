@@ -67,7 +67,11 @@ class RecordRules:
     def formats_agree(self) -> str:
         for split in self.dataset.manifest.splits:
             seen = {
-                name: [(c.num_rows, c.image_bytes, c.content_sha256) for c in self.dataset.index(split, name).chunks]
+                name: [
+                    (c.num_rows, c.image_bytes, c.content_sha256)
+                    for shard in self.dataset.shards_of(split, name)
+                    for c in shard.chunks
+                ]
                 for name in self.dataset.manifest.formats
             }
             first = next(iter(seen.values()))

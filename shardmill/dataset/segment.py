@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 from shardmill.checksummed import ChecksummedFile, checksum_file, read_checksummed
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, join_uri
+from shardmill.typed_columns import as_numpy
 
 if TYPE_CHECKING:
-    from shardmill.values import ShardInfo
+    from shardmill.values import ShardFile
 
 RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
 """The fix for a damaged file, for an error that names it."""
@@ -50,7 +51,7 @@ def put_segment(store: Store, folder: str, table: pa.Table) -> ChecksummedFile:
     return checksum_file(path, data)
 
 
-def rows_file(shard: ShardInfo) -> ChecksummedFile:
+def rows_file(shard: ShardFile) -> ChecksummedFile:
     """A shard's row segment, with the size and digest of its index."""
     return ChecksummedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
 
@@ -63,6 +64,20 @@ def read_segment(
     `later`: columns that an older shardmill did not write; they are 0 or empty in its segments. Further columns are not
     read: an older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks
     a column or is larger than it may be.
+    """
+    table = read_coded_segment(store, file, schema, max_rows, later=later)
+    columns = [
+        _plain(table.column(field.name)) if field.name in table.column_names else _empty(field.type, table.num_rows)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def read_coded_segment(
+    store: Store, file: ChecksummedFile, schema: pa.Schema, max_rows: int, *, later: Collection[str] = ()
+) -> pa.Table:
+    """As `read_segment`, with texts as places in dictionaries, and without the columns of `later` that are not there:
+    a text that repeats is compared and copied as a number.
     """
     data = read_checksummed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
@@ -78,12 +93,10 @@ def read_segment(
         table = parquet.read(columns=stored.names, use_threads=False)
         # Places in dictionaries, UTF-8.
         table.validate(full=True)
-        _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
-        columns = [
-            _empty(field.type, table.num_rows) if field.name in absent else _plain(table.column(field.name))
-            for field in schema
-        ]
-        return pa.table(columns, schema=schema)
+        # A bound comes first: for an index, the sum itself takes as long as reading.
+        if sum(map(_most_plain_bytes, table.columns)) > _allowed_bytes(len(data)):
+            _check_size(sum(map(_plain_bytes, table.columns)), len(data), where)
+        return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{where} does not parse: {error}", "", RESTORE) from None
 
@@ -109,7 +122,7 @@ def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, siz
 
 
 def _check_size(plain_bytes: int, size_bytes: int, where: str) -> None:
-    if plain_bytes > _MAX_EXPANSION * size_bytes + _ALWAYS_ALLOWED_BYTES:
+    if plain_bytes > _allowed_bytes(size_bytes):
         raise IntegrityError(
             f"{where} would grow from {size_bytes} to {plain_bytes} bytes in memory",
             f"expected at most {_MAX_EXPANSION} times its size",
@@ -117,14 +130,28 @@ def _check_size(plain_bytes: int, size_bytes: int, where: str) -> None:
         )
 
 
+def _allowed_bytes(size_bytes: int) -> int:
+    return _MAX_EXPANSION * size_bytes + _ALWAYS_ALLOWED_BYTES
+
+
 def _plain_bytes(column: pa.ChunkedArray) -> int:
     if not pa.types.is_dictionary(column.type):
         return column.nbytes
     num_bytes = 0
     for chunk in column.chunks:
-        lengths = pc.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False).astype(np.int64)
-        num_bytes += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
+        num_bytes += int(_lengths(chunk)[as_numpy(chunk.indices.drop_null())].sum())
     return num_bytes
+
+
+def _most_plain_bytes(column: pa.ChunkedArray) -> int:
+    """As if each row had the longest text."""
+    if not pa.types.is_dictionary(column.type):
+        return column.nbytes
+    return sum(int(_lengths(chunk).max(initial=0)) * len(chunk) for chunk in column.chunks)
+
+
+def _lengths(chunk: pa.DictionaryArray) -> np.ndarray:
+    return as_numpy(pc.binary_length(chunk.dictionary)).astype(np.int64)
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -99,7 +99,7 @@ def _export_split(dataset: Dataset, split: str, target: Store, folder: str, max_
     manifest = dataset.manifest
     num_rows = digest_sum = num_tars = 0
     tar: _OpenTar | None = None
-    for stored in dataset.index(split).shards:
+    for stored in dataset.shards_of(split):
         for row in read_stored_rows(dataset.store, stored, manifest.row_schema):
             num_rows, digest_sum = num_rows + 1, add_digests(digest_sum, int.from_bytes(row.digest, "big"))
             members = sample_members(row, manifest)

@@ -68,7 +68,7 @@ class MixFetcher:
         self._fetchers = fetchers
         self._columns = columns
         self.rows_of_chunk = np.concatenate([fetcher.index.chunk_rows for fetcher in fetchers])
-        self._firsts = np.cumsum([0, *(len(fetcher.index.chunks) for fetcher in fetchers)])
+        self._firsts = np.cumsum([0, *(fetcher.index.num_chunks for fetcher in fetchers)])
 
     def read_chunk(self, chunk: int) -> ChunkRows:
         """The rows of chunk number `chunk`, with None in the columns that their dataset lacks."""

@@ -14,7 +14,7 @@ from shardmill.typed_columns import LABEL, arrow_type, decode_values, stored_lab
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.formats.rows import RowSchema
-    from shardmill.values import ShardInfo
+    from shardmill.values import ShardFile
 
 CLASS = "class_name"
 # What a segment keeps for verification and statistics.
@@ -43,11 +43,12 @@ def read_metadata(dataset: Dataset, split: str, columns: Collection[str] | None 
             f"expected some of {', '.join(known)}",
             "correct the name; `source.extra_columns` adds columns when a dataset is built",
         )
-    shards = dataset.index(split).shards
+    index = dataset.index(split)
+    shards = map(index.shard, range(index.num_shards))
     return pa.concat_tables([_of_shard(dataset, shard, wanted) for shard in shards])
 
 
-def _of_shard(dataset: Dataset, shard: ShardInfo, wanted: tuple[str, ...]) -> pa.Table:
+def _of_shard(dataset: Dataset, shard: ShardFile, wanted: tuple[str, ...]) -> pa.Table:
     schema = dataset.manifest.row_schema
     extra = {column.name: arrow_type(column.type) for column in schema.extra}
     # The segment is asked for what it stores: the texts of values for extra columns, the class for its name.

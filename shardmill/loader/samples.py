@@ -67,7 +67,7 @@ class Samples:
         self._dataset, self._split, self._format, self._pid = dataset, split, format, os.getpid()
         index = dataset.index(split, format)
         self._fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
-        self._starts = np.cumsum([0, *index.chunk_rows])
+        self._starts = np.concatenate([[0], np.cumsum(index.chunk_rows, dtype=np.int64)])
         self._chunks: OrderedDict[int, ChunkRows] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -143,7 +143,7 @@ def iterate_samples(dataset: Dataset, split: str, format: str = "auto") -> Itera
     """Every row of a split in layout order, verified and decoded, one chunk in memory."""
     index = dataset.index(split, format)
     fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
-    for chunk in range(len(index.chunks)):
+    for chunk in range(index.num_chunks):
         rows = fetcher.read_chunk(chunk)
         for row in range(len(rows.images)):
             yield stored_sample(dataset, rows, row)

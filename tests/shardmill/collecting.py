@@ -37,7 +37,7 @@ def read_all(dataset: Dataset) -> None:
     """Every row of a version, against the sums of its manifest."""
     for split, info in dataset.manifest.splits.items():
         schema = dataset.manifest.row_schema
-        rows = [row for shard in dataset.index(split).shards for row in read_stored_rows(dataset.store, shard, schema)]
+        rows = [row for shard in dataset.shards_of(split) for row in read_stored_rows(dataset.store, shard, schema)]
         total = format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows)))
         assert total == info.row_digest_sum
 

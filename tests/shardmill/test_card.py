@@ -34,7 +34,7 @@ def listed(root: str | Path) -> dict[str, list[str]]:
 
 def shards_of(root: str | Path) -> dict[str, list[str]]:
     dataset = open_dataset(str(root))
-    shards = {split: dataset.index(split, "parquet").shards for split in dataset.manifest.splits}
+    shards = {split: dataset.shards_of(split, "parquet") for split in dataset.manifest.splits}
     return {split: [shard.path for shard in each] for split, each in shards.items()}
 
 

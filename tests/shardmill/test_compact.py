@@ -36,7 +36,7 @@ def rows_of(dataset: Dataset, format_name: str) -> dict[str, list[StoredRow]]:
     schema = dataset.manifest.row_schema
     return {
         split: sorted(
-            (row for shard in dataset.index(split, format_name).shards
+            (row for shard in dataset.shards_of(split, format_name)
              for row in read_stored_rows(dataset.store, shard, schema)),
             key=lambda row: row.source.key,
         )

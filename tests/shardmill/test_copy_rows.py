@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def shard_of(dataset: Dataset, format_name: str) -> ShardInfo:
-    return dataset.index("train", format_name).shards[0]
+    return dataset.shards_of("train", format_name)[0]
 
 
 @pytest.mark.parametrize("source_format", SHARD_FORMATS)
@@ -49,7 +49,7 @@ def test_the_sums_of_the_manifest_follow_from_the_copied_rows(whole: Dataset):
     for split, info in whole.manifest.splits.items():
         rows = [
             row
-            for shard in whole.index(split).shards
+            for shard in whole.shards_of(split)
             for row in read_stored_rows(whole.store, shard, whole.manifest.row_schema)
         ]
         assert len(rows) == info.num_rows
@@ -59,7 +59,7 @@ def test_the_sums_of_the_manifest_follow_from_the_copied_rows(whole: Dataset):
 
 @pytest.mark.parametrize("format_name", SHARD_FORMATS)
 def test_a_row_segment_of_another_shard_is_refused(whole: Dataset, format_name: str):
-    first, second = whole.index("train", format_name).shards[:2]
+    first, second = whole.shards_of("train", format_name)[:2]
     rows = read_segment(whole.store, rows_file(second), ROWS_SCHEMA, second.num_rows)
     assert len(rows) == second.num_rows
     mixed = replace(

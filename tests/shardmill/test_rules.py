@@ -101,7 +101,7 @@ def test_every_claim_of_the_manifest_is_made_again(dataset_root: Path):
 
 def test_sums_that_only_the_pixels_contradict_are_found_by_deep(dataset_root: Path):
     dataset = open_dataset(str(dataset_root))
-    target = dataset.index("train", "parquet").shards[0]
+    target = dataset.shards_of("train", "parquet")[0]
     table = read_rows(dataset.store, target, dataset.manifest.row_schema)
     rows = table.to_pylist()
     rows[0]["channel_sums"][0] += 5

@@ -64,13 +64,13 @@ def test_a_sample_is_a_mapping(dataset):
 
 def test_an_altered_chunk_is_noticed(tmp_path):
     damaged = shardmill.open_dataset(make_dataset(tmp_path))
-    [path, *_] = [shard.path for shard in damaged.index("train").shards]
+    [path, *_] = [shard.path for shard in damaged.shards_of("train")]
     file = tmp_path / "dataset" / path
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(IntegrityError, match="was altered"):
-        list(map(damaged.samples("train").__getitem__, range(damaged.index("train").shards[0].num_rows)))
+        list(map(damaged.samples("train").__getitem__, range(damaged.shards_of("train")[0].num_rows)))
 
 
 @pytest.mark.parametrize("start_method", ["", "fork", "spawn"])

@@ -58,4 +58,4 @@ def test_reading_a_shard_takes_a_request_for_its_footer_and_one_for_each_chunk(u
     index = dataset.index("train")
     CALLS.clear()
     assert len(read_samples(dataset, "train", 1000)) == dataset.manifest.splits["train"].num_rows
-    assert {"read_range": len(index.shards) + len(index.chunks)} == CALLS
+    assert {"read_range": index.num_shards + index.num_chunks} == CALLS

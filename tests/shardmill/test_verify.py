@@ -64,7 +64,7 @@ def test_no_flipped_bit_of_a_shard_goes_unseen(dataset_root: Path, format_name: 
 @pytest.mark.parametrize("format_name", SHARD_FORMATS)
 def test_a_cut_shard_is_never_just_shorter(dataset_root: Path, format_name: str):
     dataset = open_dataset(str(dataset_root))
-    shard = dataset.index("train", format_name).shards[0]
+    shard = dataset.shards_of("train", format_name)[0]
     file = dataset_root / shard.path
     data = file.read_bytes()
     # Zero bytes, one byte less, and exactly between two chunks.
@@ -78,7 +78,7 @@ def test_a_cut_shard_is_never_just_shorter(dataset_root: Path, format_name: str)
 
 def test_a_missing_or_swapped_shard_is_named(dataset_root: Path):
     dataset = open_dataset(str(dataset_root))
-    first, second = [dataset_root / shard.path for shard in dataset.index("train").shards[:2]]
+    first, second = [dataset_root / shard.path for shard in dataset.shards_of("train")[:2]]
     data = first.read_bytes()
     first.write_bytes(second.read_bytes())
     with pytest.raises(IntegrityError, match=first.name):

@@ -166,7 +166,7 @@ def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_ur
     # Fewer ranks are no easier case: of four row groups each of four ranks has one, and of three ranks one has two of
     # the streams to fill with one row group.
     few = open_dataset(make_dataset(tmp_path / "few", chunk_bytes=10**6, formats=("parquet",)))
-    rows = [chunk.num_rows for chunk in few.index("train", "parquet").chunks]
+    rows = few.index("train", "parquet").chunk_rows.tolist()
     assert len(rows) == 4, rows
     config = config_of("petastorm", num_workers=4, num_streams=4, global_batch_size=4 * (min(rows) - 1))
     check_ranks(config, few)
@@ -191,7 +191,7 @@ def test_ranks_keep_chunks_of_a_remote_dataset(many_uri: str, tmp_path: Path, mo
         found = batches_of("shardmill", uri, epoch, 2, cache=cache)
     for batch, other in zip(chain(*found), chain(*expected), strict=True):
         assert np.array_equal(batch.images_NHWC, other.images_NHWC)
-    stored = sum(shard.size_bytes for shard in open_dataset(uri).index("train").shards)
+    stored = sum(shard.size_bytes for shard in open_dataset(uri).shards_of("train"))
     # A chunk that was read twice would be more; of each file its first four bytes are never read.
     assert 0.9 * stored < sum(size for path, size in BYTES_READ.items() if path.startswith("shards/")) <= stored
     config = config_of("shardmill", cache={**cache, "limit_bytes": 999})

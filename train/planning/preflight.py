@@ -267,7 +267,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
         streams_per_rank=mesh_of(config).most_streams,
         window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=index.max_chunk_bytes,
-        split_bytes=sum(chunk.image_bytes for chunk in index.chunks),
+        split_bytes=int(index.image_bytes.sum()),
         budget_bytes=config.reading.window_budget_bytes,
     )
     if memory.bytes_per_rank > memory.budget_bytes:

@@ -44,7 +44,7 @@ class Share:
 
 def shares_of_ranks(dataset: Dataset, config: TrainConfig, world_size: int) -> list[Share]:
     """Shares by rank: row group i belongs to rank i mod n, as Petastorm divides files in order of their names."""
-    shards = sorted(dataset.index("train", "parquet").shards, key=lambda shard: shard.path)
+    shards = sorted(dataset.shards_of("train", "parquet"), key=lambda shard: shard.path)
     rows = [chunk.num_rows for shard in shards for chunk in shard.chunks]
     rows_per_stream = config.global_batch_size // config.num_streams
     return [
@@ -176,7 +176,7 @@ class Petastorm:
         shares = shares_of_ranks(dataset, config, config.num_workers)
         for rank, share in enumerate(shares):
             if share.num_rows < share.batch_size:
-                num_groups = len(dataset.index("train", "parquet").chunks)
+                num_groups = dataset.index("train", "parquet").num_chunks
                 raise UsageError(
                     f"{given} at train.num_workers = {config.num_workers}: of {num_groups} row groups rank {rank} gets "
                     f"{share.num_rows} rows",

@@ -88,7 +88,7 @@ class _Limits:
 
 def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     """The shards of a split in layout order, each with its copies in the other formats."""
-    shards = [dataset.index(split, name).shards for name in dataset.manifest.formats]
+    shards = [dataset.shards_of(split, name) for name in dataset.manifest.formats]
     same_rows = [tuple(chunk.content_sha256 for chunk in shard.chunks) for shard in shards[0]]
     for others in shards[1:]:
         if [tuple(chunk.content_sha256 for chunk in shard.chunks) for shard in others] != same_rows:
