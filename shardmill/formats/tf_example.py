@@ -46,7 +46,8 @@ Place = tuple[int, int]
 def find_values(data: bytes, start: int, stop: int, wanted: Collection[bytes]) -> dict[bytes, Place]:
     """Where the first value of each wanted feature lies: of bytes themselves, of an int64 its varint.
 
-    `data[start:stop]` is a tf.Example; features without a value are left out. Of the others it looks at the names alone. Raises IntegrityError if that is not a tf.Example.
+    `data[start:stop]` is a tf.Example; features without a value are left out. Of the others it looks at the names
+    alone. Raises IntegrityError if that is not a tf.Example.
     """
     found: dict[bytes, Place] = {}
     try:
