@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.dataset_mix import Mix
+    from shardmill.loader.per_sample import SampleTransform
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch
 
@@ -87,9 +88,12 @@ class Reading(TypedDict, total=False):
     epoch's rows (0.3; this dataset has the rest, all of its rows), `("repeat", times)` or `("choose", rows)`. `where`
     and `sample` hold for each dataset. The extra column `dataset` numbers the dataset of each row, 0 for this one
     (`shardmill.loader.dataset_mix`)."""
-    transform: Transform | None
+    transform: Transform | SampleTransform | None
     """`f(batch, rng)` in the loader's threads, on batches as the loader hands them out -> the new batch, or a dict of
     what is new in it. The NumPy generator is the same for the same seed, epoch, step and rank."""
+    per_sample: bool
+    """True: `transform` is `f(sample, rng)` -> the new image, or a dict of what is new in the sample. The generator is
+    the same for the same seed, epoch, sample and use of it, at any world size (`shardmill.loader.per_sample`)."""
 
 
 class LoadableDataset(Dataset):
@@ -229,7 +233,8 @@ class LoadableDataset(Dataset):
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
         place = placement.place if placement else None
-        finish = HandOver(convert, transform, spec.seed, streams.start, place)
+        is_per_sample = reading.get("per_sample", False)
+        finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, place)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
 
     def _row_options(self, split: str, reading: Reading) -> RowOptions:

@@ -6,7 +6,7 @@ Shape legend: N rows of a step, M rows of the chunks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -43,6 +43,16 @@ class GatheredRows:
     def _chunks_and_rows(self) -> Sequence[tuple[ChunkRows, int]]:
         places = zip(self.places_N.tolist(), self.rows_N.tolist(), strict=True)
         return [(chunk, row) for place, row in places if (chunk := self.chunks[place]) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where the rows of a batch come from, padding included."""
+
+    occurrences_N: np.ndarray
+    """Which use of its row in the epoch each is, from 0."""
+    sources: Callable[[], list[str]]
+    """The source of each row."""
 
 
 class LiveRows:

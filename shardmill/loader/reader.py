@@ -28,7 +28,7 @@ from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
 from shardmill.loader.decode import BatchMemory, decode_batch
-from shardmill.loader.live_rows import GatheredRows, LiveRows
+from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from shardmill.loader.selection import Selection
 
 Item = TypeVar("Item")
-Finish = Callable[[Batch, Callable[[], list[str]]], Item]
-"""What a reader's thread makes of a batch; it may ask for the source of each row."""
+Finish = Callable[[Batch, Origins], Item]
+"""What a reader's thread makes of a batch; it may ask where each row comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,9 @@ class BatchReader(Generic[Item]):
             future.result()
         started = time.perf_counter()
         gathered = live.gather(rows, futures)
-        finished = self._finish(self._batch(step, rows, occurrences_N, gathered), gathered.sources)
+        finished = self._finish(
+            self._batch(step, rows, occurrences_N, gathered), Origins(occurrences_N, gathered.sources)
+        )
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
         return finished
 
@@ -286,7 +288,7 @@ def read_batches(
     )
 
 
-def _as_it_is(batch: Batch, sources: Callable[[], list[str]]) -> Batch:
+def _as_it_is(batch: Batch, origins: Origins) -> Batch:
     return batch
 
 

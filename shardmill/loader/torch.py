@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from shardmill.values import Batch
 
 Layout = Literal["NCHW", "NHWC"]
@@ -41,3 +43,35 @@ def as_tensors(batch: Batch, layout: Layout = "NCHW") -> LoaderBatch:
         batch.step,
         batch.extra,
     )
+
+
+def draws_of(key: int) -> AbstractContextManager[object]:
+    """PyTorch's random functions draw from a generator of this key, in this thread alone.
+
+    Seeding the global generator would not do: the loop and the loader's other threads draw from it, too.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    tensor = torch.Tensor
+    drawing = {
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial),
+        *(tensor.uniform_, tensor.normal_, tensor.random_, tensor.bernoulli_, tensor.exponential_, tensor.log_normal_),
+        *(tensor.bernoulli, tensor.multinomial, tensor.cauchy_, tensor.geometric_),
+    }
+    alike = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+    generator = torch.Generator().manual_seed(key & (1 << 63) - 1)
+
+    class Draws(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if func in alike:
+                like, func = args[0], alike[func]
+                args, kwargs = (like.shape,), {"dtype": like.dtype, **kwargs}
+                kwargs.pop("memory_format", None)
+                kwargs["generator"] = generator
+            elif func in drawing and kwargs.get("generator") is None:
+                kwargs["generator"] = generator
+            return func(*args, **kwargs)
+
+    return Draws()

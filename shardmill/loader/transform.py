@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.ids import format_sample_id
 from shardmill.loader.batch import NAMES, LoaderBatch
+from shardmill.loader.per_sample import SampleTransform, change_samples
 from shardmill.mix import mix64
 
 if TYPE_CHECKING:
+    from shardmill.loader.live_rows import Origins
     from shardmill.values import Batch
 
 Transform = Callable[[LoaderBatch, np.random.Generator], "LoaderBatch | Mapping[str, Any]"]
@@ -30,26 +32,33 @@ class HandOver:
     """`Finish` of a reader: runs in its threads, several batches at a time."""
 
     convert: Callable[[Batch], LoaderBatch]
-    transform: Transform | None
+    transform: Transform | SampleTransform | None
+    is_per_sample: bool
     seed: int
     first_stream: int
-    """Ranks draw differently."""
+    """Ranks draw differently, unless each sample draws for itself."""
     place: Callable[[LoaderBatch], LoaderBatch] | None = None
     """Puts the batch on devices, behind the transform: JAX allows no computation on global arrays in several threads,
     for its processes might begin them in different orders."""
 
-    def __call__(self, batch: Batch, sources: Callable[[], list[str]]) -> LoaderBatch:
+    def __call__(self, batch: Batch, origins: Origins) -> LoaderBatch:
         """Raises UsageError, from its cause, if the transform fails or gives no such batch."""
-        changed = self._transformed(batch, sources)
+        changed = self._transformed(batch, origins)
         return changed if self.place is None else self.place(changed)
 
-    def _transformed(self, batch: Batch, sources: Callable[[], list[str]]) -> LoaderBatch:
-        before = self.convert(batch)
+    def _transformed(self, batch: Batch, origins: Origins) -> LoaderBatch:
+        before, sources = self.convert(batch), origins.sources
         if self.transform is None:
             return before
+        if self.is_per_sample:
+            changed = change_samples(
+                before, cast("SampleTransform", self.transform), self.seed, origins.occurrences_N,
+                lambda place: _place_of_row(batch, place, sources()[place]),
+            )  # fmt: skip
+            return _checked(before, changed, len(batch.weights_N), lambda: _place(batch, sources()))
         rng = np.random.default_rng(mix64(_DRAWS, self.seed, batch.epoch, batch.step, self.first_stream))
         try:
-            changed = self.transform(before, rng)
+            changed = cast("Transform", self.transform)(before, rng)
         except Exception as error:
             raise UsageError(
                 f"the transform raised {type(error).__name__} at {_place(batch, sources())}: {error}",
@@ -79,6 +88,11 @@ def _checked(before: LoaderBatch, changed: object, num_rows: int, place: Callabl
                 "give rows that do not count weight 0 instead of removing them",
             )
     return changed
+
+
+def _place_of_row(batch: Batch, place: int, source: str) -> str:
+    named = f"sample {format_sample_id(int(batch.sample_ids_N[place]))}" if batch.weights_N[place] else "padding of"
+    return f"epoch {batch.epoch}, step {batch.step}, {named} ({source!r})"
 
 
 def _place(batch: Batch, sources: list[str]) -> str:

@@ -101,3 +101,73 @@ def test_a_batch_moves_to_a_device_as_a_tensor_does(dataset):
     moved = batch.to("meta", non_blocking=True)
     assert {name: each.device.type for name, each in moved.items()} == dict.fromkeys(batch, "meta")
     assert (moved.epoch, moved.step) == (batch.epoch, batch.step) and batch.images.device.type == "cpu"
+
+
+def noisy(sample, rng):
+    return {"image": sample.image ^ rng.integers(0, 9, sample.image.shape, np.uint8), "draw": rng.random()}
+
+
+def changed_of(loader) -> list[list[tuple]]:
+    return [
+        [
+            (int(sample_id), bytes(memoryview(np.ascontiguousarray(image))), draw)
+            for sample_id, image, draw, weight in zip(
+                batch.sample_ids, batch.images, batch["draw"], batch.weights, strict=True
+            )
+            if weight
+        ]
+        for batch in loader
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_transform_of_samples_draws_the_same_at_any_world_size_and_after_a_resume(dataset, world_size):
+    chosen = {"transform": noisy, "per_sample": True, "sample": {"class_1": 2}}
+    whole = changed_of(dataset.batches("train", **BATCH, **chosen))
+    assert whole != changed_of(dataset.batches("train", **{**BATCH, "seed": 8}, **chosen))
+    draws = [draw for rows in whole for *_, draw in rows]
+    assert len(set(draws)) == len(draws), "each use of a sample has draws of its own"
+    of_ranks = []
+    for rank in range(world_size):
+        loader = dataset.batches("train", rank=rank, world_size=world_size, num_threads=1 + rank, **BATCH, **chosen)
+        loader.seek(0, 1)
+        of_ranks.append(changed_of(loader))
+    assert [[each for rows in of_ranks for each in rows[step]] for step in range(len(whole) - 1)] == whole[1:]
+
+
+def test_torchvision_draws_for_each_sample_and_leaves_the_generator_of_the_loop(dataset):
+    torch = pytest.importorskip("torch")
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    pipeline = v2.Compose(
+        [
+            v2.RandomResizedCrop(12, antialias=True), v2.RandomHorizontalFlip(), v2.ColorJitter(0.5, 0.5, 0.5),
+            v2.ToDtype(torch.float32, scale=True), v2.GaussianNoise(), v2.RandomErasing(1.0, value="random"),
+        ]
+    )  # fmt: skip
+
+    def epoch(**at):
+        loader = dataset.torch_loader(
+            "train", **BATCH, **at, transform=lambda sample, rng: pipeline(sample.image), per_sample=True
+        )
+        return [batch.images for batch in loader]
+
+    before = torch.random.get_rng_state()
+    whole = epoch(num_threads=1)
+    ranks = [epoch(rank=rank, world_size=2, num_threads=3) for rank in range(2)]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert whole[0].shape == (24, 3, 12, 12)
+    for step, images in enumerate(whole):
+        assert torch.equal(torch.cat([rank[step] for rank in ranks]), images)
+
+
+@pytest.mark.parametrize(
+    ("transform", "said"),
+    [
+        (lambda sample, rng: 1 // 0, r"ZeroDivisionError at epoch 0, step 0, sample [0-9a-f]{16} \('class_.*png'\): "),
+        (lambda sample, rng: sample.image[: 5 + sample.sample_id % 7], "image the shape .*, sample .*resize or crop"),
+        (lambda sample, rng: {str(sample.sample_id % 2): 1}, "the transform gave [01] at .*expected [01], as for"),
+    ],
+)
+def test_a_sample_that_fails_is_named_with_its_source(transform, said, dataset):
+    with pytest.raises(UsageError, match=said):
+        next(iter(dataset.batches("train", **BATCH, transform=transform, per_sample=True)))
