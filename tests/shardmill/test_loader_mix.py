@@ -14,7 +14,9 @@ import shardmill
 from shardmill.errors import UsageError
 from shardmill.loader.dataset_mix import _scaled
 from shardmill.loader.selection import select_apart
+from shardmill.stores import STORES
 from tests.etl import test_extra_columns as extra_columns
+from tests.far_store import ENTRY, SCHEME
 from tests.support import make_dataset
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
@@ -147,6 +149,19 @@ def test_columns_are_those_of_the_own_dataset_and_null_where_another_has_none(tm
     captioned = shardmill.open_dataset(str(folder / "dataset"))
     batch = next(iter(captioned.batches("train", **BATCH, columns=["age"], mix=[(captioned, 0.5)])))
     assert set(batch.extra) == {"age", "dataset"} and {0, 1} <= set(batch["dataset"])
+
+
+def test_a_cache_keeps_the_chunks_of_all_remote_datasets(datasets, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    own, other = (shardmill.open_dataset(f"{SCHEME}://{each.pin.uri}") for each in datasets[:2])
+    expected = rows_of(own.batches("train", **BATCH, mix=[(other, 0.4)]))
+    reports = []
+    for _ in range(2):
+        loader = own.batches("train", **BATCH, mix=[(other, 0.4)], cache_dir=tmp_path)
+        assert rows_of(loader) == expected
+        reports.append(loader.report().cache)
+    num_parts = sum(len(each.index("train").chunk_rows) + each.index("train").num_shards for each in (own, other))
+    assert (reports[0].misses, reports[1].misses) == (num_parts, 0)
 
 
 def test_datasets_that_do_not_fit_are_refused_before_the_first_batch(datasets, tmp_path):
