@@ -1,4 +1,4 @@
-"""Stores the measurements of `etl_peers.py` in a JSON file, and computes medians and ratios from them."""
+"""Stores measurements of `etl_peers.py` or `loaders.py` in a JSON file, and computes medians and ratios from them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Result:
     """Why it failed, or how many images are missing."""
     wall_seconds: float | None = None
     loop_seconds: float | None = None
-    """Of a limit: without the start of its processes."""
+    """Of a limit: without the start of its processes. Of a loader: of one epoch, once it is warm."""
     cpu_seconds: float = 0.0
     worker_peak_mb: float = 0.0
     total_peak_mb: float = 0.0
 
     @property
     def seconds(self) -> float | None:
-        """What counts: a limit's loop, everybody else's whole process."""
+        """What counts: the loop of a limit or a loader, everybody else's whole process."""
         return self.wall_seconds if self.loop_seconds is None else self.loop_seconds
 
     def in_words(self, num_images: int) -> str:
