@@ -16,10 +16,18 @@ from shardmill.formats.encodings import decode_all, decode_stored
 from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS, decode_windows
 from shardmill.options import NormalizeOptions
 
-# References to an array of the pool that nobody else has: the list's, the loop's and the question's.
-_OWN_REFERENCES = 3
 # Images whose windows are decoded by one call before each is resized: they stay in a processor's cache until then.
 _GROUP = 8
+
+
+def _num_references(arrays: list[np.ndarray], place: int) -> int:
+    """Those to `arrays[place]`: the list's, what others have, and as many of its own as this Python needs to ask."""
+    return sys.getrefcount(arrays[place])
+
+
+# Asked and not written down: Python 3.14 counts fewer references of a question, and one too many would give away memory
+# of a batch that is in use.
+_OWN_REFERENCES = _num_references([np.empty(0)], 0)
 
 
 class BatchMemory:
@@ -38,9 +46,9 @@ class BatchMemory:
     def take(self) -> np.ndarray:
         """An array of uint8 that nothing else refers to, with any content."""
         with self._lock:
-            for array in self._arrays:
-                if sys.getrefcount(array) == _OWN_REFERENCES:
-                    return array
+            for place in range(len(self._arrays)):
+                if _num_references(self._arrays, place) == _OWN_REFERENCES:
+                    return self._arrays[place]
             array = np.empty(self._shape_NHWC, dtype=np.uint8)
             # Who keeps all batches gets fresh memory for each.
             if len(self._arrays) < self._max_arrays:

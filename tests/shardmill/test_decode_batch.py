@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import random
+import sys
 
 import cv2
 import numpy as np
@@ -119,3 +121,22 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it():
     assert memory.take().ctypes.data == address
     kept = [memory.take() for _ in range(8)]
     assert len({array.ctypes.data for array in kept}) == 8, "all batches of a list have memory of their own"
+
+
+@pytest.mark.parametrize("fewer", [0, 1], ids=["this Python", "Python 3.14"])
+def test_memory_in_use_is_kept_however_many_references_a_question_has(fewer, monkeypatch: pytest.MonkeyPatch):
+    count = sys.getrefcount
+    # The lambda has one of its own.
+    monkeypatch.setattr(sys, "getrefcount", lambda value: count(value) - 1 - fewer)
+    spec = importlib.util.spec_from_file_location("decode_of_this_python", decode.__file__)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    memory = fresh.BatchMemory((4, 2, 2, 3), max_arrays=3)
+    first = memory.take()
+    address = first.ctypes.data
+    second = memory.take()
+    assert second.ctypes.data != address
+    del first
+    gc.collect()
+    assert memory.take().ctypes.data == address
