@@ -22,12 +22,19 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
 
 _ROW = "__row_number__"
+
+
+def _divide(one: Any, other: Any) -> Any:
+    """As Python divides: Arrow's quotient of two integers is rounded."""
+    return (one.cast(pa.float64(), safe=False) if isinstance(one, pc.Expression) else one) / other
+
+
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }  # fmt: skip
 _COMPUTE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
 }  # fmt: skip
 
 
@@ -53,7 +60,7 @@ def _parse(text: str, names: set[str]) -> Any:
     """The expression that a text means; the columns that it names are added to `names`."""
     try:
         return _expression(ast.parse(text.strip(), mode="eval").body, names)
-    except (SyntaxError, ValueError, TypeError, pa.ArrowException) as error:
+    except (SyntaxError, ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
         raise _refusal(text, str(error).splitlines()[0]) from None
 
 
@@ -75,7 +82,10 @@ def _expression(node: ast.expr, names: set[str]) -> Any:
         case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
             return -value
         case ast.BinOp(left, op, right) if type(op) in _COMPUTE:
-            return _COMPUTE[type(op)](_expression(left, names), _expression(right, names))
+            one, other = _expression(left, names), _expression(right, names)
+            # Arrow's expressions compute only from the left.
+            is_first = isinstance(other, pc.Expression) and not isinstance(one, pc.Expression)
+            return _COMPUTE[type(op)](pc.scalar(one) if is_first else one, other)
         case ast.Compare(left, ops, others):
             sides = [left, *others]
             pairs = zip(sides, ops, sides[1:], strict=False)
@@ -94,6 +104,8 @@ def _expression(node: ast.expr, names: set[str]) -> Any:
 
 def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr, names: set[str]) -> Any:
     one = _expression(left, names)
+    if isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) and not isinstance(one, pc.Expression):
+        raise ValueError(f"{ast.unparse(left)} is no column")
     is_null = isinstance(right, ast.Constant) and right.value is None
     if isinstance(op, ast.Is | ast.IsNot):
         if not is_null:
