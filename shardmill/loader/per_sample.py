@@ -73,6 +73,12 @@ def change_samples(
                 "the cause is above; `loader.seek(epoch, step)` gives its batch again",
             ) from error
         new = new if isinstance(new, Mapping) else {"image": new}
+        if nothing := [each for each in new if each in OWN_NAMES and new[each] is None]:
+            raise UsageError(
+                f"the transform gave no {' and no '.join(nothing)} at {name(place)}",
+                "expected a new one: None is what a function without `return` gives",
+                "return what is new, also if it was changed in place",
+            )
         if place and new.keys() != changed.keys():
             raise UsageError(
                 f"the transform gave {', '.join(new)} at {name(place)}",
@@ -88,14 +94,19 @@ def change_samples(
                     "resize or crop to one size",
                 )
             values.append(value)
-    return {OWN_NAMES.get(each, each): _stacked(each, values) for each, values in changed.items()}
+    return {
+        OWN_NAMES.get(each, each): _stacked(values, batch.images) if each in OWN_NAMES else values
+        for each, values in changed.items()
+    }
 
 
-def _stacked(name: str, values: list[Any]) -> Any:
-    if name not in OWN_NAMES:
-        return values
+def _stacked(values: list[Any], images: Any) -> Any:
+    """As a tensor, if there are tensors among them or in the batch."""
     torch = sys.modules.get("torch")
-    return torch.stack(values) if torch is not None and torch.is_tensor(values[0]) else np.stack(values)
+    if torch is not None and any(map(torch.is_tensor, values)):
+        return torch.stack([torch.as_tensor(value) for value in values])
+    rows = np.stack(values)
+    return rows if isinstance(images, np.ndarray) or torch is None else torch.from_numpy(rows)
 
 
 def _framework_draws(images: Any, key: int) -> AbstractContextManager[object]:

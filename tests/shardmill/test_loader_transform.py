@@ -166,8 +166,21 @@ def test_torchvision_draws_for_each_sample_and_leaves_the_generator_of_the_loop(
         (lambda sample, rng: 1 // 0, r"ZeroDivisionError at epoch 0, step 0, sample [0-9a-f]{16} \('class_.*png'\): "),
         (lambda sample, rng: sample.image[: 5 + sample.sample_id % 7], "image the shape .*, sample .*resize or crop"),
         (lambda sample, rng: {str(sample.sample_id % 2): 1}, "the transform gave [01] at .*expected [01], as for"),
+        (lambda sample, rng: None, "the transform gave no image at .*sample .*return what is new, also if"),
     ],
 )
 def test_a_sample_that_fails_is_named_with_its_source(transform, said, dataset):
     with pytest.raises(UsageError, match=said):
         next(iter(dataset.batches("train", **BATCH, transform=transform, per_sample=True)))
+
+
+def test_samples_of_numbers_become_tensors_in_a_torch_loader(dataset):
+    torch = pytest.importorskip("torch")
+
+    def change(sample, rng):
+        label = int(sample.label) + 1
+        return {"image": sample.image.numpy() * 2, "label": torch.tensor(label) if sample.sample_id % 2 else label}
+
+    before = next(iter(dataset.torch_loader("train", **BATCH)))
+    after = next(iter(dataset.torch_loader("train", **BATCH, transform=change, per_sample=True)))
+    assert torch.equal(after.images, before.images * 2) and torch.equal(after.labels, before.labels + 1)
