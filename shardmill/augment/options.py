@@ -130,7 +130,7 @@ def augment_options(augment: AugmentOptions | str | None) -> AugmentOptions:
         return NO_CHANGES
     if isinstance(augment, AugmentOptions):
         return augment
-    if augment not in PRESETS:
+    if not isinstance(augment, str) or augment not in PRESETS:
         raise UsageError(
             f"augment = {augment!r}",
             f"expected AugmentOptions or one of {', '.join(PRESETS)}",

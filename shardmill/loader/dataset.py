@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
 
 from shardmill.augment.mixing import check_mixing, check_streams
 from shardmill.augment.options import augment_options
@@ -27,6 +27,7 @@ from shardmill.loader.samples import Samples
 from shardmill.loader.sampling import ONCE, Sample, select_rows
 from shardmill.loader.torch import Layout, as_tensors, require_torch
 from shardmill.loader.transform import HandOver
+from shardmill.loader.whole_number import whole_number
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from shardmill.loader.per_sample import SampleTransform
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch
+
+_LEAST = {"global_batch_size": 1, "num_threads": 1}
 
 
 class Reading(TypedDict, total=False):
@@ -146,7 +149,7 @@ class LoadableDataset(Dataset):
         """
         if reading.get("rank") is not None or reading.get("world_size") is not None:
             raise UsageError("a jax_loader with rank or world_size", "expected neither", "the sharding says it")
-        _check_batch(reading)
+        reading = _with_whole_numbers(reading)
         placement = DevicePlacement.of(sharding, reading["global_batch_size"])
         reading["num_streams"] = placement.num_streams(reading.get("num_streams"))
         return self._loader(split, as_arrays, reading, placement)
@@ -203,7 +206,7 @@ class LoadableDataset(Dataset):
                 f"expected some of {', '.join(Reading.__annotations__)}",
                 "correct the name of the argument",
             )
-        _check_batch(reading)
+        reading = _with_whole_numbers(reading)
         global_batch_size, shuffle = reading["global_batch_size"], reading.get("shuffle", True)
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         rows = self._row_options(split, reading)
@@ -264,9 +267,13 @@ def _cache(dataset: Dataset, spec: PlanSpec, format: str, reading: Reading) -> C
     return open_cache(dataset, spec, format, CacheOptions(str(folder), limit_bytes)) if folder is not None else None
 
 
-def _check_batch(reading: Reading) -> None:
-    if (size := reading.get("global_batch_size", 0)) < 1:
-        raise UsageError(f"global_batch_size = {size}", "expected at least one sample", "pass, for example, 64")
+def _with_whole_numbers(reading: Reading) -> Reading:
+    """Raises UsageError for what is none, and for a batch or threads below 1."""
+    given: dict[str, Any] = {"global_batch_size": 0, **reading}
+    for name in ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size"):
+        if given.get(name) is not None:
+            given[name] = whole_number(name, given[name], least=_LEAST.get(name))
+    return cast("Reading", given)
 
 
 def open_dataset(uri: str) -> LoadableDataset:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
 from shardmill.loader.reader import BatchReader, OneProcess, ReaderOptions, ReaderSeconds, RowOptions
 from shardmill.loader.report import LoaderReport
+from shardmill.loader.whole_number import whole_number
 from shardmill.stores.retries import num_retried
 
 if TYPE_CHECKING:
@@ -158,10 +159,11 @@ class Loader:
                 f"expected the plan of {self.spec}",
                 "give the same datasets, split, global_batch_size, seed, num_streams, shuffle, where, sample and mix",
             )
-        self.seek(state["epoch"], state["step"])
+        self.seek(state.get("epoch", ""), state.get("step", ""))
 
-    def seek(self, epoch: int, step: int = 0) -> None:
+    def seek(self, epoch: SupportsInt, step: SupportsInt = 0) -> None:
         """The next iteration begins at `step` of `epoch`. Raises UsageError for a step that no epoch has."""
+        epoch, step = whole_number("epoch", epoch), whole_number("step", step)
         if epoch < 0 or not 0 <= step < self._num_steps:
             raise UsageError(
                 f"epoch = {epoch}, step = {step}",
@@ -171,11 +173,11 @@ class Loader:
         self.close()
         self._epoch, self._step, self._is_broken_off = epoch, step, False
 
-    def seek_to_step(self, num_steps: int) -> None:
-        """The next iteration begins where so many steps are done, counted over all epochs."""
-        self.seek(*divmod(num_steps, self._num_steps))
+    def seek_to_step(self, num_steps: SupportsInt) -> None:
+        """The next iteration begins where so many steps are done over all epochs, as an optimizer counts them."""
+        self.seek(*divmod(whole_number("num_steps", num_steps), self._num_steps))
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: SupportsInt) -> None:
         """The next iteration is of `epoch`, for loops that count epochs themselves; the same epoch has the same order.
 
         A step that was loaded for this epoch is kept.

@@ -223,6 +223,20 @@ def test_a_step_counted_over_all_epochs_is_found(dataset):
     assert (loader.epoch, loader.step) == (1, 2) and ids_of(loader) == epochs[1][2:]
 
 
+def test_numbers_of_numpy_and_of_an_optimizer_are_numbers(dataset):
+    loader = dataset.batches("train", **{name: np.int64(number) for name, number in BATCH.items()})
+    expected = dataset.batches("train", **BATCH)
+    expected.seek_to_step(len(loader) + 2)
+    for steps in (np.int64(len(loader) + 2), np.array(len(loader) + 2), float(len(loader) + 2)):
+        loader.seek_to_step(steps)
+        assert json.loads(json.dumps(loader.state_dict())) == expected.state_dict()
+    assert ids_of(loader) == ids_of(expected)
+    state = loader.state_dict()
+    for damaged in ({**state, "step": 1.5}, {**state, "epoch": "1"}, {**state, "epoch": None}):
+        with pytest.raises(UsageError, match="expected a whole number"):
+            loader.load_state_dict(damaged)
+
+
 def test_cached_batches_come_again_and_again_and_the_loader_stays(dataset):
     loader = dataset.batches("train", **BATCH)
     first = ids_of(loader)
