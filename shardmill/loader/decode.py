@@ -18,6 +18,8 @@ from shardmill.options import NormalizeOptions
 
 # Images whose windows are decoded by one call before each is resized: they stay in a processor's cache until then.
 _GROUP = 8
+# Of small batches a queue holds thousands, and asking each of them would take longer than to clear new memory.
+_MAX_QUESTIONS = 64
 
 
 def _num_references(arrays: list[np.ndarray], place: int) -> int:
@@ -41,12 +43,16 @@ class BatchMemory:
         self._shape_NHWC = shape_NHWC
         self._max_arrays = max_arrays
         self._arrays: list[np.ndarray] = []
+        self._next = 0
+        """Of `_arrays`: the first one to ask."""
         self._lock = threading.Lock()
 
     def take(self) -> np.ndarray:
         """An array of uint8 that nothing else refers to, with any content."""
         with self._lock:
-            for place in range(len(self._arrays)):
+            for _ in range(min(len(self._arrays), _MAX_QUESTIONS)):
+                # Batches are let go of in the order in which they were read, so the next one follows the last one.
+                place, self._next = self._next, (self._next + 1) % len(self._arrays)
                 if _num_references(self._arrays, place) == _OWN_REFERENCES:
                     return self._arrays[place]
             array = np.empty(self._shape_NHWC, dtype=np.uint8)

@@ -140,3 +140,11 @@ def test_memory_in_use_is_kept_however_many_references_a_question_has(fewer, mon
     del first
     gc.collect()
     assert memory.take().ctypes.data == address
+
+
+def test_one_free_array_among_many_is_found_in_time_and_a_few_are_asked_at_once():
+    memory = BatchMemory((1, 2, 2, 3), max_arrays=1000)
+    kept = [memory.take() for _ in range(1000)]
+    address = kept.pop(777).ctypes.data
+    more = [memory.take() for _ in range(100)]
+    assert address in {array.ctypes.data for array in more}, "whatever part of the pool is kept for good"
