@@ -48,7 +48,8 @@ def as_tensors(batch: Batch, layout: Layout = "NCHW") -> LoaderBatch:
 def draws_of(key: int) -> AbstractContextManager[object]:
     """PyTorch's random functions draw from a generator of this key, in this thread alone.
 
-    Seeding the global generator would not do: the loop and the loader's other threads draw from it, too.
+    Seeding the global generator would not do: the loop and the loader's other threads draw from it, too. Functions that
+    take no generator, such as dropout, do draw from it.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -57,17 +58,19 @@ def draws_of(key: int) -> AbstractContextManager[object]:
     drawing = {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial),
         *(tensor.uniform_, tensor.normal_, tensor.random_, tensor.bernoulli_, tensor.exponential_, tensor.log_normal_),
-        *(tensor.bernoulli, tensor.multinomial, tensor.cauchy_, tensor.geometric_),
+        *(tensor.bernoulli, tensor.multinomial, tensor.cauchy_, tensor.geometric_, torch.poisson, torch.binomial),
+        # What the distributions Gamma, Beta and Dirichlet call.
+        *(getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet") if hasattr(torch, name)),
     }
-    alike = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+    alike = {torch.rand_like: torch.rand, torch.randn_like: torch.randn, torch.randint_like: torch.randint}
     generator = torch.Generator().manual_seed(key & (1 << 63) - 1)
 
     class Draws(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             if func in alike:
-                like, func = args[0], alike[func]
-                args, kwargs = (like.shape,), {"dtype": like.dtype, **kwargs}
+                like, *args = args
+                func, kwargs = alike[func], {"size": like.shape, "dtype": like.dtype, **kwargs}
                 kwargs.pop("memory_format", None)
                 kwargs["generator"] = generator
             elif func in drawing and kwargs.get("generator") is None:

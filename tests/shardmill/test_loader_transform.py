@@ -184,3 +184,26 @@ def test_samples_of_numbers_become_tensors_in_a_torch_loader(dataset):
     before = next(iter(dataset.torch_loader("train", **BATCH)))
     after = next(iter(dataset.torch_loader("train", **BATCH, transform=change, per_sample=True)))
     assert torch.equal(after.images, before.images * 2) and torch.equal(after.labels, before.labels + 1)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda torch, ones: torch.rand_like(ones) + torch.randn_like(ones) + torch.randint_like(ones, 3, high=9),
+        lambda torch, ones: torch.randint_like(ones, 100, dtype=torch.int64),
+        lambda torch, ones: torch.poisson(5 * ones) + torch.binomial(5 * ones, ones / 2),
+        lambda torch, ones: torch.distributions.Beta(0.2, 0.2).sample((9,)),
+        lambda torch, ones: torch.distributions.Gamma(2.0, 1.0).sample((9,)),
+    ],
+    ids=["like", "integers", "counts", "beta", "gamma"],
+)
+def test_functions_of_pytorch_that_take_a_generator_draw_from_that_of_the_key(draw):
+    torch = pytest.importorskip("torch")
+    from shardmill.loader.torch import draws_of
+
+    before, drawn = torch.random.get_rng_state(), []
+    for key in (5, 5, 6):
+        with draws_of(key):
+            drawn.append(draw(torch, torch.ones(9)))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(torch.random.get_rng_state(), before)
