@@ -75,8 +75,10 @@ class ChunkFetcher:
             data = self._bytes(shard, place, shard.footer_crc32c, "footer", is_last=True)
             opened = _Opened(shard, self._format.open_footer(place, data))
             with self._lock:
-                self._opened[number] = opened
-                self._opened_bytes += shard.footer_bytes + _SHARD_BYTES
+                # Evicted and read by another thread meanwhile, it is there already.
+                if number not in self._opened:
+                    self._opened[number] = opened
+                    self._opened_bytes += shard.footer_bytes + _SHARD_BYTES
                 while self._opened_bytes > _MAX_FOOTER_BYTES and len(self._opened) > 1:
                     _, (oldest, _) = self._opened.popitem(last=False)
                     self._opened_bytes -= oldest.footer_bytes + _SHARD_BYTES
