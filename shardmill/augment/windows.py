@@ -48,16 +48,14 @@ class Windows:
         right_N = np.clip(self.left_N + self.width_N, 1, width)
         return np.stack([top_N, left_N, bottom_N - top_N, right_N - left_N], axis=1)
 
-    def are_whole(self, stored_HW: tuple[int, int]) -> bool:
-        """Whether each image stays as it is stored."""
-        return self.size_HW == stored_HW and bool(self.are_plain(stored_HW).all())
+    def are_plain(self, inside: np.ndarray) -> np.ndarray:
+        """bool, N: whether a window is a part of the image as it is stored, neither resized nor mirrored.
 
-    def are_plain(self, stored_HW: tuple[int, int]) -> np.ndarray:
-        """bool, N: whether a window is a part of the image as it is stored, neither resized nor mirrored."""
-        inside = self.inside(stored_HW)
-        return (inside[:, 2:] == self.size_HW).all(axis=1) & (
-            (self.height_N == self.size_HW[0]) & (self.width_N == self.size_HW[1]) & ~self.is_flipped_N
-        )
+        `inside`: what `inside` returned for the stored size.
+        """
+        height, width = self.size_HW
+        is_as_large_N = (self.height_N == height) & (self.width_N == width)
+        return is_as_large_N & (inside[:, 2] == height) & (inside[:, 3] == width) & ~self.is_flipped_N
 
 
 def whole_windows(num_rows: int, stored_HW: tuple[int, int]) -> Windows:
@@ -89,11 +87,11 @@ def draw_windows(draws: Draws, options: AugmentOptions, stored_HW: tuple[int, in
     return Windows(top_N, left_N, heights_N, widths_N, is_flipped_N, size_HW)
 
 
-def cut_window(image_HWC: np.ndarray, windows: Windows, row: int, out_HWC: np.ndarray | None = None) -> np.ndarray:
-    """Copy the window of one decoded image to `out_HWC`, or to an array of its own."""
+def cut_window(image_HWC: np.ndarray, windows: Windows, row: int) -> np.ndarray:
+    """The window of one decoded image, as an array of its own."""
     stored_height, stored_width, _ = image_HWC.shape
     top, left, height, width = windows.inside((stored_height, stored_width))[row].tolist()
-    return fit_window(image_HWC[top : top + height, left : left + width], windows, row, out_HWC)
+    return fit_window(image_HWC[top : top + height, left : left + width], windows, row)
 
 
 def fit_window(inside_HWC: np.ndarray, windows: Windows, row: int, out_HWC: np.ndarray | None = None) -> np.ndarray:

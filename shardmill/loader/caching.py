@@ -1,4 +1,4 @@
-"""Opens the cache that a loader asks for, and refuses one that would be of no use, before anything is read."""
+"""Opens the cache that a loader asks for, and refuses one that cannot help, before anything is read."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardmill.augment.windows import Windows, cut_window, fit_window
+from shardmill.augment.windows import Windows, fit_window
 from shardmill.formats.encodings import decode_all, decode_stored
 from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS, decode_windows
 from shardmill.options import NormalizeOptions
@@ -67,21 +67,29 @@ def decode_batch(
 ) -> None:
     """Decode window n of image n to `images_NHWC[n]`. Raises IntegrityError as `decode_stored`."""
     stored_HWC = normalize.image_shape_HWC
+    inside = windows.inside(stored_HWC[:2])
+    undone: Sequence[int] = range(len(encoded))
     if normalize.encoding == "jpeg" and CAN_DECODE_WINDOWS:
-        _decode_jpegs(encoded, stored_HWC, windows, images_NHWC)
-    elif windows.are_whole(stored_HWC[:2]):
+        # What the kernel declines is the wheels' to judge: they decode it, or say what it is.
+        undone = _decode_jpegs(encoded, stored_HWC, windows, inside, images_NHWC)
+    elif windows.size_HW == stored_HWC[:2] and windows.are_plain(inside).all():
         decode_all(encoded, normalize.encoding, images_NHWC)
-    else:
-        for place, data in enumerate(encoded):
-            cut_window(decode_stored(data, normalize.encoding, stored_HWC), windows, place, images_NHWC[place])
+        return
+    for place in undone:
+        stored = decode_stored(encoded[place], normalize.encoding, stored_HWC)
+        top, left, height, width = inside[place].tolist()
+        fit_window(stored[top : top + height, left : left + width], windows, place, images_NHWC[place])
 
 
 def _decode_jpegs(
-    encoded: Sequence[memoryview], stored_HWC: tuple[int, int, int], windows: Windows, images_NHWC: np.ndarray
-) -> None:
-    """With the native kernel, which decodes to the pixels that the wheels decode to, but only those of the windows."""
-    stored_HW, inside = stored_HWC[:2], windows.inside(stored_HWC[:2])
-    is_plain_N = windows.are_plain(stored_HW)
+    encoded: Sequence[memoryview], stored_HWC: tuple[int, int, int], windows: Windows, inside: np.ndarray,
+    images_NHWC: np.ndarray,
+) -> list[int]:  # fmt: skip
+    """With the native kernel, which decodes to the pixels that the wheels decode to, but only those of the windows.
+
+    Returns the places of the images that it declines.
+    """
+    is_plain_N = windows.are_plain(inside)
     plain, others = np.flatnonzero(is_plain_N), np.flatnonzero(~is_plain_N)
     is_done_N = np.zeros(len(encoded), dtype=bool)
     if len(plain):
@@ -99,6 +107,4 @@ def _decode_jpegs(
             if is_done_N[place]:
                 inside_HWC = pixels[begin : begin + size].reshape(*inside[place, 2:], stored_HWC[2])
                 fit_window(inside_HWC, windows, place, images_NHWC[place])
-    # What the kernel declines is the wheels' to judge: they decode it, or say what it is.
-    for place in np.flatnonzero(~is_done_N).tolist():
-        cut_window(decode_stored(encoded[place], "jpeg", stored_HWC), windows, place, images_NHWC[place])
+    return np.flatnonzero(~is_done_N).tolist()

@@ -74,7 +74,7 @@ class DevicePlacement:
     def place(self, batch: LoaderBatch) -> LoaderBatch:
         """Images, labels and weights on the devices. Sample ids and extra columns stay those of this process."""
         labels = np.asarray(batch.labels)
-        # JAX has no 64 bits unless it is told to, and would say so at each batch.
+        # By default JAX disables 64-bit types, and would log a warning at each batch.
         labels = labels.astype(np.int32) if labels.dtype == np.int64 else labels
         return replace(
             batch, images=self._global(batch.images), labels=self._global(labels), weights=self._global(batch.weights)

@@ -25,7 +25,7 @@ class RowOfBatch(Mapping[str, Any]):
     """One row of a batch, as a transform gets it; also a mapping of `image`, `label`, `sample_id` and extra columns."""
 
     image: Any
-    """In the layout of the loader's images: (H, W, C), in a `torch_loader` (C, H, W) unless it is told otherwise."""
+    """In the layout of the loader's images: (H, W, C); by default (C, H, W) in a `torch_loader`."""
     label: Any
     sample_id: int
     weight: float
