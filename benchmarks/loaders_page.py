@@ -123,7 +123,7 @@ into batches that are used again, by a thread for each processor, and does nothi
 
 All read the same stored bytes: shardmill and petastorm from its Parquet shards, tf.data from its TFRecord shards,
 others from files or from their own format, converted once. Peers that take a function get simplejpeg and OpenCV's
-linear filter, faster than the area filter with which shardmill shrinks. Random crops have torchvision's distribution.
+linear filter, as shardmill takes it unless a side shrinks to two thirds. Random crops have torchvision's distribution.
 
 {measured}
 """

@@ -16,6 +16,9 @@ from shardmill.augment.options import AugmentOptions
 # As torchvision's RandomResizedCrop: a rectangle that does not fit is drawn again, and in the end it is the largest.
 _TRIES = 10
 _MAX_ASPECT = 4 / 3
+# The linear filter, which takes a fifth of the time, looks at two pixels a side: up to here it leaves out less than one
+# in three, and fine patterns do not turn into coarse ones.
+_AVERAGED_SHRINK = 1.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,10 +110,9 @@ def fit_window(inside_HWC: np.ndarray, windows: Windows, row: int, out_HWC: np.n
         )
     out_height, out_width = windows.size_HW
     if made_HWC.shape[:2] != windows.size_HW:
-        is_smaller = out_height * out_width < made_HWC.shape[0] * made_HWC.shape[1]
-        made_HWC = cv2.resize(
-            made_HWC, (out_width, out_height), interpolation=cv2.INTER_AREA if is_smaller else cv2.INTER_LINEAR
-        )
+        shrink = max(made_HWC.shape[0] / out_height, made_HWC.shape[1] / out_width)
+        interpolation = cv2.INTER_AREA if shrink >= _AVERAGED_SHRINK else cv2.INTER_LINEAR
+        made_HWC = cv2.resize(made_HWC, (out_width, out_height), interpolation=interpolation)
     # OpenCV's flip takes a tenth of what NumPy takes to copy backwards.
     made_HWC = cv2.flip(made_HWC, 1) if windows.is_flipped_N[row] else made_HWC
     made_HWC = made_HWC.reshape(out_height, out_width, inside_HWC.shape[2])

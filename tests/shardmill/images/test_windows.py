@@ -126,6 +126,18 @@ def test_a_window_is_cut_resized_and_mirrored() -> None:
     assert (grey_HWC.shape, grey_HWC.flags.c_contiguous) == ((5, 6, 1), True)
 
 
+@pytest.mark.parametrize(
+    ("height", "width", "filter"),
+    [(8, 8, cv2.INTER_LINEAR), (17, 17, cv2.INTER_LINEAR), (18, 13, cv2.INTER_AREA), (12, 20, cv2.INTER_AREA)],
+)
+def test_a_window_is_averaged_if_a_side_shrinks_to_two_thirds_and_interpolated_otherwise(height, width, filter) -> None:
+    image_HWC = photo(20, 20)
+    number = np.ones(1, np.int64)
+    windows = Windows(0 * number, 0 * number, height * number, width * number, np.zeros(1, bool), (12, 12))
+    expected_HWC = cv2.resize(image_HWC[:height, :width], (12, 12), interpolation=filter)
+    assert np.array_equal(cut_window(image_HWC, windows, 0), expected_HWC)
+
+
 @pytest.mark.parametrize("name", ["default", "imagenet", "cifar", "none"])
 def test_only_declared_photographs_are_mirrored(name: str) -> None:
     options = augment_options(name)
