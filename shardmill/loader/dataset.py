@@ -20,12 +20,14 @@ from shardmill.loader.dataset_mix import mix_datasets
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.loader import Loader
 from shardmill.loader.metadata import read_metadata
-from shardmill.loader.ranks import find_ranks
+from shardmill.loader.place import InMemory, Place
+from shardmill.loader.ranks import Ranks, find_ranks
 from shardmill.loader.reader import ReaderOptions, RowOptions
 from shardmill.loader.same_plan import check_same_plan
 from shardmill.loader.samples import Samples
 from shardmill.loader.sampling import ONCE, Sample, select_rows
 from shardmill.loader.torch import Layout, as_tensors, require_torch
+from shardmill.loader.torch_device import place_on
 from shardmill.loader.transform import HandOver
 from shardmill.loader.whole_number import whole_number
 from shardmill.typed_columns import label_shape
@@ -114,15 +116,18 @@ class LoadableDataset(Dataset):
         loader.seek(epoch)
         return loader
 
-    def torch_loader(self, split: str, *, layout: Layout = "NCHW", **reading: Unpack[Reading]) -> Loader:
-        """One rank's batches of CPU tensors that share the memory of what was read.
+    def torch_loader(
+        self, split: str, *, layout: Layout = "NCHW", device: Any = None, **reading: Unpack[Reading]
+    ) -> Loader:
+        """One rank's batches of CPU tensors that share the memory of what was read, or of tensors on `device`.
 
-        `layout`: "NCHW", as a view in channels-last memory format, or "NHWC".
+        `layout`: "NCHW", as a view in channels-last memory format, or "NHWC". `device`: for example "cuda"; batches are
+        copied to it once, from pinned memory, on a stream of their own, behind a transform.
         """
         if layout not in ("NCHW", "NHWC"):
             raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "omit it for 'NCHW'")
         require_torch()
-        return self._loader(split, partial(as_tensors, layout=layout), reading)
+        return self._loader(split, partial(as_tensors, layout=layout), reading, place_on(device))
 
     def tf_dataset(self, split: str, **reading: Unpack[Reading]) -> Any:
         """A `tf.data.Dataset` of one rank's (images NHWC, labels, weights), for `keras.Model.fit`.
@@ -152,7 +157,7 @@ class LoadableDataset(Dataset):
         reading = _with_whole_numbers(reading)
         placement = DevicePlacement.of(sharding, reading["global_batch_size"])
         reading["num_streams"] = placement.num_streams(reading.get("num_streams"))
-        return self._loader(split, as_arrays, reading, placement)
+        return self._loader(split, as_arrays, reading, placement, placement.ranks)
 
     def samples(self, split: str, *, format: str = "auto") -> Samples:
         """The verified, decoded rows by their number in stored order: `samples[3]`, `samples[[3, 7]]`, `len(samples)`.
@@ -198,7 +203,7 @@ class LoadableDataset(Dataset):
 
     def _loader(
         self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading,
-        placement: DevicePlacement | None = None,
+        place: Place | None = None, ranks: Ranks | None = None,
     ) -> Loader:  # fmt: skip
         if unknown := sorted(set(reading) - Reading.__annotations__.keys()):
             raise UsageError(
@@ -213,7 +218,7 @@ class LoadableDataset(Dataset):
         datasets = (self,) if rows.mix is None else rows.mix.datasets
         for dataset in datasets:
             dataset.index(split, options.format)
-        ranks = placement.ranks if placement else find_ranks(reading.get("rank"), reading.get("world_size"))
+        ranks = ranks or find_ranks(reading.get("rank"), reading.get("world_size"))
         num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
         seed = reading.get("seed", 0)
         specs = [
@@ -231,11 +236,11 @@ class LoadableDataset(Dataset):
         check_streams(rows.augment, spec.rows_per_stream)
         check_same_plan(ranks, spec, {each.pin: getattr(each, "names_version", False) for each in datasets})
         caches = tuple(_cache(dataset, spec, options.format, reading) for dataset in datasets)
-        options = replace(options, caches=caches)
+        place = place or InMemory()
+        options = replace(options, caches=caches, allocate=place.allocate)
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
-        place = placement.place if placement else None
         is_per_sample = reading.get("per_sample", False)
         finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, place)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)

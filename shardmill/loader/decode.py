@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,11 @@ def _num_references(arrays: list[np.ndarray], place: int) -> int:
 _OWN_REFERENCES = _num_references([np.empty(0)], 0)
 
 
+def pageable(shape: tuple[int, ...]) -> np.ndarray:
+    """Memory of uint8 with any content, as NumPy takes it."""
+    return np.empty(shape, dtype=np.uint8)
+
+
 class BatchMemory:
     """Memory of batches to which nothing refers any more, for the next ones. Safe for several threads.
 
@@ -39,9 +44,12 @@ class BatchMemory:
     Views, tensors and arrays of other frameworks that share a batch's memory hold a reference to its array.
     """
 
-    def __init__(self, shape_NHWC: tuple[int, int, int, int], max_arrays: int) -> None:
+    def __init__(
+        self, shape_NHWC: tuple[int, int, int, int], max_arrays: int, allocate: Callable[..., np.ndarray] = pageable
+    ) -> None:
         self._shape_NHWC = shape_NHWC
         self._max_arrays = max_arrays
+        self._allocate = allocate
         self._arrays: list[np.ndarray] = []
         self._next = 0
         """Of `_arrays`: the first one to ask."""
@@ -55,7 +63,7 @@ class BatchMemory:
                 place, self._next = self._next, (self._next + 1) % len(self._arrays)
                 if _num_references(self._arrays, place) == _OWN_REFERENCES:
                     return self._arrays[place]
-            array = np.empty(self._shape_NHWC, dtype=np.uint8)
+            array = self._allocate(self._shape_NHWC)
             # Who keeps all batches gets fresh memory for each.
             if len(self._arrays) < self._max_arrays:
                 self._arrays.append(array)

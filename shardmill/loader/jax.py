@@ -10,6 +10,7 @@ import numpy as np
 from shardmill.epoch_plan import num_streams_choices, num_streams_for
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.decode import pageable
 from shardmill.loader.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ class DevicePlacement:
             )
         return fitting
 
-    def place(self, batch: LoaderBatch) -> LoaderBatch:
+    def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Memory of uint8 as NumPy takes it."""
+        return pageable(shape)
+
+    def put(self, batch: LoaderBatch) -> LoaderBatch:
         """Images, labels and weights on the devices. Sample ids and extra columns stay those of this process."""
         labels = np.asarray(batch.labels)
         # By default JAX disables 64-bit types, and would log a warning at each batch.
@@ -79,6 +84,10 @@ class DevicePlacement:
         return replace(
             batch, images=self._global(batch.images), labels=self._global(labels), weights=self._global(batch.weights)
         )
+
+    def take(self, put: LoaderBatch) -> LoaderBatch:
+        """The batch as it is: JAX waits for its copies itself."""
+        return put
 
     def _global(self, rows: Any) -> Any:
         import jax

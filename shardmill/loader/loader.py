@@ -51,7 +51,7 @@ class Loader:
         self._num_rows = int(self._chunk_rows.sum())
         self._num_steps = spec.num_steps(self._num_rows)
         self._epoch, self._step = 0, 0
-        self._reader: BatchReader[LoaderBatch] | None = None
+        self._reader: BatchReader[Any] | None = None
         self._is_broken_off = False
         """An iteration has begun and not come to its last batch."""
         self._process = OneProcess()
@@ -109,13 +109,13 @@ class Loader:
         self._reader = self._open(plan, self._step)
         return self._iterate(self._reader, plan)
 
-    def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[LoaderBatch]:
+    def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[Any]:
         return BatchReader(
             self._dataset, plan, streams=self.streams, first_step=first_step, options=self._options, rows=self._rows,
             finish=self._hand_over,
         )  # fmt: skip
 
-    def _iterate(self, reader: BatchReader[LoaderBatch], plan: EpochPlan) -> Iterator[LoaderBatch]:
+    def _iterate(self, reader: BatchReader[Any], plan: EpochPlan) -> Iterator[LoaderBatch]:
         with reader:
             batches = iter(reader)
             for step in range(self._step, self._num_steps):
@@ -126,7 +126,7 @@ class Loader:
                         "create a loader for each",
                     )
                 asked = time.perf_counter()
-                batch = next(batches)
+                batch = self._hand_over.place.take(next(batches))
                 self._wait_seconds += time.perf_counter() - asked
                 self._steps += 1
                 self._rows_seen += plan.num_rows_of_step(step, self.streams)
@@ -193,7 +193,7 @@ class Loader:
         if num_batches < 1:
             raise UsageError(f"cached({num_batches})", "expected at least one batch", "pass, for example, 10")
         with self._open(plan_epoch(self.spec, self._chunk_rows, self._epoch), self._step) as reader:
-            return CachedBatches(tuple(islice(reader, num_batches)), self._num_steps)
+            return CachedBatches(tuple(map(self._hand_over.place.take, islice(reader, num_batches))), self._num_steps)
 
     def report(self) -> LoaderReport:
         """What this rank has handed out, and where the time went."""

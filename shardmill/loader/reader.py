@@ -27,7 +27,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
-from shardmill.loader.decode import BatchMemory, decode_batch
+from shardmill.loader.decode import BatchMemory, decode_batch, pageable
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
@@ -52,6 +52,8 @@ class ReaderOptions:
     """Bound of the queue of decoded batches; one batch always fits."""
     caches: tuple[ChunkCache | None, ...] = (None,)
     """Of a remote dataset's chunks, on this host's disk; in a mix, one for each of its datasets."""
+    allocate: Callable[[tuple[int, ...]], np.ndarray] = pageable
+    """Gives the memory that batches are decoded into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class BatchReader(Generic[Item]):
         self._max_batches_ahead = max(1, options.prefetch_bytes // max(1, batch_bytes))
         # Those in the queue and in the threads, the consumer's and the one before it.
         num_arrays = self._max_batches_ahead + options.num_threads + 2
-        self._memory = BatchMemory((self._local_batch_size, height, width, channels), num_arrays)
+        self._memory = BatchMemory((self._local_batch_size, height, width, channels), num_arrays, options.allocate)
         # Decoding waits for fetching: in one pool, waiting decoders could take every thread that a fetch needs.
         self._fetch_pool = ThreadPoolExecutor(options.num_threads, "shardmill-fetch")
         self._decode_pool = ThreadPoolExecutor(options.num_threads, "shardmill-decode")
@@ -217,9 +219,8 @@ class BatchReader(Generic[Item]):
             future.result()
         started = time.perf_counter()
         gathered = live.gather(rows, futures)
-        finished = self._finish(
-            self._batch(step, rows, occurrences_N, gathered), Origins(occurrences_N, gathered.sources)
-        )
+        batch = self._batch(step, rows, occurrences_N, gathered)
+        finished = self._finish(batch, Origins(occurrences_N, gathered.sources))
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
         return finished
 
@@ -284,12 +285,8 @@ def read_batches(
         first_step=first_step,
         options=options or ReaderOptions(),
         rows=RowOptions(augment or NO_CHANGES),
-        finish=_as_it_is,
+        finish=lambda batch, origins: batch,
     )
-
-
-def _as_it_is(batch: Batch, origins: Origins) -> Batch:
-    return batch
 
 
 def read_split(

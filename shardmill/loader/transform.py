@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ from shardmill.errors import UsageError
 from shardmill.ids import format_sample_id
 from shardmill.loader.batch import NAMES, LoaderBatch
 from shardmill.loader.per_sample import SampleTransform, change_samples
+from shardmill.loader.place import InMemory, Place
 from shardmill.mix import mix64
 
 if TYPE_CHECKING:
@@ -37,14 +38,15 @@ class HandOver:
     seed: int
     first_stream: int
     """Ranks draw differently, unless each sample draws for itself."""
-    place: Callable[[LoaderBatch], LoaderBatch] | None = None
-    """Puts the batch on devices, behind the transform: JAX allows no computation on global arrays in several threads,
-    for its processes might begin them in different orders."""
+    place: Place = field(default_factory=InMemory)
+    """Gets the batch behind the transform: JAX allows no computation on global arrays in several threads, for its
+    processes might begin them in different orders."""
 
-    def __call__(self, batch: Batch, origins: Origins) -> LoaderBatch:
-        """Raises UsageError, from its cause, if the transform fails or gives no such batch."""
-        changed = self._transformed(batch, origins)
-        return changed if self.place is None else self.place(changed)
+    def __call__(self, batch: Batch, origins: Origins) -> Any:
+        """What `place.take` makes the batch of. Raises UsageError, from its cause, if the transform fails or gives no
+        such batch.
+        """
+        return self.place.put(self._transformed(batch, origins))
 
     def _transformed(self, batch: Batch, origins: Origins) -> LoaderBatch:
         before, sources = self.convert(batch), origins.sources
