@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv from uv.lock with all that it needs from outside: uv, Python 3.11, Java 17 or 21, g++.
 #   scripts/setup.sh demo    what `make demo` runs: no torch, no Airflow, no test tools
-#   scripts/setup.sh gpu     TensorFlow with CUDA in place of its CPU build, PyTorch; Horovod with NCCL: docs/training/gpus.md
+#   scripts/setup.sh gpu     TensorFlow with CUDA in place of its CPU build, PyTorch; Horovod with NCCL: docs/training/speed.md
 #   scripts/setup.sh all     everything but that
 # A second call compares one hash and returns. What cannot be installed here ends with the one command to run; the
 # optional native kernel alone is left out instead.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, OneOf, Registry
+from shardmill.registry import Entry, ExtensionPoint, OneOf, Registry
 from shardmill.section import Section
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
         ),
         "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels; largest, fastest to read"),
     },
+    point=ExtensionPoint("how a shard holds one image", "shardmill.formats.encodings:StoredEncoding"),
 )
 
 

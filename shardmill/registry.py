@@ -51,10 +51,22 @@ class Entry:
     """Suffixes, in lower case, of files that this entry reads. A file, or a folder of such files, then selects it
     automatically.
     """
+    claims: str = ""
+    """`package.module:function`, URI -> whether a file with such a suffix is this entry's; empty: every one is."""
 
     def missing_packages(self) -> tuple[str, ...]:
         """Return the packages of `packages` that are not installed, without importing anything."""
         return tuple(name for name in self.packages if importlib.util.find_spec(name) is None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionPoint:
+    """What a registry is for; the table of docs/extending.md is generated from these."""
+
+    help: str
+    """What is chosen, in one line."""
+    defines: str
+    """`package.module:object`: the class that an entry's object implements, or a function to imitate."""
 
 
 _OWN = Entry("", "your own")
@@ -89,6 +101,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     `options_prefix`: what the names of the sections of entries' settings begin with, in front of the entry's name, in a
     config section that derives from `with_options_of` this registry. None: its entries have no settings.
+
+    `point` describes the extension point to people who add an entry; None if users choose no entry of this registry.
     """
 
     def __init__(
@@ -100,6 +114,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         own: Entry = _OWN,
         libraries: Mapping[str, Entry] | None = None,
         options_prefix: str | None = None,
+        point: ExtensionPoint | None = None,
     ) -> None:
         for name in (name for name, entry in entries.items() if entry.options and options_prefix is None):
             raise UsageError(
@@ -112,6 +127,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         self.takes_own = takes_own
         self.libraries = dict(libraries or {})
         self.options_prefix = options_prefix
+        self.point = point
         self._own = own
         self._loaded: dict[str, tuple[Entry, Value]] = {}
 

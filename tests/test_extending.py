@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ from pipeline.config import load_pipeline
 from pipeline.config_file import commented_toml, to_toml
 from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
+from scripts.docs_site import extension_points
 from scripts.docs_site.entries import entries, of_registry
+from scripts.docs_site.extension_points import registry_file
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, OneOf, Registry, install_hint
+from shardmill.registry import Entry, OneOf, Registry, install_hint, load_object
 from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.quick_start import FOLDER
 from tests.support import write_images
@@ -93,12 +94,12 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     for package in ("shardmill", "etl", "train", "pipeline"):
         shutil.copytree(ROOT / package, sources / package)
     shutil.copy(ROOT / "tests" / "extending_entries.py", sources / "new_entries.py")
-    for point in points():
-        file = sources / point.entry_file
-        head = f'"{point.key}",\n    {{\n'
+    for registry in REGISTRIES:
+        file = sources / registry_file(registry)
+        head = f'"{registry.key}",\n    {{\n'
         text = file.read_text(encoding="utf-8")
         assert text.count(head) == 1
-        words = f'"new_entries:{NEW_ENTRIES[point.key]}", "added by a test"{OPTIONS.get(point.key, "")}'
+        words = f'"new_entries:{NEW_ENTRIES[registry.key]}", "added by a test"{OPTIONS.get(registry.key, "")}'
         entry = f'        "new": Entry({words}),\n'
         file.write_text(text.replace(head, head + entry), encoding="utf-8")
 
@@ -178,26 +179,6 @@ def test_a_dataset_names_no_code(tmp_path: Path):
             load_pipeline(None, (f"{key}={ENTRIES}:NEW_FORMAT",), "work")
 
 
-@dataclass(frozen=True)
-class Point:
-    """One row of the first table of docs/extending.md."""
-
-    key: str
-    defines: str
-    entry_file: str
-    tests: tuple[str, ...]
-
-
-def points() -> list[Point]:
-    rows = [line.split(" | ") for line in EXTENDING.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    found = []
-    for row in rows:
-        if len(row) == 5 and (key := re.search(r"`([\w. ]+)`", row[0])):
-            files = [re.findall(r"\]\(\.\./([\w/.]+)\)", cell) for cell in row]
-            found.append(Point(key[1], files[1][0], files[2][0], tuple(files[3])))
-    return found
-
-
 @ALL
 def test_the_reference_lists_every_entry(registry: Registry[Any]):
     page = entries()
@@ -215,12 +196,22 @@ def test_the_document_names_the_registries_whose_entries_have_settings():
         assert re.search(rf"`{registry.key}`.{{1,30}}`\[train\.{registry.options_prefix}NAME\]`", text), registry.key
 
 
-def test_the_document_says_where_each_point_is():
-    found = {point.key: point for point in points()}
-    assert set(found) == set(NEW_ENTRIES)
-    for point in found.values():
-        assert (ROOT / point.defines).is_file()
-        entry_file = (ROOT / point.entry_file).read_text(encoding="utf-8")
-        [constant] = re.findall(rf'^(\w+): Registry\[.*\] = Registry\(\n    "{point.key}"', entry_file, re.MULTILINE)
-        # Each of the shared tests runs over the registry, or names it.
-        assert point.tests and all(constant in (ROOT / test).read_text(encoding="utf-8") for test in point.tests)
+def test_the_document_has_the_table_of_today(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert extension_points.main([]) == 0, "python -m scripts.docs_site.extension_points --update"
+    page = tmp_path / "extending.md"
+    page.write_text(
+        EXTENDING.read_text(encoding="utf-8").replace("| `etl.engine`:", "| `etl.motor`:"), encoding="utf-8"
+    )
+    assert extension_points.main([], page) == 1 and "--update" in capsys.readouterr().err
+    assert extension_points.main(["--update"], page) == 0
+    assert page.read_text(encoding="utf-8") == EXTENDING.read_text(encoding="utf-8")
+
+
+@ALL
+def test_each_registry_says_what_it_is_for(registry: Registry[Any]):
+    assert registry.point is not None and callable(load_object(registry.point.defines))
+    text = (ROOT / registry_file(registry)).read_text(encoding="utf-8")
+    [constant] = re.findall(rf'^(\w+): Registry\[.*\] = Registry\(\n    "{registry.key}"', text, re.MULTILINE)
+    # Each of the shared tests runs over the registry, or names it.
+    tests = extension_points.SHARED_TESTS[registry.key]
+    assert tests and all(constant in (ROOT / "tests" / f"{test}.py").read_text(encoding="utf-8") for test in tests)

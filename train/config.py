@@ -64,12 +64,12 @@ class TrainConfig(_WithOptions):
     unfreeze_epoch: Annotated[int, DEFAULTED] = Field(default=0, ge=0)
     """Epoch, counted from 0, from which frozen weights are trained too, with a new optimizer state; 0: never."""
     num_workers: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """Number of ranks (training processes); 0: chosen from the GPUs or executors (docs/training/auto.md)."""
+    """Number of ranks (training processes); 0: chosen from the GPUs or executors (docs/auto.md)."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], EXECUTION] = ()
     """Relative speed of each rank, in rank order. A slow rank gets fewer of the `num_streams` streams (at least one);
     global batches stay the same. Empty: equal shares."""
     strategy: Annotated[str, OneOf("train.strategies:STRATEGIES", also=("auto",)), EXECUTION] = "auto"
-    """How ranks share the training; docs/training/auto.md says how `auto` chooses."""
+    """How ranks share the training; docs/auto.md says how `auto` chooses."""
     compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], DEFAULTED] = "none"
     """How gradients are sent between ranks: uncompressed, in 16-bit, or (`torch_ddp`) as low-rank matrices, whose
     approximation error is added to the next step's gradients (arXiv:1905.13727)."""

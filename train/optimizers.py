@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -36,6 +36,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
         "adamw": Entry("train.backends.optimizers:ADAMW", "Adam with decoupled `weight_decay`"),
     },
     options_prefix="optimizer_",
+    point=ExtensionPoint("how gradients change weights", "train.optimizers:Optimizer"),
 )
 
 _FIRST_DEFAULTS = {"momentum": 0.9, "weight_decay": 1e-4}

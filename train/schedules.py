@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 from shardmill.section import Section
 from train.settings.kinds import RESUMABLE
 
@@ -28,6 +28,7 @@ SCHEDULES: Registry[Schedule] = Registry(
         ),
     },
     options_prefix="schedule_",
+    point=ExtensionPoint("the learning rate after the warm-up", "train.schedules:Schedule"),
 )
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,4 +63,5 @@ ENGINES: Registry[Engine] = Registry(
         ),
     },
     takes_own=True,
+    point=ExtensionPoint("what runs the work units", "etl.engines:Engine"),
 )

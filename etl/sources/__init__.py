@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from etl.sources.listed import ListingBatch
 from etl.sources.names import IDX_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, TFRECORD_SUFFIXES, ZIP_SUFFIXES
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 from shardmill.values import Rejection, SourceImage
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.parquet:ParquetSource",
             "Parquet with the images in a column, such as Hugging Face datasets",
             suffixes=PARQUET_SUFFIXES,
+            claims="etl.sources.parquet_claim:holds_images",
         ),
         "idx": Entry(
             "etl.sources.idx:IdxSource",
@@ -97,4 +98,5 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
         "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),
     },
     takes_own=True,
+    point=ExtensionPoint("how images are listed and read", "etl.sources:Source"),
 )

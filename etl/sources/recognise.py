@@ -6,15 +6,12 @@ import itertools
 import os
 from collections import Counter
 
-import pyarrow as pa
-
 from etl.sources import SOURCES
-from etl.sources.containers import Containers, is_named
-from etl.sources.names import PARQUET_SUFFIXES, TABLE_SUFFIXES
-from etl.sources.parquet_columns import bytes_leaf, holds_lists_of_bytes, read_footer
+from etl.sources.containers import is_named
+from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.patterns import is_pattern
-from etl.sources.stored_file import open_file
 from shardmill.errors import ShardmillError
+from shardmill.registry import load_object
 from shardmill.stores import open_store
 
 # Where data sets that are cloned keep their files.
@@ -48,9 +45,10 @@ def _is_remote(uri: str) -> bool:
 
 
 def _kind_of(uri: str) -> str | None:
-    """The kind of container that a file is; Parquet files hold images or only their names."""
+    """The kind of container that a file is, by its suffix and, if the kind asks for that, by a look into it."""
     kind = _suffix_kind(uri)
-    return None if kind == "parquet" and not holds_images(uri) else kind
+    claims = SOURCES.entries[kind].claims if kind else ""
+    return kind if not claims or load_object(claims)(uri) else None
 
 
 def _suffix_kind(name: str) -> str | None:
@@ -69,14 +67,3 @@ def _names_in(folder: str) -> list[str]:
     except (ShardmillError, FileNotFoundError):
         # The listing itself will tell what is wrong.
         return []
-
-
-def holds_images(uri: str) -> bool:
-    """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
-    files = Containers(uri, PARQUET_SUFFIXES)
-    try:
-        with open_file(files.store, files.find().containers[0]) as stream:
-            schema = read_footer(stream).schema.to_arrow_schema()
-    except (pa.ArrowException, OSError, ShardmillError):
-        return False
-    return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)

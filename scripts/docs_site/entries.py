@@ -27,4 +27,5 @@ def of_registry(registry: Registry[Any]) -> list[str]:
     rows = [[f"`{name}`", cell(entry.help), f"`{entry.extra}`" if entry.extra else ""] for name, entry in known.items()]
     if registry.takes_own:
         rows.append(["`package.module:object`", "your own", ""])
-    return [f"## {registry.key}", "", *table(["name", "", "extra"], rows)]
+    said = [cell(f"{registry.point.help[:1].upper()}{registry.point.help[1:]}."), ""] if registry.point else []
+    return [f"## {registry.key}", "", *said, *table(["name", "", "extra"], rows)]

@@ -53,6 +53,7 @@ ENVIRONMENTS: Registry[Starter] = Registry(
         "open_mpi": Entry("shardmill.environments.open_mpi:OPEN_MPI", "mpirun of Open MPI"),
         "mpich": Entry("shardmill.environments.mpich:MPICH", "mpiexec of MPICH and of Intel MPI"),
         "slurm": Entry("shardmill.environments.slurm:SLURM", "srun of SLURM"),
+        "kubernetes": Entry("shardmill.environments.kubernetes:KUBERNETES", "pods of a Kubernetes Indexed Job"),
     },
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import ShardFormat
@@ -15,4 +15,5 @@ SHARD_FORMATS: Registry[ShardFormat] = Registry(
         "parquet": Entry("shardmill.formats.parquet:PARQUET", "columns; a chunk is a row group"),
         "tfrecord": Entry("shardmill.formats.tfrecord:TFRECORD", "tf.Example records; a chunk is a run of them"),
     },
+    point=ExtensionPoint("how a shard holds its rows", "shardmill.formats.rows:ShardFormat"),
 )

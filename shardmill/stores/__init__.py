@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 from shardmill.storage import Store
 
 STORES: Registry[Callable[[str], Store]] = Registry(
@@ -33,6 +33,7 @@ STORES: Registry[Callable[[str], Store]] = Registry(
             packages=("fsspec",),
         ),
     },
+    point=ExtensionPoint("where files are", "shardmill.storage:Store"),
 )
 
 ANY_OTHER = "fsspec"

@@ -67,6 +67,7 @@ SLURM = {
          "127.0.0.1"),
         # A pod of Kubernetes' PyTorchJob is a host of one process.
         ({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0"}, Place(2, 3, 0, 1), "job-0"),
+        ({"JOB_COMPLETION_INDEX": "2", "SHARDMILL_JOB_COMPLETIONS": "3"}, Place(2, 3, 0, 1), ""),
         ({"SHARDMILL_RANK": "2", "SHARDMILL_WORLD_SIZE": "3"}, Place(2, 3, 0, 1), ""),
     ],
 )  # fmt: skip

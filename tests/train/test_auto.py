@@ -1,4 +1,4 @@
-"""The choices of `auto`: a case for every row of the tables in docs/training/auto.md, and the rows themselves."""
+"""The choices of `auto`: a case for every row of the tables in docs/auto.md, and the rows themselves."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_launchers(facts: Facts, launcher: str):
 
 
 def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
-    table = (Path(__file__).parents[2] / "docs" / "training" / "auto.md").read_text()
+    table = (Path(__file__).parents[2] / "docs" / "auto.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     of_ranks = {rule.choice for rule in RANKS_RULES}
     assert rows == [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
     from train.backends.backend import Backend
@@ -20,4 +20,5 @@ BACKENDS: Registry[Backend] = Registry(
         ),
         "torch": Entry("train.backends.torch.backend:TORCH", "PyTorch", extra="torch", packages=("torch",)),
     },
+    point=ExtensionPoint("the framework, and all code that imports it", "train.backends.backend:Backend"),
 )

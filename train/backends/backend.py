@@ -244,6 +244,8 @@ class Backend(Protocol):
 
     served: str
     """The folder of an export that holds the form that `load_served` reads."""
+    recomputes_sync_batch_norm: bool
+    """Whether activation checkpointing works with `train.sync_batch_norm`: a block may sum its moments twice."""
 
     def start(self, world: World, seed: int) -> None:
         """Threads for this rank's share of the node, seeds, deterministic kernels."""

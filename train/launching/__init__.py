@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
@@ -95,6 +95,7 @@ LAUNCHERS: Registry[Launcher] = Registry(
     },
     takes_own=True,
     options_prefix="",
+    point=ExtensionPoint("how ranks start", "train.launching:Launcher"),
 )
 
 

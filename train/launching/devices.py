@@ -98,7 +98,7 @@ def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] |
         raise UsageError(
             "train.devices = 'gpu'",
             f"but {reason}",
-            "docs/training/gpus.md says how to install for GPUs; or set 'auto'",
+            "docs/training/speed.md says how to install for GPUs; or set 'auto'",
         )
     if reason or not roles_of(config)[place.rank].computes:
         return ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
     "train.model",
@@ -48,6 +48,7 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
             packages=("torch", "torchvision"),
         ),
     },
+    point=ExtensionPoint("what is trained", "train.models.small_cnn:small_cnn"),
 )
 
 BUILD_FOR_ANY_IMAGE = frozenset({"small_cnn", "vit"})

@@ -61,7 +61,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the table in docs/training/auto.md; of a table the first row that applies counts."""
+    """One row of the table in docs/auto.md; of a table the first row that applies counts."""
 
     choice: str
     applies: Callable[[Facts], bool]

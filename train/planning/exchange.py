@@ -30,7 +30,7 @@ class ExchangeFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRule:
-    """One row of the table in docs/training/auto.md; the first row that applies counts."""
+    """One row of the table in docs/auto.md; the first row that applies counts."""
 
     choice: str
     applies: Callable[[ExchangeFacts], bool]

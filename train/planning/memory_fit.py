@@ -95,7 +95,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class FitRule:
-    """One row of the table in docs/training/auto.md; the first row that applies counts."""
+    """One row of the table in docs/auto.md; the first row that applies counts."""
 
     choice: str
     applies: Callable[[MemoryFacts], bool]

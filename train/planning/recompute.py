@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from train.backends import BACKENDS
 from train.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ def why_not_recompute(config: TrainConfig) -> str:
     """
     if not STRATEGIES[config.strategy].recomputes:
         return f"train.strategy = {config.strategy!r}"
-    if config.backend == "keras" and config.sync_batch_norm:
-        return "train.sync_batch_norm = true on TensorFlow"
+    if config.sync_batch_norm and not BACKENDS[config.backend].recomputes_sync_batch_norm:
+        return f"train.sync_batch_norm = true with the backend {config.backend}"
     return ""
 
 

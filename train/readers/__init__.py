@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.registry import Entry, Registry, load_object
+from shardmill.registry import Entry, ExtensionPoint, Registry, load_object
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ READERS: Registry[TrainReader] = Registry(
         ),
     },
     options_prefix="reader_",
+    point=ExtensionPoint("what reads the train split", "train.readers.reader:TrainReader"),
 )
 
 

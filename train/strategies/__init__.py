@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 from train.contracts.mesh import Mesh
 from train.contracts.world import Role
 
@@ -58,6 +58,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     },
     takes_own=True,
     options_prefix="",
+    point=ExtensionPoint("how ranks share the training", "train.strategies.strategy:Strategy"),
 )
 
 

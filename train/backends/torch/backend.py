@@ -281,6 +281,7 @@ class TorchBackend:
     """`train.backends.backend.Backend` of PyTorch."""
 
     served = SERVED
+    recomputes_sync_batch_norm = True
 
     def start(self, world: World, seed: int) -> None:
         start_torch(world, seed)

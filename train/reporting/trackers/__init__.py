@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,4 +26,5 @@ TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
         ),
     },
     takes_own=True,
+    point=ExtensionPoint("where metrics are sent", "train.reporting.trackers.tracker:Tracker"),
 )
