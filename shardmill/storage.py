@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
 
 TEMPORARY_PREFIX = ".tmp-"
 """Names of files that are not published yet; a listing never shows them."""
@@ -95,6 +100,19 @@ class Store(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove one file; a file that is not there is not an error."""
+        ...
+
+
+@runtime_checkable
+class ReadsIntoMemory(Protocol):
+    """A store that can read to memory which was used before; most have the bytes from a client that makes its own."""
+
+    def read_blocks(
+        self, path: str, start: int, num_bytes: int, take: Callable[[int], np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """The bytes of `read_range`, as they come: each time all that have, so that they are looked at while they are
+        in a processor's cache. They lie in one array of `take(number of bytes)`. Nothing comes behind the file's end.
+        """
         ...
 
 

@@ -91,7 +91,9 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
         raise IntegrityError(f"Parquet footer does not parse: {error}") from None
 
 
-def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
+def read_chunk(
+    footer: object, chunk_in_shard: int, place: ByteRange, data: bytes | memoryview, schema: RowSchema
+) -> ChunkRows:
     """Decode one row group from its bytes; images are views of `data`."""
     assert isinstance(footer, pq.FileMetaData)
     try:
@@ -116,11 +118,11 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
     )
 
 
-PARQUET = ShardFormat("parquet", write_shard, open_footer, read_chunk)
+PARQUET = ShardFormat("parquet", write_shard, open_footer, read_chunk, takes_views=True)
 
 
 def _read_columns(
-    footer: pq.FileMetaData, row_group: int, place: ByteRange, data: bytes, names: Sequence[str]
+    footer: pq.FileMetaData, row_group: int, place: ByteRange, data: bytes | memoryview, names: Sequence[str]
 ) -> Mapping[str, pa.ChunkedArray]:
     """What Arrow makes of some columns; not asked for none, because it parses all that there is."""
     if not names:
@@ -187,7 +189,7 @@ def _slices(column: pa.ChunkedArray) -> Slices:
 class _SparseFile(io.RawIOBase):
     """A file of which only some runs of bytes were fetched; pyarrow seeks in it as in the whole shard."""
 
-    def __init__(self, num_bytes: int, runs: dict[int, bytes]) -> None:
+    def __init__(self, num_bytes: int, runs: Mapping[int, bytes | memoryview]) -> None:
         self._num_bytes = num_bytes
         self._runs = runs
         self._position = 0

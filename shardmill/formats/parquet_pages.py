@@ -32,7 +32,7 @@ _PLAIN_ENCODINGS = {"PLAIN", "RLE"}
 class PlainPage:
     """The only data page of a column in one row group."""
 
-    data: bytes
+    data: bytes | memoryview
     first: int
     """Where its values begin."""
     end: int
@@ -76,7 +76,7 @@ class PlainPage:
 
 
 def find_page(
-    footer: pq.FileMetaData, row_group: int, place: ByteRange, data: bytes, column: int, name: str
+    footer: pq.FileMetaData, row_group: int, place: ByteRange, data: bytes | memoryview, column: int, name: str
 ) -> PlainPage | None:
     """The page of a column, if that has this name and one plain page; `data` are the row group's bytes."""
     found, kind = footer.row_group(row_group).column(column), footer.schema.column(column)
@@ -88,7 +88,7 @@ def find_page(
     if not 0 <= begin < end <= len(data) or not _PLAIN_ENCODINGS.issuperset(found.encodings):
         return None
     # All that the column has beside its one page is that page's header.
-    first = end - _page_bytes(data[begin : begin + _MAX_PAGE_HEADER_BYTES])
+    first = end - _page_bytes(bytes(data[begin : begin + _MAX_PAGE_HEADER_BYTES]))
     if not begin < first <= begin + _MAX_PAGE_HEADER_BYTES:
         return None
     return PlainPage(data, first, end, found.num_values, kind)

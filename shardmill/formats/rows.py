@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import IO, overload
+from typing import IO, Any, overload
 
 import numpy as np
 
@@ -186,8 +186,10 @@ class ShardFormat:
     """Write all chunks to an empty file that can be read and sought."""
     open_footer: Callable[[ByteRange, bytes], object]
     """Parse a shard's footer once; what it returns is passed to every `read_chunk` of that shard."""
-    read_chunk: Callable[[object, int, ByteRange, bytes, RowSchema], ChunkRows]
+    read_chunk: Callable[[object, int, ByteRange, Any, RowSchema], ChunkRows]
     """(footer, number of the chunk in its shard, its range, its bytes, schema) -> rows, or IntegrityError."""
+    takes_views: bool = False
+    """Whether a chunk's bytes may also be a memoryview: of memory that is used again when nothing refers to it."""
 
 
 class ChunkCutter:

@@ -43,7 +43,7 @@ Place = tuple[int, int]
 """Where a value begins in the bytes of a chunk, and where it ends."""
 
 
-def find_values(data: bytes, start: int, stop: int, wanted: Collection[bytes]) -> dict[bytes, Place]:
+def find_values(data: bytes | memoryview, start: int, stop: int, wanted: Collection[bytes]) -> dict[bytes, Place]:
     """Where the first value of each wanted feature lies: of bytes themselves, of an int64 its varint.
 
     `data[start:stop]` is a tf.Example; features without a value are left out. Of the others it looks at the names
@@ -57,7 +57,7 @@ def find_values(data: bytes, start: int, stop: int, wanted: Collection[bytes]) -
                 entry, entry_end = _field_of(data, features, features_end)
                 name, name_end = _field_of(data, entry, entry_end)
                 features = entry_end
-                text = data[name:name_end]
+                text = bytes(data[name:name_end])
                 if text in wanted:
                     values, values_end = _field_of(data, *_field_of(data, name_end, entry_end))
                     if values < values_end:
@@ -70,7 +70,7 @@ def find_values(data: bytes, start: int, stop: int, wanted: Collection[bytes]) -
     return found
 
 
-def integers_at(data: bytes, places: np.ndarray) -> np.ndarray:
+def integers_at(data: bytes | memoryview, places: np.ndarray) -> np.ndarray:
     """The integers whose varints begin at `places[n, 0]`, int64; -1 where that is -1."""
     bytes_M = np.frombuffer(data, dtype=np.uint8)
     starts_N = places[:, 0]
@@ -83,7 +83,7 @@ def integers_at(data: bytes, places: np.ndarray) -> np.ndarray:
     return np.where(starts_N < 0, -1, values_N.view(np.int64))
 
 
-def _field_of(data: bytes, position: int, end: int) -> Place:
+def _field_of(data: bytes | memoryview, position: int, end: int) -> Place:
     """Where the payload of a message's next length-delimited field lies."""
     # Of a message of ours each tag is one byte: the number of a field is below 16.
     while data[position] & 7 == VARINT:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.formats.rows import ChunkRows, RowSchema
     from shardmill.loader.sampling import Sample
+    from shardmill.recycled_memory import RecycledMemory
 
 Amount = float | tuple[str, float]
 """A share of an epoch's rows, `("repeat", times)` or `("choose", rows)`."""
@@ -50,14 +51,16 @@ class DatasetMix:
         """The schema of the mix's rows, given the wanted columns of the loader's own dataset."""
         return replace(schema, extra=(*schema.extra, ExtraColumn(DATASET, "int64")))
 
-    def fetcher(self, schema: RowSchema, format: str, caches: Sequence[ChunkCache | None]) -> MixFetcher:
+    def fetcher(
+        self, schema: RowSchema, format: str, caches: Sequence[ChunkCache | None], memory: RecycledMemory
+    ) -> MixFetcher:
         """Reads any of the chunks; `schema` is that of the mix."""
         names = [column.name for column in schema.extra]
         fetchers: list[ChunkFetcher] = []
         for dataset, cache in zip(self.datasets, caches, strict=True):
             own = dataset.manifest.row_schema
             known = replace(own, extra=tuple(column for column in own.extra if column.name in names))
-            fetchers.append(ChunkFetcher(dataset.store, dataset.index(self.split, format), known, cache))
+            fetchers.append(ChunkFetcher(dataset.store, dataset.index(self.split, format), known, cache, memory))
         return MixFetcher(fetchers, names)
 
 

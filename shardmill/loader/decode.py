@@ -5,9 +5,13 @@ Shape legend: N batch, H height, W width, C channels.
 
 from __future__ import annotations
 
+<<<<<<< Updated upstream
 import sys
 import threading
 from collections.abc import Callable, Sequence
+=======
+from collections.abc import Sequence
+>>>>>>> Stashed changes
 
 import numpy as np
 
@@ -18,6 +22,7 @@ from shardmill.options import NormalizeOptions
 
 # Images whose windows are decoded by one call before each is resized: they stay in a processor's cache until then.
 _GROUP = 8
+<<<<<<< Updated upstream
 # Of small batches a queue holds thousands, and asking each of them would take longer than to clear new memory.
 _MAX_QUESTIONS = 64
 
@@ -68,6 +73,8 @@ class BatchMemory:
             if len(self._arrays) < self._max_arrays:
                 self._arrays.append(array)
             return array
+=======
+>>>>>>> Stashed changes
 
 
 def decode_batch(

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, SupportsInt
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
-from shardmill.loader.reader import BatchReader, OneProcess, ReaderOptions, ReaderSeconds, RowOptions
+from shardmill.loader.reader import BatchReader, OneProcess, ReaderSeconds
 from shardmill.loader.report import LoaderReport
+from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 from shardmill.loader.whole_number import whole_number
 from shardmill.stores.retries import num_retried
 
@@ -46,6 +47,7 @@ class Loader:
         self._options = options
         self._rows = rows
         self._hand_over = hand_over
+        self._source = RowSource(dataset, spec, streams, options=options, rows=rows)
         index = dataset.index(spec.split)
         self._chunk_rows = index.chunk_rows if rows.selection is None else rows.selection.chunk_rows
         self._num_rows = int(self._chunk_rows.sum())
@@ -102,18 +104,23 @@ class Loader:
         """
         _refuse_workers()
         self._process.check()
-        self.close()
+        self._end_iteration()
         if self._is_broken_off:
             self._epoch, self._step = self._epoch + 1, 0
         plan = plan_epoch(self.spec, self._chunk_rows, self._epoch)
         self._reader = self._open(plan, self._step)
         return self._iterate(self._reader, plan)
 
+<<<<<<< Updated upstream
     def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[Any]:
         return BatchReader(
             self._dataset, plan, streams=self.streams, first_step=first_step, options=self._options, rows=self._rows,
             finish=self._hand_over,
         )  # fmt: skip
+=======
+    def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[LoaderBatch]:
+        return BatchReader(self._source, plan, first_step=first_step, finish=self._hand_over)
+>>>>>>> Stashed changes
 
     def _iterate(self, reader: BatchReader[Any], plan: EpochPlan) -> Iterator[LoaderBatch]:
         with reader:
@@ -170,7 +177,7 @@ class Loader:
                 f"expected an epoch from 0 and a step from 0 to {self._num_steps - 1}",
                 "after a finished epoch, continue at step 0 of the next one",
             )
-        self.close()
+        self._end_iteration()
         self._epoch, self._step, self._is_broken_off = epoch, step, False
 
     def seek_to_step(self, num_steps: SupportsInt) -> None:
@@ -224,7 +231,11 @@ class Loader:
             self._seconds += self._reader.take_seconds()
 
     def close(self) -> None:
-        """End an iteration and join its threads."""
+        """End an iteration, join its threads, and give up the memory that is kept for the next epoch."""
+        self._end_iteration()
+        self._source.clear()
+
+    def _end_iteration(self) -> None:
         self._take_seconds()
         reader, self._reader = self._reader, None
         if reader is not None:

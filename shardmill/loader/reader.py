@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,20 +22,19 @@ from shardmill.augment.batch import change_batch
 from shardmill.augment.draws import Draws
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
 from shardmill.augment.windows import draw_windows
-from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
+<<<<<<< Updated upstream
 from shardmill.loader.decode import BatchMemory, decode_batch, pageable
+=======
+from shardmill.loader.decode import decode_batch
+>>>>>>> Stashed changes
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
+from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
-
-if TYPE_CHECKING:
-    from shardmill.dataset.chunk_cache import ChunkCache
-    from shardmill.loader.dataset_mix import DatasetMix, MixFetcher
-    from shardmill.loader.selection import Selection
 
 Item = TypeVar("Item")
 Finish = Callable[[Batch, Origins], Item]
@@ -43,6 +42,7 @@ Finish = Callable[[Batch, Origins], Item]
 
 
 @dataclass(frozen=True, slots=True)
+<<<<<<< Updated upstream
 class ReaderOptions:
     """Options of a reader's execution; they do not change its rows."""
 
@@ -70,6 +70,8 @@ class RowOptions:
 
 
 @dataclass(frozen=True, slots=True)
+=======
+>>>>>>> Stashed changes
 class ReaderSeconds:
     """Working time of a reader's threads, summed; two threads work up to two seconds in one."""
 
@@ -107,14 +109,12 @@ class OneProcess:
 class BatchReader(Generic[Item]):
     """One epoch's batches for a group of streams, in order. Use it as a context manager: closing joins its threads."""
 
-    def __init__(
-        self, dataset: Dataset, plan: EpochPlan, *, streams: range, first_step: int, options: ReaderOptions,
-        rows: RowOptions, finish: Finish[Item],
-    ) -> None:  # fmt: skip
+    def __init__(self, source: RowSource, plan: EpochPlan, *, first_step: int, finish: Finish[Item]) -> None:
+        self._source = source
         self._plan = plan
         self._first_step = first_step
-        self._rows = rows
         self._finish = finish
+<<<<<<< Updated upstream
         self._normalize = dataset.manifest.normalize
         schema, wanted = dataset.manifest.row_schema, rows.columns
         is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
@@ -136,11 +136,15 @@ class BatchReader(Generic[Item]):
         # Those in the queue and in the threads, the consumer's and the one before it.
         num_arrays = self._max_batches_ahead + options.num_threads + 2
         self._memory = BatchMemory((self._local_batch_size, height, width, channels), num_arrays, options.allocate)
+=======
+        self._planner = StepPlanner(plan, source.streams)
+        num_threads = source.options.num_threads
+>>>>>>> Stashed changes
         # Decoding waits for fetching: in one pool, waiting decoders could take every thread that a fetch needs.
-        self._fetch_pool = ThreadPoolExecutor(options.num_threads, "shardmill-fetch")
-        self._decode_pool = ThreadPoolExecutor(options.num_threads, "shardmill-decode")
-        self._chunks: dict[int, Future[ChunkRows]] = {}
-        self._live = LiveRows((), self._rows_of_chunk)
+        self._fetch_pool = ThreadPoolExecutor(num_threads, "shardmill-fetch")
+        self._decode_pool = ThreadPoolExecutor(num_threads, "shardmill-decode")
+        self._chunks = source.take_chunks()
+        self._live = LiveRows((), source.rows_of_chunk)
         self._lock = threading.Lock()
         self._seconds = ReaderSeconds()
         self._process = OneProcess()
@@ -151,7 +155,7 @@ class BatchReader(Generic[Item]):
             for step in range(self._first_step, self._plan.num_steps):
                 waiting.append(self.submit(step))
                 # A finished batch does not wait for the queue to fill.
-                while waiting and (len(waiting) > self._max_batches_ahead or waiting[0].done()):
+                while waiting and (len(waiting) > self._source.max_batches_ahead or waiting[0].done()):
                     yield waiting.popleft().result()
                     self._process.check()
             while waiting:
@@ -180,7 +184,10 @@ class BatchReader(Generic[Item]):
             return
         self._decode_pool.shutdown(wait=True, cancel_futures=True)
         self._fetch_pool.shutdown(wait=True, cancel_futures=True)
-        self._chunks.clear()
+        chunks, self._chunks = self._chunks, {}
+        self._live = LiveRows((), self._source.rows_of_chunk)
+        if chunks:
+            self._source.keep_chunks(chunks)
 
     def submit(self, step: int) -> Future[Item]:
         """Begin to read one step, whichever it is; not from several threads at once. Iterating does it in order.
@@ -188,7 +195,7 @@ class BatchReader(Generic[Item]):
         Raises UsageError in a fork of the process that began.
         """
         self._process.check()
-        rows, selection = self._planner.rows_of_step(step), self._rows.selection
+        rows, selection = self._planner.rows_of_step(step), self._source.rows.selection
         occurrences_N = np.zeros_like(rows.rows_N)
         live = self._planner.live_chunks()
         if selection is not None:
@@ -198,7 +205,7 @@ class BatchReader(Generic[Item]):
         if self._live.chunks != live | needed:
             # Only the chunks of the current windows. A step in flight holds its own references, so dropping a chunk
             # here frees its memory only after the last step that needs it.
-            self._live = LiveRows(live | needed, self._rows_of_chunk)
+            self._live = LiveRows(live | needed, self._source.rows_of_chunk)
             self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in self._live.chunks}
         for chunk in sorted(needed.difference(self._chunks)):
             self._chunks[chunk] = self._fetch_pool.submit(self._fetch, chunk)
@@ -207,7 +214,7 @@ class BatchReader(Generic[Item]):
 
     def _fetch(self, chunk: int) -> ChunkRows:
         started = time.perf_counter()
-        rows = self._fetcher.read_chunk(chunk)
+        rows = self._source.read_chunk(chunk)
         self._count(ReaderSeconds(fetch=time.perf_counter() - started))
         return rows
 
@@ -229,17 +236,17 @@ class BatchReader(Generic[Item]):
             self._seconds += more
 
     def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, gathered: GatheredRows) -> Batch:
-        spec, augment = self._plan.spec, self._rows.augment
+        spec, augment, normalize = self._plan.spec, self._source.rows.augment, self._source.normalize
         draws = Draws.of(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
-        images_NHWC, is_real_N = self._memory.take(), rows.weights_N > 0
-        windows = draw_windows(draws, augment, self._normalize.image_shape_HWC[:2])
-        decode_batch(gathered.images, self._normalize, windows, images_NHWC)
+        images_NHWC, is_real_N = self._source.take_batch(), rows.weights_N > 0
+        windows = draw_windows(draws, augment, normalize.image_shape_HWC[:2])
+        decode_batch(gathered.images, normalize, windows, images_NHWC)
         labels_N = change_batch(
             images_NHWC, self._labels(gathered.labels_N, is_real_N), is_real_N, draws, augment,
-            num_classes=len(self._schema.class_names), rows_per_stream=spec.rows_per_stream,
+            num_classes=len(self._source.schema.class_names), rows_per_stream=spec.rows_per_stream,
         )  # fmt: skip
         extra: dict[str, list[Value]] = {}
-        for column in self._schema.extra:
+        for column in self._source.schema.extra:
             values = zip(gathered.extra(column.name), is_real_N.tolist(), strict=True)
             extra[column.name] = [value if is_real else None for value, is_real in values]
         sample_ids_N = gathered.sample_ids_N * is_real_N
@@ -250,7 +257,8 @@ class BatchReader(Generic[Item]):
         if stored_N.dtype != object:
             stored_N[~is_real_N] = 0
             return stored_N
-        shape = label_shape(self._schema.label_type, len(self._schema.class_names))
+        schema = self._source.schema
+        shape = label_shape(schema.label_type, len(schema.class_names))
         labels_N = np.zeros((len(stored_N), *shape), dtype=np.float32)
         for place in np.flatnonzero(is_real_N).tolist():
             labels_N[place, stored_N[place]] = 1
@@ -278,15 +286,18 @@ def read_batches(
         )
     if not 0 <= first_step <= plan.num_steps:
         raise UsageError(f"first_step = {first_step}", f"expected 0 to {plan.num_steps}, the steps of the epoch")
-    return BatchReader(
+    source = RowSource(
         dataset,
-        plan,
-        streams=range(num_streams) if streams is None else streams,
-        first_step=first_step,
+        plan.spec,
+        range(num_streams) if streams is None else streams,
         options=options or ReaderOptions(),
         rows=RowOptions(augment or NO_CHANGES),
+<<<<<<< Updated upstream
         finish=lambda batch, origins: batch,
+=======
+>>>>>>> Stashed changes
     )
+    return BatchReader(source, plan, first_step=first_step, finish=_as_it_is)
 
 
 def read_split(

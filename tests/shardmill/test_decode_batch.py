@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import random
-import sys
 
 import cv2
 import numpy as np
@@ -16,7 +13,7 @@ from shardmill.augment.windows import Windows, cut_window, whole_windows
 from shardmill.errors import IntegrityError
 from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS
 from shardmill.loader import decode
-from shardmill.loader.decode import BatchMemory, decode_batch
+from shardmill.loader.decode import decode_batch
 from shardmill.options import NormalizeOptions
 
 _SEED = random.SystemRandom().randrange(1 << 32)
@@ -107,44 +104,3 @@ def test_a_window_outside_of_image_or_target_is_refused(place):
     target, is_done = np.empty(8 * 8 * 3, np.uint8), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="inside"):
         shardmill_native.decode_jpegs(encoded, (64, 64, 3), np.array([place], np.int64), target, is_done)
-
-
-def test_memory_is_used_again_only_when_nothing_refers_to_it():
-    memory = BatchMemory((4, 2, 2, 3), max_arrays=3)
-    first = memory.take()
-    view = first[1:2].reshape(-1)
-    address = first.ctypes.data
-    del first
-    assert memory.take().ctypes.data != address, "a view keeps its batch"
-    del view
-    gc.collect()
-    assert memory.take().ctypes.data == address
-    kept = [memory.take() for _ in range(8)]
-    assert len({array.ctypes.data for array in kept}) == 8, "all batches of a list have memory of their own"
-
-
-@pytest.mark.parametrize("fewer", [0, 1], ids=["this Python", "Python 3.14"])
-def test_memory_in_use_is_kept_however_many_references_a_question_has(fewer, monkeypatch: pytest.MonkeyPatch):
-    count = sys.getrefcount
-    # The lambda has one of its own.
-    monkeypatch.setattr(sys, "getrefcount", lambda value: count(value) - 1 - fewer)
-    spec = importlib.util.spec_from_file_location("decode_of_this_python", decode.__file__)
-    assert spec is not None and spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    memory = fresh.BatchMemory((4, 2, 2, 3), max_arrays=3)
-    first = memory.take()
-    address = first.ctypes.data
-    second = memory.take()
-    assert second.ctypes.data != address
-    del first
-    gc.collect()
-    assert memory.take().ctypes.data == address
-
-
-def test_one_free_array_among_many_is_found_in_time_and_a_few_are_asked_at_once():
-    memory = BatchMemory((1, 2, 2, 3), max_arrays=1000)
-    kept = [memory.take() for _ in range(1000)]
-    address = kept.pop(777).ctypes.data
-    more = [memory.take() for _ in range(100)]
-    assert address in {array.ctypes.data for array in more}, "whatever part of the pool is kept for good"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import FieldValue
@@ -110,14 +111,18 @@ def no_answer_from(folder: str, after_reads: int = 12) -> None:
     """In this process, once some of it has been read: like a mount whose server is gone."""
     from shardmill.stores.local import LocalStore
 
-    sound, num_reads = LocalStore.read_range, itertools.count()
+    num_reads = itertools.count()
 
-    def read_range(store: LocalStore, path: str, start: int, num_bytes: int) -> bytes:
-        if store.uri in folder and next(num_reads) >= after_reads:
-            time.sleep(600)
-        return sound(store, path, start, num_bytes)
+    def answering(sound: Callable[..., Any]) -> Callable[..., Any]:
+        def read(store: LocalStore, path: str, *arguments: Any) -> Any:
+            if store.uri in folder and next(num_reads) >= after_reads:
+                time.sleep(600)
+            return sound(store, path, *arguments)
 
-    LocalStore.read_range = read_range
+        return read
+
+    LocalStore.read_range = answering(LocalStore.read_range)
+    LocalStore.read_blocks = answering(LocalStore.read_blocks)
 
 
 def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

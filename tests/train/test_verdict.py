@@ -199,7 +199,7 @@ class SlowStore:
         return functools.partial(self._late, name)
 
     def _late(self, name: str, *arguments, **named):
-        if name == "read_range":
+        if name in ("read_range", "read_blocks"):
             time.sleep(0.2)
         return getattr(self._store, name)(*arguments, **named)
 

@@ -1,0 +1,120 @@
+"""What the epochs of a loader share: the shards that it has opened, memory to read and decode to, and the chunks with
+which an epoch has ended.
+
+A split that fits into the shuffle windows is so read once, and verified then; of a larger one, each epoch begins with
+what the last one has in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardmill.augment.options import NO_CHANGES, AugmentOptions
+from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.recycled_memory import RecycledMemory
+
+if TYPE_CHECKING:
+    from shardmill.dataset.chunk_cache import ChunkCache
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.epoch_plan import PlanSpec
+    from shardmill.formats.rows import ChunkRows
+    from shardmill.loader.dataset_mix import DatasetMix, MixFetcher
+    from shardmill.loader.selection import Selection
+
+Chunks = dict[int, Future["ChunkRows"]]
+"""By number; those that are being read, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderOptions:
+    """Options of a reader's execution; they do not change its rows."""
+
+    format: str = "auto"
+    num_threads: int = 2
+    prefetch_bytes: int = 64_000_000
+    """Bound of the queue of decoded batches; one batch always fits."""
+    caches: tuple[ChunkCache | None, ...] = (None,)
+    """Of a remote dataset's chunks, on this host's disk; in a mix, one for each of its datasets."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """Which rows a reader reads, and what of them."""
+
+    augment: AugmentOptions = NO_CHANGES
+    columns: tuple[str, ...] | None = None
+    """Of the extra columns; all by default."""
+    selection: Selection | None = None
+    """How often each row is used: the plan is then one of its entries. By default once each."""
+    mix: DatasetMix | None = None
+    """Several datasets, whose chunks the selection numbers; by default one."""
+
+
+class RowSource:
+    """Where the rows of all epochs of a group of streams come from. Readers use it one after the other, or at once."""
+
+    def __init__(
+        self, dataset: Dataset, spec: PlanSpec, streams: range, *, options: ReaderOptions, rows: RowOptions
+    ) -> None:
+        self.streams = streams
+        self.options = options
+        self.rows = rows
+        self.normalize = dataset.manifest.normalize
+        schema, wanted = dataset.manifest.row_schema, rows.columns
+        is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
+        self.schema = replace(schema, extra=tuple(is_wanted))
+        # A window's chunks, and those of the next one, which are read before the last step of it is decoded.
+        self._chunk_memory = RecycledMemory(2 * len(streams) * spec.window_chunks)
+        self._fetcher: ChunkFetcher | MixFetcher
+        self.rows_of_chunk: np.ndarray
+        if rows.mix is None:
+            index = dataset.index(spec.split, options.format)
+            self._fetcher = ChunkFetcher(
+                dataset.store, index, self.schema, options.caches[0], memory=self._chunk_memory
+            )
+            self.rows_of_chunk = index.chunk_rows
+        else:
+            self.schema = rows.mix.with_dataset_column(self.schema)
+            self._fetcher = rows.mix.fetcher(self.schema, options.format, options.caches, self._chunk_memory)
+            self.rows_of_chunk = self._fetcher.rows_of_chunk
+        height, width, channels = rows.augment.shape_of(self.normalize.image_shape_HWC)
+        self._batch_shape = (len(streams) * spec.rows_per_stream, height, width, channels)
+        self.max_batches_ahead = max(1, options.prefetch_bytes // max(1, int(np.prod(self._batch_shape))))
+        # Those in the queue and in the threads, the consumer's and the one before it.
+        self._batch_memory = RecycledMemory(self.max_batches_ahead + options.num_threads + 2)
+        self._kept: Chunks = {}
+        self._lock = threading.Lock()
+
+    def read_chunk(self, chunk: int) -> ChunkRows:
+        """The rows of a chunk. Raises IntegrityError and StorageError."""
+        return self._fetcher.read_chunk(chunk)
+
+    def take_batch(self) -> np.ndarray:
+        """Memory for the pixels of a batch, NHWC, that nothing else refers to, with any content."""
+        return self._batch_memory.take(int(np.prod(self._batch_shape))).reshape(self._batch_shape)
+
+    def take_chunks(self) -> Chunks:
+        """The chunks that the last reader left, for the next one."""
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        return kept
+
+    def keep_chunks(self, chunks: Chunks) -> None:
+        """Those of the windows with which a reader ends; those that could not be read are read again."""
+        with self._lock:
+            self._kept = {
+                number: future
+                for number, future in chunks.items()
+                if future.done() and not future.cancelled() and future.exception() is None
+            }
+
+    def clear(self) -> None:
+        """Keep nothing in memory for a next epoch."""
+        self.take_chunks()
+        self._chunk_memory.clear()
+        self._batch_memory.clear()

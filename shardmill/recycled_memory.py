@@ -1,0 +1,83 @@
+"""Memory that a loader fills again and again: that of its batches, and that of the chunks they are read from.
+
+The kernel clears each page of fresh memory when it is first written: a tenth of decoding, and for pixels that are
+stored as they are as much as reading and hashing them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+
+# Of small arrays a pool holds thousands, and asking each of them would take longer than to clear new memory.
+_MAX_QUESTIONS = 64
+# An array that is larger than that would be wasted on what it is used for.
+_MAX_WASTE = 4
+
+
+def _num_references(arrays: list[np.ndarray], place: int) -> int:
+    """Those to `arrays[place]`: the list's, what others have, and as many of its own as this Python needs to ask."""
+    return sys.getrefcount(arrays[place])
+
+
+# Asked and not written down: Python 3.14 counts fewer references of a question, and one too many would give away memory
+# that is in use.
+_OWN_REFERENCES = _num_references([np.empty(0)], 0)
+
+
+class RecycledMemory:
+    """Arrays to which nothing refers any more, for the next ones. Safe for several threads.
+
+    Views, tensors and arrays of other frameworks that share an array's memory hold a reference to it.
+    """
+
+    def __init__(self, max_arrays: int) -> None:
+        self._max_arrays = max_arrays
+        self._arrays: list[np.ndarray] = []
+        self._next = 0
+        """Of `_arrays`: the first one to ask."""
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """So many bytes (uint8, one axis) that nothing else refers to, with any content."""
+        with self._lock:
+            best = too_small = -1
+            for _ in range(min(len(self._arrays), _MAX_QUESTIONS)):
+                # Arrays are let go of in the order in which they were taken, so the next one follows the last one.
+                place, self._next = self._next, (self._next + 1) % len(self._arrays)
+                if _num_references(self._arrays, place) != _OWN_REFERENCES:
+                    continue
+                size = len(self._arrays[place])
+                if size < num_bytes:
+                    too_small = place
+                elif size <= num_bytes * _MAX_WASTE and (best < 0 or size < len(self._arrays[best])):
+                    best = place
+                    if _roomy(num_bytes) == size:
+                        break
+            if best < 0:
+                best = self._new(num_bytes, too_small)
+            return (self._arrays[best] if best >= 0 else np.empty(num_bytes, dtype=np.uint8))[:num_bytes]
+
+    def clear(self) -> None:
+        """Keep no memory for later."""
+        with self._lock:
+            self._arrays, self._next = [], 0
+
+    def _new(self, num_bytes: int, too_small: int) -> int:
+        """The place of a new array; -1 if there is no room for it: who keeps all arrays gets fresh memory for each."""
+        if too_small < 0 and len(self._arrays) >= self._max_arrays:
+            return -1
+        array = np.empty(_roomy(num_bytes), dtype=np.uint8)
+        if too_small < 0:
+            self._arrays.append(array)
+            return len(self._arrays) - 1
+        self._arrays[too_small] = array
+        return too_small
+
+
+def _roomy(num_bytes: int) -> int:
+    """At most an eighth more, so that it fits the next one of about this size; untouched pages cost nothing."""
+    step = 1 << max(0, num_bytes.bit_length() - 4)
+    return -(-num_bytes // step) * step
