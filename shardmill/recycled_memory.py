@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Of small arrays a pool holds thousands, and asking each of them would take longer than to clear new memory.
 _MAX_QUESTIONS = 64
@@ -27,14 +31,20 @@ def _num_references(arrays: list[np.ndarray], place: int) -> int:
 _OWN_REFERENCES = _num_references([np.empty(0)], 0)
 
 
+def pageable(shape: tuple[int, ...]) -> np.ndarray:
+    """Memory of uint8 with any content, as NumPy takes it."""
+    return np.empty(shape, dtype=np.uint8)
+
+
 class RecycledMemory:
     """Arrays to which nothing refers any more, for the next ones. Safe for several threads.
 
     Views, tensors and arrays of other frameworks that share an array's memory hold a reference to it.
     """
 
-    def __init__(self, max_arrays: int) -> None:
+    def __init__(self, max_arrays: int, allocate: Callable[[tuple[int, ...]], np.ndarray] = pageable) -> None:
         self._max_arrays = max_arrays
+        self._allocate = allocate
         self._arrays: list[np.ndarray] = []
         self._next = 0
         """Of `_arrays`: the first one to ask."""
@@ -58,7 +68,7 @@ class RecycledMemory:
                         break
             if best < 0:
                 best = self._new(num_bytes, too_small)
-            return (self._arrays[best] if best >= 0 else np.empty(num_bytes, dtype=np.uint8))[:num_bytes]
+            return (self._arrays[best] if best >= 0 else self._allocate((num_bytes,)))[:num_bytes]
 
     def clear(self) -> None:
         """Keep no memory for later."""
@@ -69,7 +79,8 @@ class RecycledMemory:
         """The place of a new array; -1 if there is no room for it: who keeps all arrays gets fresh memory for each."""
         if too_small < 0 and len(self._arrays) >= self._max_arrays:
             return -1
-        array = np.empty(_roomy(num_bytes), dtype=np.uint8)
+        # Other memory, as pinned one, is dear.
+        array = self._allocate((_roomy(num_bytes) if self._allocate is pageable else num_bytes,))
         if too_small < 0:
             self._arrays.append(array)
             return len(self._arrays) - 1

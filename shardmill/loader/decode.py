@@ -5,13 +5,7 @@ Shape legend: N batch, H height, W width, C channels.
 
 from __future__ import annotations
 
-<<<<<<< Updated upstream
-import sys
-import threading
-from collections.abc import Callable, Sequence
-=======
 from collections.abc import Sequence
->>>>>>> Stashed changes
 
 import numpy as np
 
@@ -22,59 +16,6 @@ from shardmill.options import NormalizeOptions
 
 # Images whose windows are decoded by one call before each is resized: they stay in a processor's cache until then.
 _GROUP = 8
-<<<<<<< Updated upstream
-# Of small batches a queue holds thousands, and asking each of them would take longer than to clear new memory.
-_MAX_QUESTIONS = 64
-
-
-def _num_references(arrays: list[np.ndarray], place: int) -> int:
-    """Those to `arrays[place]`: the list's, what others have, and as many of its own as this Python needs to ask."""
-    return sys.getrefcount(arrays[place])
-
-
-# Asked and not written down: Python 3.14 counts fewer references of a question, and one too many would give away memory
-# of a batch that is in use.
-_OWN_REFERENCES = _num_references([np.empty(0)], 0)
-
-
-def pageable(shape: tuple[int, ...]) -> np.ndarray:
-    """Memory of uint8 with any content, as NumPy takes it."""
-    return np.empty(shape, dtype=np.uint8)
-
-
-class BatchMemory:
-    """Memory of batches to which nothing refers any more, for the next ones. Safe for several threads.
-
-    The kernel clears each page of fresh memory when it is first written, which takes as long as a tenth of decoding.
-    Views, tensors and arrays of other frameworks that share a batch's memory hold a reference to its array.
-    """
-
-    def __init__(
-        self, shape_NHWC: tuple[int, int, int, int], max_arrays: int, allocate: Callable[..., np.ndarray] = pageable
-    ) -> None:
-        self._shape_NHWC = shape_NHWC
-        self._max_arrays = max_arrays
-        self._allocate = allocate
-        self._arrays: list[np.ndarray] = []
-        self._next = 0
-        """Of `_arrays`: the first one to ask."""
-        self._lock = threading.Lock()
-
-    def take(self) -> np.ndarray:
-        """An array of uint8 that nothing else refers to, with any content."""
-        with self._lock:
-            for _ in range(min(len(self._arrays), _MAX_QUESTIONS)):
-                # Batches are let go of in the order in which they were read, so the next one follows the last one.
-                place, self._next = self._next, (self._next + 1) % len(self._arrays)
-                if _num_references(self._arrays, place) == _OWN_REFERENCES:
-                    return self._arrays[place]
-            array = self._allocate(self._shape_NHWC)
-            # Who keeps all batches gets fresh memory for each.
-            if len(self._arrays) < self._max_arrays:
-                self._arrays.append(array)
-            return array
-=======
->>>>>>> Stashed changes
 
 
 def decode_batch(

@@ -10,8 +10,8 @@ import numpy as np
 from shardmill.epoch_plan import num_streams_choices, num_streams_for
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
-from shardmill.loader.decode import pageable
 from shardmill.loader.ranks import Ranks
+from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

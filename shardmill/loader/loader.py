@@ -111,16 +111,8 @@ class Loader:
         self._reader = self._open(plan, self._step)
         return self._iterate(self._reader, plan)
 
-<<<<<<< Updated upstream
     def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[Any]:
-        return BatchReader(
-            self._dataset, plan, streams=self.streams, first_step=first_step, options=self._options, rows=self._rows,
-            finish=self._hand_over,
-        )  # fmt: skip
-=======
-    def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[LoaderBatch]:
         return BatchReader(self._source, plan, first_step=first_step, finish=self._hand_over)
->>>>>>> Stashed changes
 
     def _iterate(self, reader: BatchReader[Any], plan: EpochPlan) -> Iterator[LoaderBatch]:
         with reader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmill.loader.decode import pageable
+from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,11 +26,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
-<<<<<<< Updated upstream
-from shardmill.loader.decode import BatchMemory, decode_batch, pageable
-=======
 from shardmill.loader.decode import decode_batch
->>>>>>> Stashed changes
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 from shardmill.typed_columns import label_shape
@@ -42,36 +38,6 @@ Finish = Callable[[Batch, Origins], Item]
 
 
 @dataclass(frozen=True, slots=True)
-<<<<<<< Updated upstream
-class ReaderOptions:
-    """Options of a reader's execution; they do not change its rows."""
-
-    format: str = "auto"
-    num_threads: int = 2
-    prefetch_bytes: int = 64_000_000
-    """Bound of the queue of decoded batches; one batch always fits."""
-    caches: tuple[ChunkCache | None, ...] = (None,)
-    """Of a remote dataset's chunks, on this host's disk; in a mix, one for each of its datasets."""
-    allocate: Callable[[tuple[int, ...]], np.ndarray] = pageable
-    """Gives the memory that batches are decoded into."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """Which rows a reader reads, and what of them."""
-
-    augment: AugmentOptions = NO_CHANGES
-    columns: tuple[str, ...] | None = None
-    """Of the extra columns; all by default."""
-    selection: Selection | None = None
-    """How often each row is used: the plan is then one of its entries. By default once each."""
-    mix: DatasetMix | None = None
-    """Several datasets, whose chunks the selection numbers; by default one."""
-
-
-@dataclass(frozen=True, slots=True)
-=======
->>>>>>> Stashed changes
 class ReaderSeconds:
     """Working time of a reader's threads, summed; two threads work up to two seconds in one."""
 
@@ -114,32 +80,8 @@ class BatchReader(Generic[Item]):
         self._plan = plan
         self._first_step = first_step
         self._finish = finish
-<<<<<<< Updated upstream
-        self._normalize = dataset.manifest.normalize
-        schema, wanted = dataset.manifest.row_schema, rows.columns
-        is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
-        self._schema = replace(schema, extra=tuple(is_wanted))
-        self._fetcher: ChunkFetcher | MixFetcher
-        if rows.mix is None:
-            index = dataset.index(plan.spec.split, options.format)
-            self._fetcher = ChunkFetcher(dataset.store, index, self._schema, options.caches[0])
-            self._rows_of_chunk = index.chunk_rows
-        else:
-            self._schema = rows.mix.with_dataset_column(self._schema)
-            self._fetcher = rows.mix.fetcher(self._schema, options.format, options.caches)
-            self._rows_of_chunk = self._fetcher.rows_of_chunk
-        self._planner = StepPlanner(plan, streams)
-        self._local_batch_size = len(streams) * plan.spec.rows_per_stream
-        height, width, channels = rows.augment.shape_of(self._normalize.image_shape_HWC)
-        batch_bytes = self._local_batch_size * height * width * channels
-        self._max_batches_ahead = max(1, options.prefetch_bytes // max(1, batch_bytes))
-        # Those in the queue and in the threads, the consumer's and the one before it.
-        num_arrays = self._max_batches_ahead + options.num_threads + 2
-        self._memory = BatchMemory((self._local_batch_size, height, width, channels), num_arrays, options.allocate)
-=======
         self._planner = StepPlanner(plan, source.streams)
         num_threads = source.options.num_threads
->>>>>>> Stashed changes
         # Decoding waits for fetching: in one pool, waiting decoders could take every thread that a fetch needs.
         self._fetch_pool = ThreadPoolExecutor(num_threads, "shardmill-fetch")
         self._decode_pool = ThreadPoolExecutor(num_threads, "shardmill-decode")
@@ -292,12 +234,8 @@ def read_batches(
         range(num_streams) if streams is None else streams,
         options=options or ReaderOptions(),
         rows=RowOptions(augment or NO_CHANGES),
-<<<<<<< Updated upstream
-        finish=lambda batch, origins: batch,
-=======
->>>>>>> Stashed changes
     )
-    return BatchReader(source, plan, first_step=first_step, finish=_as_it_is)
+    return BatchReader(source, plan, first_step=first_step, finish=lambda batch, origins: batch)
 
 
 def read_split(

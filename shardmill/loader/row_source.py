@@ -8,6 +8,7 @@ what the last one has in memory.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import numpy as np
 
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.recycled_memory import RecycledMemory
+from shardmill.recycled_memory import RecycledMemory, pageable
 
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
@@ -40,6 +41,8 @@ class ReaderOptions:
     """Bound of the queue of decoded batches; one batch always fits."""
     caches: tuple[ChunkCache | None, ...] = (None,)
     """Of a remote dataset's chunks, on this host's disk; in a mix, one for each of its datasets."""
+    allocate: Callable[[tuple[int, ...]], np.ndarray] = pageable
+    """Gives the memory that batches are decoded into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class RowSource:
         self._batch_shape = (len(streams) * spec.rows_per_stream, height, width, channels)
         self.max_batches_ahead = max(1, options.prefetch_bytes // max(1, int(np.prod(self._batch_shape))))
         # Those in the queue and in the threads, the consumer's and the one before it.
-        self._batch_memory = RecycledMemory(self.max_batches_ahead + options.num_threads + 2)
+        self._batch_memory = RecycledMemory(self.max_batches_ahead + options.num_threads + 2, options.allocate)
         self._kept: Chunks = {}
         self._lock = threading.Lock()
 

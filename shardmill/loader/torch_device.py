@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
-from shardmill.loader.decode import pageable
 from shardmill.loader.place import InMemory, Place
+from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,8 +12,8 @@ import pytest
 
 import shardmill
 from shardmill.errors import UsageError
-from shardmill.loader.decode import BatchMemory
 from shardmill.loader.torch_device import InFlight, place_on
+from shardmill.recycled_memory import RecycledMemory
 from tests.support import make_dataset
 
 torch = pytest.importorskip("torch")
@@ -83,27 +83,27 @@ def test_other_loaders_have_no_device(dataset):
 
 
 def test_memory_of_a_batch_is_not_decoded_into_before_its_copy_has_ended():
-    memory, in_flight, ended = BatchMemory((4, 2, 2, 3), max_arrays=4), InFlight(), threading.Event()
-    batch = memory.take()
+    memory, in_flight, ended = RecycledMemory(max_arrays=4), InFlight(), threading.Event()
+    batch = memory.take(48)
     address = batch.ctypes.data
     in_flight.hold(torch.from_numpy(batch), ended.is_set)
     del batch
     in_flight.release()
-    others = [memory.take() for _ in range(3)]
+    others = [memory.take(48) for _ in range(3)]
     assert address not in {other.ctypes.data for other in others}
     ended.set()
     in_flight.release()
-    assert memory.take().ctypes.data == address
+    assert memory.take(48).ctypes.data == address
 
 
 def test_memory_that_torch_gave_is_kept_by_what_refers_to_it():
     # As pinned memory is.
-    memory = BatchMemory((4, 2, 2, 3), 2, lambda shape: torch.empty(shape, dtype=torch.uint8).numpy())
-    for refer in (lambda array: array[1:], lambda array: array.reshape(-1)[3:], torch.from_numpy):
-        array = memory.take()
+    memory = RecycledMemory(2, lambda shape: torch.empty(shape, dtype=torch.uint8).numpy())
+    for refer in (lambda array: array[1:], lambda array: array.reshape(4, -1)[3:], torch.from_numpy):
+        array = memory.take(48)
         address, kept = array.ctypes.data, refer(array)
         del array
-        assert memory.take().ctypes.data != address
+        assert memory.take(48).ctypes.data != address
         del kept
     assert place_on("cpu").allocate((2, 3)).dtype == np.uint8
 
