@@ -185,10 +185,10 @@ def _look_at_shape(tree: PipelineTree) -> str:
 
 
 def _look_at_model(tree: PipelineTree) -> str:
-    from train.models import MODELS
     from train.models.find import find_model
+    from train.models.modules import models_of
 
-    MODELS.usable(tree.train.model)
+    models_of(tree.train).usable(tree.train.model)
     return f"{tree.train.model}: {find_model(tree.train.model)}"
 
 

@@ -39,6 +39,7 @@ MAY_BE_HEAVY = {
     # What a user's model imports beside its framework.
     "train/layers/keras.py": {"keras"},
     "train/layers/torch.py": {"torch"},
+    "train/models/vit_torch.py": {"torch"},
     # A subclass of Keras's, imported when one is built.
     "train/backends/keras/sgd.py": {"keras"},
 }

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from shardmill.augment.options import AugmentOptions
 from shardmill.entry_options import with_options_of
 from shardmill.epoch_plan import num_streams_for
-from shardmill.registry import OneOf
+from shardmill.registry import OneOf, load_object
 from train.settings.cache import CacheConfig
 from train.settings.checkpoint import CheckpointConfig
 from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
@@ -193,6 +193,11 @@ class TrainConfig(_WithOptions):
     def num_ranks_asked(self) -> int:
         """`num_workers`, or as many as have a weight; 1 if that is left open."""
         return self.num_workers or len(self.rank_weights) or 1
+
+    @property
+    def needs_module(self) -> bool:
+        """Whether the strategy takes `nn.Module`s only; `auto` may still choose one that takes any model."""
+        return self.strategy != "auto" and load_object("train.strategies:STRATEGIES")[self.strategy].needs_module
 
     @property
     def is_first_recipe(self) -> bool:

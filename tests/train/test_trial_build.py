@@ -20,7 +20,7 @@ from train.training import train_model
 
 def test_ours_are_tried_where_they_may_not_fit():
     ours = [name for name in MODELS.entries if not may_not_build(TrainConfig(model=name))]
-    assert ours == ["small_cnn", "vit"]
+    assert ours == ["small_cnn", "vit", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
     for asked in ({"freeze": ("conv*",)}, {"memory": {"activation_checkpointing": "on"}}, {"sync_batch_norm": True}):
         assert may_not_build(TrainConfig.model_validate(asked))
     recorder, schema = Recorder(), RowSchema("png", (16, 16, 3), ("cat", "dog"))

@@ -99,7 +99,7 @@ class InitialFile:
 def find_initial(config: TrainConfig) -> InitialFile:
     """The file that `train.init_from` names. Raises UsageError if the framework of the model does not read its kind."""
     given, _, sha256 = config.init_from.partition(SHA256_OF_FILE)
-    packages = imported_packages(config.model)
+    packages = imported_packages(config)
     is_keras = "keras" in packages or framework_of(config) != "torch"
     root, number = split_version(given)
     if number is not None:

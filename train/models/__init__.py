@@ -32,6 +32,36 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
             extra="tensorflow",
             packages=("keras",),
         ),
+        "vit_tiny": Entry(
+            "train.models.vit_torch:vit_tiny",
+            "a vision transformer of 5 M weights, DeiT's smallest",
+            extra="torch",
+            packages=("torch",),
+        ),
+        "vit_small": Entry(
+            "train.models.vit_torch:vit_small",
+            "a vision transformer of 22 M weights, DeiT's second",
+            extra="torch",
+            packages=("torch",),
+        ),
+        "vit_base": Entry(
+            "train.models.vit_torch:vit_base",
+            "ViT-Base, 86 M weights",
+            extra="torch",
+            packages=("torch",),
+        ),
+        "vit_large": Entry(
+            "train.models.vit_torch:vit_large",
+            "ViT-Large, 304 M weights",
+            extra="torch",
+            packages=("torch",),
+        ),
+        "vit_huge": Entry(
+            "train.models.vit_torch:vit_huge",
+            "ViT-Huge, 632 M weights",
+            extra="torch",
+            packages=("torch",),
+        ),
     },
     takes_own=True,
     libraries={
@@ -51,5 +81,13 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
     point=ExtensionPoint("what is trained", "train.models.small_cnn:small_cnn"),
 )
 
-BUILD_FOR_ANY_IMAGE = frozenset({"small_cnn", "vit"})
+MODULES: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
+    "train.model",
+    {
+        "vit": Entry("train.models.vit_torch:vit", "the same model in PyTorch", extra="torch", packages=("torch",)),
+    },
+)
+"""Names of `MODELS` that are Keras models, as `nn.Module`s: built if the strategy needs one (`needs_module`)."""
+
+BUILD_FOR_ANY_IMAGE = frozenset({"small_cnn", "vit", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"})
 """Models that build for any image size and number of outputs; other models are built as a check before the ETL."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.user_module import find_below, with_line_of_user
-from train.models import MODELS
+from train.models import MODELS, MODULES
+from train.models.modules import models_of
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 # What a model imports of ours (`train.layers`) is no more the user's than an installed library is, also where it lies
 # beside the user's module: in a checkout.
 _OURS = ("train", "shardmill")
+_PACKAGES_OF_OURS = {
+    **{each.target.partition(":")[0]: each.packages for each in (*MODELS.entries.values(), *MODULES.entries.values())},
+    "train.layers.keras": ("keras",),
+    "train.layers.torch": ("torch",),
+}
+"""What a factory needs that builds on a model or a layer of ours."""
 
 
 def source_sha256(name: str) -> str:
@@ -42,14 +49,16 @@ def source_sha256(name: str) -> str:
     return digest.hexdigest()
 
 
-def imported_packages(name: str) -> set[str]:
-    """The top-level packages that a user's factory and the modules beside it import; of others, their entry's."""
+def imported_packages(config: TrainConfig) -> set[str]:
+    """The top-level packages that a user's factory and the modules beside it import, also by way of a module of ours;
+    of other models, their entry's."""
+    name = config.model
     if not MODELS.is_own(name):
-        return set(MODELS.entry(name).packages)
+        return set(models_of(config).entry(name).packages)
     sources = _own_sources(name.partition(":")[0], name)
-    return {
-        each.partition(".")[0] for module, data in sources.items() for each in _imports(data, module, is_package=False)
-    }
+    imported = {each for module, data in sources.items() for each in _imports(data, module, is_package=False)}
+    by_ours = {package for each in imported & _PACKAGES_OF_OURS.keys() for package in _PACKAGES_OF_OURS[each]}
+    return {each.partition(".")[0] for each in imported} | by_ours
 
 
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:
@@ -124,5 +133,5 @@ def framework_of(config: TrainConfig) -> str:
     """
     if config.backend != "auto":
         return config.backend
-    packages = imported_packages(config.model)
+    packages = imported_packages(config)
     return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else ""

@@ -106,7 +106,7 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
         local_steps=config.options(LocalSgdOptions).local_steps,
         backend=backend,
-        is_keras_model="keras" in imported_packages(config.model),
+        is_keras_model="keras" in imported_packages(config),
         num_devices=config.options(MirroredOptions).num_devices or len(gpus),
         spark_master=spark.master,
         installed=frozenset(name for name, entry in entries.items() if not entry.missing_packages()),

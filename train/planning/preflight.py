@@ -146,7 +146,7 @@ def _check_microbatches(config: TrainConfig) -> None:
 def _check_torch(config: TrainConfig) -> None:
     if config.backend != "torch":
         return
-    is_keras = "keras" in imported_packages(config.model)
+    is_keras = "keras" in imported_packages(config)
     if is_keras and LAUNCHERS[config.launcher].in_this_process:
         raise UsageError(
             f"train.model = {config.model!r} is a Keras model with the backend 'torch', and the launcher 'inline' "

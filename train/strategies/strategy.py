@@ -113,6 +113,8 @@ class Strategy:
     """It can sum moments of batch norms over ranks inside a step (`train.sync_batch_norm`)."""
     recomputes: bool = True
     """Its step may compute activations twice (`train.memory.activation_checkpointing`): no variable changes within."""
+    needs_module: bool = False
+    """Its ranks hold parts of an `nn.Module`; a Keras model is refused."""
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
     """The ranks that may be lost once training has begun, because the others continue without them. A global step does
     not wait for them: it is what the other ranks report."""

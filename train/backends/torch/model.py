@@ -26,6 +26,7 @@ from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
 from train.labels import check_labels
 from train.models import MODELS
+from train.models.modules import models_of, no_module
 from train.models.user import call_factory, imported_packages
 
 
@@ -58,12 +59,12 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     torch = import_torch()
     check_labels(config, spec.labels)
     num_outputs = spec.labels.num_outputs
-    if "keras" in imported_packages(config.model):
+    if "keras" in imported_packages(config):
         _start_keras(config)
     if MODELS.is_own(config.model):
         model = call_factory(config.model, spec.image_shape_HWC, num_outputs)
     else:
-        model = MODELS[config.model](spec.image_shape_HWC, num_outputs)
+        model = models_of(config)[config.model](spec.image_shape_HWC, num_outputs)
     is_keras = _is_keras(model)
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -72,6 +73,8 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
             "return the model itself from the factory; unset KERAS_BACKEND",
         )
     if is_keras:
+        if config.needs_module:
+            raise no_module(config)
         from train.backends.keras.build import check_pixels
 
         check_pixels(config, model)
