@@ -100,7 +100,7 @@ def _decode_native(stored: list[bytes], job: Job) -> Fill:
     def fill(images_NHWC: np.ndarray, places_N: np.ndarray, epoch: int) -> None:
         windows = whole_windows(len(places_N), stored_HW)
         if job.is_cropped:
-            windows = draw_windows(Draws.of(7, epoch, places_N, np.zeros_like(places_N)), options, stored_HW)
+            windows = draw_windows(Draws(7, epoch, places_N, np.zeros_like(places_N)), options, stored_HW)
         decode_batch([memoryview(stored[place]) for place in places_N.tolist()], normalize, windows, images_NHWC)
 
     return fill

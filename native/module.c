@@ -9,6 +9,7 @@
 #include "colours.h"
 #include "decode.h"
 #include "example.h"
+#include "gather.h"
 #include "jpeg.h"
 #include "sums.h"
 
@@ -245,6 +246,10 @@ static PyMethodDef methods[] = {
      "height and width, and where it begins in `target`; `is_done` (uint8, N) becomes 0 for files that libjpeg objects to\n"
      "above the window's end, and for those of another size or other colours, and 1 for the others. The bytes of the files\n"
      "were checked before: nothing below the window is looked at. Raises MemoryError, and ValueError for other places."},
+    {"copy_slices", py_copy_slices, METH_VARARGS,
+     "copy_slices(sources, slots, starts, stops, target)\n\n"
+     "Copies `sources[slots[n]][starts[n]:stops[n]]` to row n of the C-contiguous `target`, which is as long as all rows\n"
+     "together. Numbers are int64. Raises ValueError for slices outside of their source or of another length."},
     {"channel_sums", py_channel_sums, METH_O,
      "channel_sums(pixels_HWC) -> (sums, square_sums)\n\n"
      "For each channel of C-contiguous uint8 pixels (1 or 3 channels) the exact sum of its values, and of their squares.\n"

@@ -6,8 +6,28 @@ setup(
     ext_modules=[
         Extension(
             "shardmill_native",
-            sources=["module.c", "decode.c", "example.c", "jpeg.c", "huffman.c", "area.c", "sums.c", "colours.c"],
-            depends=["decode.h", "example.h", "jpeg.h", "huffman.h", "area.h", "sums.h", "colours.h", "dispatch.h"],
+            sources=[
+                "module.c",
+                "decode.c",
+                "example.c",
+                "gather.c",
+                "jpeg.c",
+                "huffman.c",
+                "area.c",
+                "sums.c",
+                "colours.c",
+            ],
+            depends=[
+                "decode.h",
+                "example.h",
+                "gather.h",
+                "jpeg.h",
+                "huffman.h",
+                "area.h",
+                "sums.h",
+                "colours.h",
+                "dispatch.h",
+            ],
             libraries=["jpeg"],
             # A portable build: the platform's baseline; wider variants are chosen when it is loaded (dispatch.h).
             extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],

@@ -137,6 +137,9 @@ class EpochPlan:
         """Rows without padding in a step: its global weight, known to every rank without asking the others."""
         first = step * self.spec.rows_per_stream
         streams = range(self.spec.num_streams) if streams is None else streams
+        if first + self.spec.rows_per_stream <= self.num_rows // self.spec.num_streams:
+            # No stream has fewer rows than that.
+            return len(streams) * self.spec.rows_per_stream
         return sum(min(max(self.stream_rows(stream) - first, 0), self.spec.rows_per_stream) for stream in streams)
 
     def window_at(self, stream: int, position: int) -> Window:
@@ -242,53 +245,3 @@ def window_chunks_within(budget_bytes: int, max_chunk_bytes: int, num_streams: i
     It counts all streams, because a plan is the same at every world size; a rank that owns some of them needs less.
     """
     return max(1, budget_bytes // max(1, num_streams * max_chunk_bytes))
-
-
-class StepPlanner:
-    """Rows of consecutive steps for a group of streams; keeps each stream's current window and nothing else."""
-
-    def __init__(self, plan: EpochPlan, streams: range) -> None:
-        self._plan = plan
-        self._streams = streams
-        self._windows: dict[int, Window] = {}
-
-    def rows_of_step(self, step: int) -> StepRows:
-        """The rows of `step`, stream by stream; each stream's part is padded to `rows_per_stream`.
-
-        Padding repeats real rows, so that layers which look across a batch see pixels of the kind they know.
-        """
-        per_stream = self._plan.spec.rows_per_stream
-        shape = (len(self._streams), per_stream)
-        chunks, rows = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        weights = np.zeros(shape, dtype=np.float32)
-        for place, stream in enumerate(self._streams):
-            first = step * per_stream
-            stop = min(first + per_stream, self._plan.stream_rows(stream))
-            position = first
-            # A step may end one window and begin the next.
-            while position < stop:
-                window = self._window_at(stream, position)
-                until = min(stop, window.stop)
-                here = slice(position - first, until - first)
-                there = slice(position - window.start, until - window.start)
-                chunks[place, here], rows[place, here] = window.chunks_N[there], window.rows_N[there]
-                weights[place, here] = 1.0
-                position = until
-            num_real = max(0, stop - first)
-            if 0 < num_real < per_stream:
-                repeated = np.arange(per_stream - num_real) % num_real
-                chunks[place, num_real:], rows[place, num_real:] = chunks[place, repeated], rows[place, repeated]
-            elif num_real == 0 and stop > 0:
-                window = self._window_at(stream, stop - 1)
-                chunks[place], rows[place] = window.chunks_N[-1], window.rows_N[-1]
-        return StepRows(chunks.reshape(-1), rows.reshape(-1), weights.reshape(-1))
-
-    def live_chunks(self) -> set[int]:
-        """Chunks of the current windows: what a reader should keep."""
-        return {chunk for window in self._windows.values() for chunk in window.chunk_numbers}
-
-    def _window_at(self, stream: int, position: int) -> Window:
-        window = self._windows.get(stream)
-        if window is None or not window.start <= position < window.stop:
-            window = self._windows[stream] = self._plan.window_at(stream, position)
-        return window

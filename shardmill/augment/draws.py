@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,24 +25,26 @@ PARTNER_DRAW, MIX_DRAW, SHARE_DRAW, BOX_ROW_DRAW, BOX_COLUMN_DRAW = range(0x50, 
 OPERATION_DRAW, SIGN_DRAW = 0x60, 0x80
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Draws:
     """The numbers of some rows; each method takes the number of a draw and returns one value for each row."""
 
-    states_N: np.ndarray
-    """uint64: what the mix has become after the row's key."""
+    seed: int
+    epoch: int
+    sample_ids_N: np.ndarray
+    occurrences_N: np.ndarray
 
-    @classmethod
-    def of(cls, seed: int, epoch: int, sample_ids_N: np.ndarray, occurrences_N: np.ndarray) -> Draws:
-        """The numbers of rows by their keys."""
-        return cls(extend_mix64(mix64_array(sample_ids_N, seed, epoch), occurrences_N))
+    @cached_property
+    def _states_N(self) -> np.ndarray:
+        """uint64: what the mix has become after the row's key. Batches that nothing changes do not ask for it."""
+        return extend_mix64(mix64_array(self.sample_ids_N, self.seed, self.epoch), self.occurrences_N)
 
     def __len__(self) -> int:
-        return len(self.states_N)
+        return len(self.sample_ids_N)
 
     def bits(self, draw: int) -> np.ndarray:
         """uint64, uniform: elementwise `mix64(seed, epoch, sample_id, occurrence, draw)`."""
-        return extend_mix64(self.states_N, draw)
+        return extend_mix64(self._states_N, draw)
 
     def below(self, draw: int, limits: np.ndarray | int) -> np.ndarray:
         """int64, uniform in range(limit); the limit may differ by row, and is at least 1."""

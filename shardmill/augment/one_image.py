@@ -23,7 +23,7 @@ def augment(
     occurrence: int = 0,
 ) -> np.ndarray:
     """A changed copy; `occurrence` distinguishes repeats of a sample within one epoch. Nothing is mixed with it."""
-    draws = Draws.of(seed, epoch, np.array([sample_id]), np.array([occurrence]))
+    draws = Draws(seed, epoch, np.array([sample_id]), np.array([occurrence]))
     height, width = image_HWC.shape[:2]
     changed_HWC = cut_window(image_HWC, draw_windows(draws, options, (height, width)), 0)
     change_pixels(changed_HWC[None], draws, options)

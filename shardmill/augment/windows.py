@@ -5,7 +5,7 @@ So a decoder can skip the pixels that no window needs. Shape legend: N rows, H h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
@@ -36,6 +36,8 @@ class Windows:
     is_flipped_N: np.ndarray
     """bool: mirrored left to right."""
     size_HW: tuple[int, int]
+    are_whole: bool = False
+    """Whether each is known to be the image as it is stored."""
 
     def __len__(self) -> int:
         return len(self.top_N)
@@ -63,7 +65,7 @@ class Windows:
 
 def whole_windows(num_rows: int, stored_HW: tuple[int, int]) -> Windows:
     """Each image as it is stored."""
-    return centre_windows(num_rows, stored_HW, stored_HW)
+    return replace(centre_windows(num_rows, stored_HW, stored_HW), are_whole=True)
 
 
 def centre_windows(num_rows: int, stored_HW: tuple[int, int], size_HW: tuple[int, int]) -> Windows:
@@ -76,6 +78,8 @@ def centre_windows(num_rows: int, stored_HW: tuple[int, int], size_HW: tuple[int
 def draw_windows(draws: Draws, options: AugmentOptions, stored_HW: tuple[int, int]) -> Windows:
     """The windows of rows whose stored images have one size."""
     size_HW = options.size_of(stored_HW)
+    if size_HW == stored_HW and not (options.random_resized_crop or options.random_crop_padding or options.flips):
+        return whole_windows(len(draws), stored_HW)
     if options.random_resized_crop:
         heights_N, widths_N = _draw_sizes(draws, options.min_crop_area, stored_HW)
         top_N = draws.below(ROW_DRAW, stored_HW[0] - heights_N + 1)

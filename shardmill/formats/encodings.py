@@ -13,7 +13,11 @@ import numpy as np
 import simplejpeg
 
 from shardmill.errors import IntegrityError
+from shardmill.formats.rows import Scattered
+from shardmill.images.kernel import shardmill_native
 from shardmill.options import ENCODINGS, NormalizeOptions
+
+_copy_slices = getattr(shardmill_native, "copy_slices", None)
 
 # Low effort: higher levels gain a few percent on photos and take several times as long.
 PNG_COMPRESSION_LEVEL = 3
@@ -167,6 +171,9 @@ def _decode_raw(data: bytes | memoryview, shape_HWC: tuple[int, ...], out_HWC: n
 
 
 def _copy_raw(encoded: Sequence[bytes | memoryview], images_NHWC: np.ndarray) -> None:
+    if isinstance(encoded, Scattered) and _copy_slices is not None and len(encoded):
+        _copy_slices(encoded.data, encoded.slots_N, encoded.starts_N, encoded.stops_N, images_NHWC)
+        return
     num_bytes = images_NHWC[0].size
     if num_bytes >= _LARGE_BYTES:
         for data, image_HWC in zip(encoded, images_NHWC, strict=True):

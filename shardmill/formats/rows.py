@@ -6,7 +6,7 @@ Where rows are cut follows from the stored image bytes alone, so all formats of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any, overload
@@ -129,6 +129,35 @@ class Slices(Sequence[memoryview]):
         if isinstance(number, slice):
             return Slices(self.data, self.starts_N[number], self.stops_N[number])
         return self.data[self.starts_N[number] : self.stops_N[number]]
+
+
+class Scattered(Sequence[memoryview]):
+    """Values where they lie in the bytes of several chunks: value n is `data[slots_N[n]][starts_N[n] : stops_N[n]]`."""
+
+    def __init__(
+        self, data: Sequence[memoryview], slots_N: np.ndarray, starts_N: np.ndarray, stops_N: np.ndarray
+    ) -> None:
+        self.data = data
+        self.slots_N = slots_N
+        self.starts_N = starts_N
+        self.stops_N = stops_N
+
+    def __len__(self) -> int:
+        return len(self.slots_N)
+
+    @overload
+    def __getitem__(self, number: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, number: slice) -> Scattered: ...
+    def __getitem__(self, number: int | slice) -> memoryview | Scattered:
+        if isinstance(number, slice):
+            return Scattered(self.data, self.slots_N[number], self.starts_N[number], self.stops_N[number])
+        return self.data[self.slots_N[number]][self.starts_N[number] : self.stops_N[number]]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        data = self.data
+        places = zip(self.slots_N.tolist(), self.starts_N.tolist(), self.stops_N.tolist(), strict=True)
+        return (data[slot][start:stop] for slot, start, stop in places)
 
 
 def slices_of(values: Sequence[bytes | memoryview]) -> Slices:

@@ -23,7 +23,10 @@ def decode_batch(
 ) -> None:
     """Decode window n of image n to `images_NHWC[n]`. Raises IntegrityError as `decode_stored`."""
     stored_HWC = normalize.image_shape_HWC
-    inside = windows.inside(stored_HWC[:2])
+    if windows.are_whole and normalize.encoding != "jpeg":
+        decode_all(encoded, normalize.encoding, images_NHWC)
+        return
+    encoded, inside = list(encoded), windows.inside(stored_HWC[:2])
     undone: Sequence[int] = range(len(encoded))
     if normalize.encoding == "jpeg" and CAN_DECODE_WINDOWS:
         # What the kernel declines is the wheels' to judge: they decode it, or say what it is.

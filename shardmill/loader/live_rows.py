@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.epoch_plan import StepRows
-from shardmill.formats.rows import ChunkRows, slices_of
+from shardmill.formats.rows import ChunkRows, Scattered, slices_of
 from shardmill.values import Value
 
 
@@ -21,7 +21,7 @@ from shardmill.values import Value
 class GatheredRows:
     """The rows of one step, still encoded."""
 
-    images: list[memoryview]
+    images: Scattered
     labels_N: np.ndarray
     """As in `ChunkRows`."""
     sample_ids_N: np.ndarray
@@ -73,6 +73,14 @@ class LiveRows:
         self._sample_ids_M, self._begins_M, self._ends_M = (np.empty(num_rows, dtype=np.int64) for _ in range(3))
         self._lock = threading.Lock()
 
+    def has_all(self, chunks_N: np.ndarray) -> bool:
+        """Whether each of these chunks is one of the set that a step has needed."""
+        if not len(self._chunks):
+            return False
+        slots_N = np.searchsorted(self._chunks, chunks_N)
+        np.minimum(slots_N, len(self._chunks) - 1, out=slots_N)
+        return bool((self._is_there[slots_N] & (self._chunks[slots_N] == chunks_N)).all())
+
     def missing(self, chunks: Collection[int]) -> list[int]:
         """Those that no step has needed yet."""
         numbers = np.fromiter(chunks, np.int64, len(chunks))
@@ -81,13 +89,13 @@ class LiveRows:
     def gather(self, step: StepRows, futures: Mapping[int, Future[ChunkRows]]) -> GatheredRows:
         """The rows of a step; the futures read those of its chunks that are missing, and are done."""
         slots_N = np.searchsorted(self._chunks, step.chunks_N)
-        for slot in np.unique(slots_N[~self._is_there[slots_N]]).tolist():
-            self._add(slot, futures[int(self._chunks[slot])].result())
+        if not (is_there_N := self._is_there[slots_N]).all():
+            for slot in np.unique(slots_N[~is_there_N]).tolist():
+                self._add(slot, futures[int(self._chunks[slot])].result())
         index_N = self._starts[slots_N] + step.rows_N
         assert self._labels_M is not None
-        places = zip(slots_N.tolist(), self._begins_M[index_N].tolist(), self._ends_M[index_N].tolist(), strict=True)
         return GatheredRows(
-            images=[self._data[slot][begin:end] for slot, begin, end in places],
+            images=Scattered(tuple(self._data), slots_N, self._begins_M[index_N], self._ends_M[index_N]),
             labels_N=self._labels_M[index_N],
             sample_ids_N=self._sample_ids_M[index_N],
             chunks=tuple(self._rows),

@@ -23,12 +23,13 @@ from shardmill.augment.draws import Draws
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
 from shardmill.augment.windows import draw_windows
 from shardmill.dataset.dataset import Dataset
-from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
+from shardmill.epoch_plan import EpochPlan, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
 from shardmill.loader.decode import decode_batch
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
-from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
+from shardmill.loader.row_source import Chunks, ReaderOptions, RowOptions, RowSource
+from shardmill.step_planner import StepPlanner
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Value
 
@@ -87,6 +88,8 @@ class BatchReader(Generic[Item]):
         self._decode_pool = ThreadPoolExecutor(num_threads, "shardmill-decode")
         self._chunks = source.take_chunks()
         self._live = LiveRows((), source.rows_of_chunk)
+        self._num_windows = -1
+        """What the planner had begun when `_live` was made; -1 if that has more than the windows' chunks."""
         self._lock = threading.Lock()
         self._seconds = ReaderSeconds()
         self._process = OneProcess()
@@ -139,11 +142,20 @@ class BatchReader(Generic[Item]):
         self._process.check()
         rows, selection = self._planner.rows_of_step(step), self._source.rows.selection
         occurrences_N = np.zeros_like(rows.rows_N)
-        live = self._planner.live_chunks()
         if selection is not None:
-            occurrences_N, live = selection.occurrences_of(rows), selection.chunks_of(live)
-            rows = selection.rows_of(rows)
-        needed = set(np.unique(rows.chunks_N).tolist())
+            occurrences_N, rows = selection.occurrences_of(rows), selection.rows_of(rows)
+        futures = self._futures_of(rows.chunks_N)
+        return self._decode_pool.submit(self._decode, step, rows, occurrences_N, self._live, futures)
+
+    def _futures_of(self, chunks_N: np.ndarray) -> Chunks:
+        """Begin to read the chunks of a step that are not in memory. -> those that no earlier step has needed."""
+        planner, selection = self._planner, self._source.rows.selection
+        if planner.num_windows == self._num_windows and self._live.has_all(chunks_N):
+            return {}
+        live, needed = planner.live_chunks(), set(np.unique(chunks_N).tolist())
+        live = live if selection is None else selection.chunks_of(live)
+        # A step that ends a window still needs its chunks, and the next one does not.
+        self._num_windows = planner.num_windows if needed <= live else -1
         if self._live.chunks != live | needed:
             # Only the chunks of the current windows. A step in flight holds its own references, so dropping a chunk
             # here frees its memory only after the last step that needs it.
@@ -151,8 +163,7 @@ class BatchReader(Generic[Item]):
             self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in self._live.chunks}
         for chunk in sorted(needed.difference(self._chunks)):
             self._chunks[chunk] = self._fetch_pool.submit(self._fetch, chunk)
-        futures = {chunk: self._chunks[chunk] for chunk in self._live.missing(needed)}
-        return self._decode_pool.submit(self._decode, step, rows, occurrences_N, self._live, futures)
+        return {chunk: self._chunks[chunk] for chunk in self._live.missing(needed)}
 
     def _fetch(self, chunk: int) -> ChunkRows:
         started = time.perf_counter()
@@ -160,10 +171,7 @@ class BatchReader(Generic[Item]):
         self._count(ReaderSeconds(fetch=time.perf_counter() - started))
         return rows
 
-    def _decode(
-        self, step: int, rows: StepRows, occurrences_N: np.ndarray, live: LiveRows,
-        futures: dict[int, Future[ChunkRows]],
-    ) -> Item:  # fmt: skip
+    def _decode(self, step: int, rows: StepRows, occurrences_N: np.ndarray, live: LiveRows, futures: Chunks) -> Item:
         for future in futures.values():
             future.result()
         started = time.perf_counter()
@@ -179,7 +187,7 @@ class BatchReader(Generic[Item]):
 
     def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, gathered: GatheredRows) -> Batch:
         spec, augment, normalize = self._plan.spec, self._source.rows.augment, self._source.normalize
-        draws = Draws.of(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
+        draws = Draws(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
         images_NHWC, is_real_N = self._source.take_batch(), rows.weights_N > 0
         windows = draw_windows(draws, augment, normalize.image_shape_HWC[:2])
         decode_batch(gathered.images, normalize, windows, images_NHWC)

@@ -11,6 +11,8 @@ import simplejpeg
 
 from shardmill.augment.windows import Windows, cut_window, whole_windows
 from shardmill.errors import IntegrityError
+from shardmill.formats import encodings
+from shardmill.formats.rows import Scattered
 from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS
 from shardmill.loader import decode
 from shardmill.loader.decode import decode_batch
@@ -21,6 +23,8 @@ KERNELS = [
     pytest.param(True, marks=pytest.mark.skipif(not CAN_DECODE_WINDOWS, reason="the native kernel is not built")),
     False,
 ]
+
+NEEDS_COPY_SLICES = pytest.mark.skipif(encodings._copy_slices is None, reason="the native kernel is not built")
 
 
 def smooth_noise(rng: np.random.Generator, side: int) -> np.ndarray:
@@ -104,3 +108,51 @@ def test_a_window_outside_of_image_or_target_is_refused(place):
     target, is_done = np.empty(8 * 8 * 3, np.uint8), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="inside"):
         shardmill_native.decode_jpegs(encoded, (64, 64, 3), np.array([place], np.int64), target, is_done)
+
+
+@pytest.mark.parametrize("with_native", [pytest.param(True, marks=NEEDS_COPY_SLICES), False])
+def test_pixels_that_are_stored_as_they_are_are_gathered_from_several_chunks(with_native, monkeypatch):
+    if not with_native:
+        monkeypatch.setattr(encodings, "_copy_slices", None)
+    rng = np.random.default_rng(_SEED)
+    data = [memoryview(rng.integers(0, 256, 5000, np.uint8)).toreadonly() for _ in range(3)]
+    slots, starts = rng.integers(0, 3, 40), rng.integers(0, 5000 - 192 + 1, 40)
+    scattered = Scattered(data, slots, starts, starts + 192)
+    expected = [bytes(data[slot][start : start + 192]) for slot, start in zip(slots, starts, strict=True)]
+    assert [bytes(each) for each in scattered] == [bytes(scattered[place]) for place in range(40)] == expected
+    assert [bytes(each) for each in scattered[7:9]] == expected[7:9]
+    raw = NormalizeOptions(image_size=8, encoding="raw")
+    images_NHWC = np.empty((40, 8, 8, 3), np.uint8)
+    decode_batch(scattered, raw, whole_windows(40, (8, 8)), images_NHWC)
+    assert images_NHWC.tobytes() == b"".join(expected)
+    decode_batch(
+        scattered, raw, Windows(*(np.full(40, n) for n in (1, 2, 4, 5)), np.ones(40, bool), (8, 8)), images_NHWC
+    )
+    assert np.array_equal(
+        images_NHWC[3],
+        cut_window(
+            np.frombuffer(expected[3], np.uint8).reshape(8, 8, 3),
+            Windows(*(np.full(1, n) for n in (1, 2, 4, 5)), np.ones(1, bool), (8, 8)),
+            0,
+        ),
+    )
+    with pytest.raises(IntegrityError, match="does not have the shape"):
+        decode_batch(Scattered(data, slots, starts, starts + 191), raw, whole_windows(40, (8, 8)), images_NHWC)
+
+
+@NEEDS_COPY_SLICES
+@pytest.mark.parametrize(
+    ("slots", "starts", "stops"),
+    [
+        ([2, 0], [0, 0], [4, 4]), ([-1, 0], [0, 0], [4, 4]), ([0, 0], [-1, 0], [3, 4]), ([0, 1], [0, 7], [4, 11]),
+        ([0, 0], [0, 0], [4, 5]), ([0, 0], [0, 4], [4, 0]), ([0], [0], [4]), ([0, 0, 0], [0, 0, 0], [4, 4, 4]),
+        ([], [], []), ([0, 0], [0], [4, 4]), ([0, 0], [-(1 << 63), 0], [4 - (1 << 63), 4]),
+        ([0, 0], [(1 << 63) - 4, 0], [(1 << 63) - 1, 4]),
+    ],
+)  # fmt: skip
+def test_slices_outside_of_their_source_are_refused(slots, starts, stops):
+    import shardmill_native
+
+    numbers = [np.array(each, np.int64) for each in (slots, starts, stops)]
+    with pytest.raises(ValueError, match="inside"):
+        shardmill_native.copy_slices([b"0123456789", b"0123456789"], *numbers, np.empty(8, np.uint8))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from shardmill.epoch_plan import (
     EpochPlan,
     PlanSpec,
-    StepPlanner,
     plan_epoch,
     streams_of_rank,
     window_chunks_within,
 )
 from shardmill.errors import UsageError
 from shardmill.mix import mix64, mix64_array, permutation
+from shardmill.step_planner import StepPlanner
 
 plans = st.builds(
     lambda chunk_rows, streams, per_stream, window, seed, epoch, shuffle: plan_epoch(
@@ -53,6 +53,27 @@ def all_streams(plan: EpochPlan) -> range:
 
 def chunk_rows_of(plan: EpochPlan) -> dict[int, int]:
     return dict(zip(plan.chunk_order.tolist(), np.diff(plan.chunk_starts).tolist(), strict=True))
+
+
+@given(plans, st.randoms(use_true_random=False))
+def test_a_step_has_the_same_rows_in_whatever_order_steps_are_asked_for(plan: EpochPlan, random):
+    in_order = steps_of(plan, all_streams(plan))
+    steps = [random.randrange(plan.num_steps) for _ in range(6)]
+    steps += [step for first in steps for step in range(first, min(first + 4, plan.num_steps))]
+    planner = StepPlanner(plan, all_streams(plan))
+    for step in steps:
+        rows, alone = planner.rows_of_step(step), StepPlanner(plan, all_streams(plan)).rows_of_step(step)
+        assert all(map(np.array_equal, rows, alone)), step
+        real = rows.weights_N > 0
+        assert list(zip(rows.chunks_N[real].tolist(), rows.rows_N[real].tolist(), strict=True)) == in_order[step]
+        first = step * plan.spec.rows_per_stream
+        has_one_window = all(
+            plan.window_at(stream, first).stop >= first + plan.spec.rows_per_stream
+            for stream in all_streams(plan)
+            if first < plan.stream_rows(stream)
+        )
+        if has_one_window:
+            assert set(rows.chunks_N[real].tolist()) <= planner.live_chunks()
 
 
 @given(plans)

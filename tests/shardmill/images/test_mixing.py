@@ -24,7 +24,7 @@ def mixed(
     """Images of one level each, which is also their class and sample id, and their labels after mixing."""
     images_NHWC = np.repeat(levels_N.astype(np.uint8), 64).reshape(-1, 8, 8, 1)
     labels_NK = soft_labels(levels_N, is_real_N, 256)
-    draws = Draws.of(3, 1, levels_N, np.zeros_like(levels_N))
+    draws = Draws(3, 1, levels_N, np.zeros_like(levels_N))
     mix_rows(images_NHWC, labels_NK, is_real_N, draws, options, rows_per_stream=rows_per_stream)
     return images_NHWC, labels_NK
 
@@ -96,7 +96,7 @@ def test_partners_and_shares_never_change() -> None:
     """Recorded once: a change here would change the batches of every run that resumes."""
     images_NHWC, is_real_N = np.zeros((4, 8, 8, 1), np.uint8), np.ones(4, bool)
     labels_NK = soft_labels(np.arange(4), is_real_N, 4)
-    draws = Draws.of(5, 1, np.array([-1, 0, 1, 2**62]), np.zeros(4, np.int64))
+    draws = Draws(5, 1, np.array([-1, 0, 1, 2**62]), np.zeros(4, np.int64))
     options = AugmentOptions(mixup_alpha=0.4, cutmix_alpha=1.0)
     mix_rows(images_NHWC, labels_NK, is_real_N, draws, options, rows_per_stream=4)
     assert (labels_NK * 256).tolist() == [[160, 0, 96, 0], [196, 60, 0, 0], [0, 0, 0, 256], [0, 103, 0, 153]]

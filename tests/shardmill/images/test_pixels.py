@@ -22,7 +22,7 @@ EVERYTHING = {
 
 
 def draws_of(sample_ids: list[int], seed: int = 0) -> Draws:
-    return Draws.of(seed, 0, np.array(sample_ids, np.int64), np.zeros(len(sample_ids), np.int64))
+    return Draws(seed, 0, np.array(sample_ids, np.int64), np.zeros(len(sample_ids), np.int64))
 
 
 def changed(num_rows: int, num_channels: int = 3, first: int = 0, **options: object) -> np.ndarray:

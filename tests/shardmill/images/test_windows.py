@@ -20,7 +20,7 @@ ROWS = st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 5)), 
 
 def drawn(rows: list[tuple[int, int]], seed: int = 0, epoch: int = 0) -> Draws:
     sample_ids, occurrences = zip(*rows, strict=True)
-    return Draws.of(seed, epoch, np.array(sample_ids, np.int64), np.array(occurrences, np.int64))
+    return Draws(seed, epoch, np.array(sample_ids, np.int64), np.array(occurrences, np.int64))
 
 
 def many(count: int = 4000) -> Draws:
