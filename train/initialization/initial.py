@@ -171,7 +171,7 @@ def _other_digest(what: str, digest: str, given: str) -> UsageError:
 
 
 def pinned(config: TrainConfig) -> TrainConfig:
-    """`config` with the SHA-256 of the file behind `init_from`: another file makes another training."""
+    """`config` with the SHA-256 of the file behind `init_from`: changing the file starts a new run."""
     if not config.init_from:
         return config
     file = find_initial(config)

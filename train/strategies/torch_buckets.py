@@ -39,7 +39,7 @@ class Bucket:
         self._work: Any = None
 
     def begin(self) -> None:
-        """Before a backward pass: it computes gradients of the weights that are not held still."""
+        """Before a backward pass: it computes gradients of the weights that are not frozen."""
         self.missing = {number for number, weight in enumerate(self.weights) if weight.requires_grad}
         self._work = None
         for number in range(len(self.weights)):
