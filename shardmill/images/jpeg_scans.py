@@ -212,6 +212,8 @@ class Frame:
     def _read_frame(self, payload: bytes, *, is_progressive: bool) -> None:
         height, width = int.from_bytes(payload[1:3]), int.from_bytes(payload[3:5])
         factors = {payload[i]: (payload[i + 1] >> 4, payload[i + 1] & 15) for i in range(6, 6 + 3 * payload[5], 3)}
+        if not all(across and down for across, down in factors.values()):
+            raise Damaged("a component of the frame has no samples")
         unit_width = 8 * max(across for across, _ in factors.values())
         unit_height = 8 * max(down for _, down in factors.values())
         self.is_progressive = is_progressive

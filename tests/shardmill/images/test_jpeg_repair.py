@@ -250,3 +250,11 @@ def test_gray_and_small_files_without_jfif_are_walked_too() -> None:
     for clean in (gray_jpeg(gray_photo(1, 1)), jpeg(photo(9, 7))):
         decoded = decode(clean[:-2] + bytes(30) + clean[-2:])
         assert np.array_equal(decoded.pixels_HWC, decode(clean).pixels_HWC)
+
+
+@pytest.mark.parametrize("factors", [0x00, 0x01, 0x10])
+def test_a_frame_whose_components_have_no_samples_is_damage(factors: int) -> None:
+    clean = gray_jpeg(photo(9, 7)[:, :, 0])
+    frame = clean.index(b"\xff\xc0")
+    odd = clean[:frame] + b"\x00" + clean[frame : frame + 11] + bytes((factors,)) + clean[frame + 12 :]
+    assert refusal(odd)[0] is RejectReason.CORRUPT_SCAN
