@@ -252,8 +252,8 @@ def _a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:
         return []
     with ThreadPoolExecutor(_PARALLEL, "shardmill-s3") as pool:
         futures = [pool.submit(request) for request in requests]
-        # The first error cancels requests that have not begun, and the others are waited for: none of them runs on after
-        # the caller has handled the error.
+        # The first error cancels requests that have not begun, and the others are waited for, so that none is still
+        # running when the caller handles the error.
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             future.cancel()
