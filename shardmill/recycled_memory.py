@@ -6,6 +6,7 @@ stored as they are as much as reading and hashing them.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _MAX_QUESTIONS = 64
 # An array that is larger than that would be wasted on what it is used for.
 _MAX_WASTE = 4
+# JAX and TensorFlow share memory that begins at a multiple of it, and copy other memory; NumPy's begins anywhere.
+_ALIGNMENT = 64
 
 
 def _num_references(arrays: list[np.ndarray], place: int) -> int:
@@ -32,8 +35,12 @@ _OWN_REFERENCES = _num_references([np.empty(0)], 0)
 
 
 def pageable(shape: tuple[int, ...]) -> np.ndarray:
-    """Memory of uint8 with any content, as NumPy takes it."""
-    return np.empty(shape, dtype=np.uint8)
+    """Aligned memory of uint8 with any content."""
+    num_bytes = math.prod(shape)
+    memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    # Not a view of `memory`: views of it would refer to `memory` alone, where a pool does not look.
+    return np.asarray(memory.data[begin : begin + num_bytes].cast("B", shape))
 
 
 class RecycledMemory:

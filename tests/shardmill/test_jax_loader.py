@@ -42,6 +42,16 @@ def test_batches_are_those_of_every_loader_as_arrays_of_jax(uri: str):
         dataset.batches("train", global_batch_size=32, seed=1).load_state_dict(loader.state_dict())
 
 
+def test_pixels_are_not_copied_on_the_cpu(uri: str):
+    dataset = open_dataset(uri)
+    with dataset.jax_loader("train", global_batch_size=32, seed=1) as loader:
+        shared = []
+        put = loader._hand_over.place.put
+        for batch in dataset.batches("train", global_batch_size=32, seed=1):
+            shared.append(put(batch).images.unsafe_buffer_pointer() == batch.images.ctypes.data)
+    assert shared == [True] * len(loader)
+
+
 def test_a_transform_gets_arrays_of_numpy(uri: str):
     kinds = []
 

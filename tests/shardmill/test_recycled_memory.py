@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardmill import recycled_memory
-from shardmill.recycled_memory import RecycledMemory
+from shardmill.recycled_memory import RecycledMemory, pageable
 
 
 def address_of(array: np.ndarray) -> int:
@@ -86,3 +86,11 @@ def test_what_is_kept_is_at_most_an_eighth_too_large():
     for size in [0, 1, 15, 17, 1023, 1025, 2_962_915, 4_013_778, (1 << 31) - 1]:
         assert size <= recycled_memory._roomy(size) <= size + max(size // 8, 1)
     assert recycled_memory._roomy(4_013_778) == recycled_memory._roomy(4_034_259)
+
+
+def test_tensorflow_shares_the_memory_of_the_pixels():
+    tf = pytest.importorskip("tensorflow")
+    array = pageable((24, 16, 16, 3))
+    signature = (tf.TensorSpec(array.shape, tf.uint8),)
+    for (images,) in tf.data.Dataset.from_generator(lambda: iter([(array,)]), output_signature=signature):
+        assert images._numpy().ctypes.data == array.ctypes.data

@@ -53,6 +53,7 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert speed.pace is not None and speed.training_seconds is not None
     pace = speed.pace
     assert 0 < pace.input_wait_seconds < pace.step_seconds and pace.validation_seconds > 0
+    assert pace.cached_step_seconds > 0 and f"input costs {pace.input_share:.0%}" in dict(planned.rows())["speed"]
     epoch_seconds = planned.steps_per_epoch * pace.step_seconds + pace.validation_seconds
     first_seconds = pace.compile_seconds + pace.first_validation_seconds
     assert speed.training_seconds == pytest.approx(3 * epoch_seconds + first_seconds)
@@ -60,7 +61,7 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert speed.images_per_second == pytest.approx(3 * num_rows / speed.training_seconds)
     assert "validation; excluding the start of the ranks" in dict(planned.rows())["speed"]
     # Servers have each worker take a batch of its own: as many updates in a fraction of the time.
-    assert Pace(5.0, 2.0, 0.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
+    assert Pace(5.0, 2.0, 0.0, 2.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
 
 
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):

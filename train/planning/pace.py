@@ -28,6 +28,8 @@ from train.strategies import has_chief, mesh_of
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import EpochPlan
     from train.backends.backend import Learner
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 MEASURED_SECONDS = 6.0
 """Duration of measured steps, over as many epochs as needed; the same limit applies to validation."""
+CACHED_SECONDS = 2.0
+"""Duration of measured steps on a batch in memory."""
 MIN_STEPS = 3
 PREFETCHED_BATCHES = 2
 """A full queue would feed the few measured steps faster than the reader can fill it."""
@@ -67,10 +71,18 @@ class Pace:
     """Mean of a step, with the wait for its batch and its share of the start of an epoch."""
     input_wait_seconds: float
     """Part of it that is spent waiting for the batch."""
+    cached_step_seconds: float
+    """Mean of a step on a batch that is in memory, while nothing is read: what a step would take if input cost
+    nothing. It is less than a step without its wait, because readers compute on the same cores."""
     first_validation_seconds: float = 0.0
     """Time of the first validation batch beyond that of the others, because the model's outputs are compiled then."""
     validation_seconds: float = 0.0
     """Time of this rank's validation batches after each epoch; 0 without a validation split."""
+
+    @property
+    def input_share(self) -> float:
+        """Part of a step that its input costs."""
+        return max(0.0, 1 - self.cached_step_seconds / self.step_seconds)
 
     def training_seconds(self, num_epochs: int, steps_per_epoch: float, exchange_seconds: float) -> float:
         """Return the time of so many epochs, counted like `train.seconds` but without checkpoints."""
@@ -103,9 +115,15 @@ class Speed:
         speed = f"{self.images_per_second:,.0f} images/s"
         if self.training_seconds is None or self.pace is None:
             return f"{speed} for computation and exchange only, excluding reading, augmentation and validation"
-        step, wait = 1000 * self.pace.step_seconds, 1000 * self.pace.input_wait_seconds
+        pace = self.pace
+        step, wait, cached = (
+            1000 * each for each in (pace.step_seconds, pace.input_wait_seconds, pace.cached_step_seconds)
+        )
         epochs = f"{self.num_epochs} epoch(s) in {timedelta(seconds=round(self.training_seconds))}"
-        return f"{speed}, {epochs}, {COUNTED}; a step waits {wait:.1f} of {step:.1f} ms for its input"
+        return (
+            f"{speed}, {epochs}, {COUNTED}; a step waits {wait:.1f} of {step:.1f} ms for its input, and takes "
+            f"{cached:.1f} ms on a batch in memory: input costs {pace.input_share:.0%}"
+        )
 
 
 def speed_of(task: PaceTask, epoch: EpochPlan, cost: StepCost, exchange_seconds: float) -> Speed:
@@ -146,21 +164,40 @@ def measure(task: PaceTask) -> Pace:
     learner = backend.build(config, model_spec(dataset.manifest, config))
     compile_seconds = _measure_compilation(learner, config, dataset)
     step_seconds, wait_seconds = _measure_steps(learner, config, dataset)
+    cached_seconds = _measure_cached_steps(learner, config, dataset)
     validation = _measure_validation(learner, config, dataset) if "validation" in dataset.manifest.splits else ()
-    return Pace(compile_seconds, step_seconds, wait_seconds, *validation)
+    return Pace(compile_seconds, step_seconds, wait_seconds, cached_seconds, *validation)
 
 
 def _measure_compilation(learner: Learner, config: TrainConfig, dataset: Dataset) -> float:
     """Measure the time of the first of two steps on one batch beyond that of the second."""
+    step = _step_on_one_batch(learner, config, dataset)
+    first, second = step(), step()
+    return max(0.0, first - second)
+
+
+def _measure_cached_steps(learner: Learner, config: TrainConfig, dataset: Dataset) -> float:
+    """-> mean seconds of a step on a batch in memory."""
+    step = _step_on_one_batch(learner, config, dataset)
+    seconds = []
+    while len(seconds) < MIN_STEPS or sum(seconds) < CACHED_SECONDS:
+        seconds.append(step())
+    return sum(seconds) / len(seconds)
+
+
+def _step_on_one_batch(learner: Learner, config: TrainConfig, dataset: Dataset) -> Callable[[], float]:
+    """-> a step on the first batch, which returns its seconds. Nothing is read any more."""
     epoch = _epochs(config, dataset)[0]
+    share = mesh_of(config).data_index(0).fraction
     with epoch.read(0) as batches:
         batch = next(iter(batches))
-    seconds = []
-    for _ in range(2):
+
+    def step() -> float:
         started = time.perf_counter()
-        learner.apply(learner.gradients(batch, epoch.num_rows_of_step(0), 1.0), None)
-        seconds.append(time.perf_counter() - started)
-    return max(0.0, seconds[0] - seconds[1])
+        learner.apply(learner.gradients(batch, epoch.num_rows_of_step(0), share), None)
+        return time.perf_counter() - started
+
+    return step
 
 
 def _epochs(config: TrainConfig, dataset: Dataset) -> Epochs:
