@@ -42,6 +42,11 @@ class Windows:
     def __len__(self) -> int:
         return len(self.top_N)
 
+    def take(self, places: np.ndarray) -> Windows:
+        """The windows of some rows."""
+        lines = (self.top_N, self.left_N, self.height_N, self.width_N, self.is_flipped_N)
+        return Windows(*(line[places] for line in lines), self.size_HW, self.are_whole)
+
     def inside(self, stored_HW: tuple[int, int]) -> np.ndarray:
         """Top, left, height and width of the part of each rectangle that lies in the image; int64, N x 4.
 

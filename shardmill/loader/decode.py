@@ -40,6 +40,18 @@ def decode_batch(
         fit_window(stored[top : top + height, left : left + width], windows, place, images_NHWC[place])
 
 
+def decode_distinct(
+    encoded: Sequence[memoryview], normalize: NormalizeOptions, windows: Windows, images_NHWC: np.ndarray,
+    keys: np.ndarray,
+) -> None:  # fmt: skip
+    """As `decode_batch`, for a batch whose padding repeats rows: those with equal rows of `keys` are decoded once."""
+    _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    pixels = np.empty((len(first), *images_NHWC.shape[1:]), dtype=np.uint8)
+    decode_batch([encoded[place] for place in first.tolist()], normalize, windows.take(first), pixels)
+    # The default mode would copy twice.
+    np.take(pixels, which.reshape(-1), axis=0, out=images_NHWC, mode="clip")
+
+
 def _decode_jpegs(
     encoded: Sequence[memoryview], stored_HWC: tuple[int, int, int], windows: Windows, inside: np.ndarray,
     images_NHWC: np.ndarray,

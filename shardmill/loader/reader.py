@@ -26,7 +26,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
-from shardmill.loader.decode import decode_batch
+from shardmill.loader.decode import decode_batch, decode_distinct
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
 from shardmill.loader.row_source import Chunks, ReaderOptions, RowOptions, RowSource
 from shardmill.step_planner import StepPlanner
@@ -190,7 +190,11 @@ class BatchReader(Generic[Item]):
         draws = Draws(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
         images_NHWC, is_real_N = self._source.take_batch(), rows.weights_N > 0
         windows = draw_windows(draws, augment, normalize.image_shape_HWC[:2])
-        decode_batch(gathered.images, normalize, windows, images_NHWC)
+        if is_real_N.all():
+            decode_batch(gathered.images, normalize, windows, images_NHWC)
+        else:
+            keys = np.stack([gathered.places_N, gathered.rows_N, occurrences_N], axis=1)
+            decode_distinct(gathered.images, normalize, windows, images_NHWC, keys)
         labels_N = change_batch(
             images_NHWC, self._labels(gathered.labels_N, is_real_N), is_real_N, draws, augment,
             num_classes=len(self._source.schema.class_names), rows_per_stream=spec.rows_per_stream,

@@ -156,3 +156,20 @@ def test_slices_outside_of_their_source_are_refused(slots, starts, stops):
     numbers = [np.array(each, np.int64) for each in (slots, starts, stops)]
     with pytest.raises(ValueError, match="inside"):
         shardmill_native.copy_slices([b"0123456789", b"0123456789"], *numbers, np.empty(8, np.uint8))
+
+
+def test_rows_that_padding_repeats_are_decoded_once(monkeypatch):
+    rng = np.random.default_rng(_SEED)
+    encoded, normalize = jpegs(rng, 64, "444", 5), options(64, "444")
+    which = np.array([3, 1, 1, 4, 3, 3, 0, 1])
+    windows = random_windows(rng, 64, 48, 5).take(which)
+    expected, found = np.empty((2, 8, 48, 48, 3), np.uint8)
+    repeated = [encoded[place] for place in which.tolist()]
+    decode_batch(repeated, normalize, windows, expected)
+    decoded: list[int] = []
+    sound = decode.decode_batch
+    monkeypatch.setattr(
+        decode, "decode_batch", lambda images, *rest: (decoded.append(len(images)), sound(images, *rest))
+    )
+    decode.decode_distinct(repeated, normalize, windows, found, np.stack([which, which % 2], axis=1))
+    assert np.array_equal(found, expected) and decoded == [4]
