@@ -109,6 +109,8 @@ def cut_window(image_HWC: np.ndarray, windows: Windows, row: int) -> np.ndarray:
 def fit_window(inside_HWC: np.ndarray, windows: Windows, row: int, out_HWC: np.ndarray | None = None) -> np.ndarray:
     """Copy a window to `out_HWC`, or to an array of its own, from the pixels of the stored image inside it."""
     made_HWC = inside_HWC
+    if out_HWC is None:
+        out_HWC = np.empty((*windows.size_HW, inside_HWC.shape[2]), dtype=np.uint8)
     missing_rows = int(windows.height_N[row]) - inside_HWC.shape[0]
     missing_columns = int(windows.width_N[row]) - inside_HWC.shape[1]
     if missing_rows or missing_columns:
@@ -117,17 +119,18 @@ def fit_window(inside_HWC: np.ndarray, windows: Windows, row: int, out_HWC: np.n
         made_HWC = cv2.copyMakeBorder(
             made_HWC, above, missing_rows - above, before, missing_columns - before, cv2.BORDER_REPLICATE
         )
-    out_height, out_width = windows.size_HW
+    is_flipped, (out_height, out_width) = windows.is_flipped_N[row], windows.size_HW
     if made_HWC.shape[:2] != windows.size_HW:
         shrink = max(made_HWC.shape[0] / out_height, made_HWC.shape[1] / out_width)
         interpolation = cv2.INTER_AREA if shrink >= _AVERAGED_SHRINK else cv2.INTER_LINEAR
-        made_HWC = cv2.resize(made_HWC, (out_width, out_height), interpolation=interpolation)
-    # OpenCV's flip takes a tenth of what NumPy takes to copy backwards.
-    made_HWC = cv2.flip(made_HWC, 1) if windows.is_flipped_N[row] else made_HWC
-    made_HWC = made_HWC.reshape(out_height, out_width, inside_HWC.shape[2])
-    if out_HWC is None:
-        return np.array(made_HWC, order="C")
-    np.copyto(out_HWC, made_HWC)
+        # What is written last is written to where it belongs.
+        target_HWC = None if is_flipped else out_HWC
+        made_HWC = cv2.resize(made_HWC, (out_width, out_height), dst=target_HWC, interpolation=interpolation)
+    elif not is_flipped:
+        np.copyto(out_HWC, made_HWC.reshape(out_HWC.shape))
+    if is_flipped:
+        # OpenCV's flip takes a tenth of what NumPy takes to copy backwards.
+        cv2.flip(made_HWC, 1, dst=out_HWC)
     return out_HWC
 
 

@@ -34,8 +34,10 @@ def decode_batch(
     elif windows.size_HW == stored_HWC[:2] and windows.are_plain(inside).all():
         decode_all(encoded, normalize.encoding, images_NHWC)
         return
+    # One memory for all: it stays in a processor's cache.
+    whole_HWC = np.empty(stored_HWC, dtype=np.uint8) if normalize.encoding == "jpeg" else None
     for place in undone:
-        stored = decode_stored(encoded[place], normalize.encoding, stored_HWC)
+        stored = decode_stored(encoded[place], normalize.encoding, stored_HWC, whole_HWC)
         top, left, height, width = inside[place].tolist()
         fit_window(stored[top : top + height, left : left + width], windows, place, images_NHWC[place])
 
