@@ -41,8 +41,8 @@ def _process_all(kernel: str, files: list[str], image_size: int, quality: int) -
 
 
 def _ours(files: list[str], image_size: int, quality: int, *, wheels_only: bool = False) -> None:
-    from shardmill.images.kernel import resolve_kernel
     from shardmill.images.process import process_image
+    from shardmill.kernel import resolve_kernel
     from shardmill.options import NormalizeOptions
     from shardmill.values import ImageSample, SourceImage
 

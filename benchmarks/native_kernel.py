@@ -25,9 +25,9 @@ from whole_process import Usage, run_measured
 from workloads import WORKLOADS, find_photos
 
 from shardmill.images.jpeg import decode_jpeg
-from shardmill.images.kernel import NATIVE_ID
 from shardmill.images.normalize import normalize
 from shardmill.images.process import process_image
+from shardmill.kernel import NATIVE_ID
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, Rejection, SourceImage
 from tests.shardmill.images.reference import normalize_reference, psnr, ssim

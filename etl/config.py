@@ -11,8 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
-from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
+from shardmill.kernel import resolve_kernel
 from shardmill.options import DEFAULT_IMAGE_SIZE, DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section, SettingKind

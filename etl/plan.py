@@ -34,10 +34,10 @@ from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.formats.parquet import column_types
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
-from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
+from shardmill.kernel import resolve_kernel
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import ShardInfo

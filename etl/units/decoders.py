@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from etl.config import EtlConfig
 from shardmill.errors import UsageError
 from shardmill.images.decoder_id import DECODER_ID, decoder_id
-from shardmill.images.kernel import HOW_TO_INSTALL
+from shardmill.kernel import HOW_TO_INSTALL
 
 
 def decoders_here(config: EtlConfig, _: Iterable[object] = ()) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
+from shardmill.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
 from train.tree import TrainTree
 

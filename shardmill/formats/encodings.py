@@ -14,7 +14,7 @@ import simplejpeg
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import Scattered
-from shardmill.images.kernel import shardmill_native
+from shardmill.kernel import shardmill_native
 from shardmill.options import ENCODINGS, NormalizeOptions
 
 _copy_slices = getattr(shardmill_native, "copy_slices", None)

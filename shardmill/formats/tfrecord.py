@@ -29,7 +29,7 @@ from shardmill.formats.tf_example import (
     find_values,
     integers_at,
 )
-from shardmill.images.kernel import shardmill_native
+from shardmill.kernel import shardmill_native
 from shardmill.typed_columns import LABEL_TYPES, decode_values, label_array, scalar_of, vector_size
 from shardmill.values import Value
 

@@ -12,7 +12,7 @@ import simplejpeg
 from PIL import features
 
 from shardmill.ids import canonical_digest
-from shardmill.images.kernel import NATIVE_ID, resolve_kernel
+from shardmill.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.

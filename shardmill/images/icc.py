@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image, ImageCms
 
 from shardmill.images.icc_tables import ColourTables, colour_tables
-from shardmill.images.kernel import shardmill_native
 from shardmill.images.pixels import CMYK_NOTE, cmyk_to_rgb, strips
+from shardmill.kernel import shardmill_native
 
 CONVERTED_NOTE = "icc_converted"
 IGNORED_NOTE = "icc_ignored"

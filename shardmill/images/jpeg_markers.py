@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardmill.images.kernel import shardmill_native
 from shardmill.images.pixels import Complaint, Refused, check_dimensions
+from shardmill.kernel import shardmill_native
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 

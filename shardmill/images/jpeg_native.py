@@ -18,8 +18,8 @@ from shardmill.images.geometry import (
     reduced_length,
     resized_shape,
 )
-from shardmill.images.kernel import shardmill_native
 from shardmill.images.pixels import FLIPS_COLUMNS, FLIPS_ROWS, SWAPS_SIDES
+from shardmill.kernel import shardmill_native
 
 if TYPE_CHECKING:
     from shardmill.options import NormalizeOptions

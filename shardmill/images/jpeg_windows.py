@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardmill.images.kernel import shardmill_native
+from shardmill.kernel import shardmill_native
 
 _decode_jpegs = getattr(shardmill_native, "decode_jpegs", None)
 

@@ -16,9 +16,9 @@ from shardmill.formats.encodings import encode_image
 from shardmill.images.decode import decode_image, has_other_extension
 from shardmill.images.exif import ROTATED_NOTE
 from shardmill.images.icc import CONVERTED_NOTE
-from shardmill.images.kernel import shardmill_native
 from shardmill.images.normalize import normalize
 from shardmill.images.pixels import DecodedImage, Refused, prepare_opencv
+from shardmill.kernel import shardmill_native
 from shardmill.options import NormalizeOptions
 from shardmill.printable import printable
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage

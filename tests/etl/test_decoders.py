@@ -35,5 +35,5 @@ def test_other_versions_are_named_with_the_packages():
 
 
 def test_a_host_without_a_kernel_that_was_asked_for_still_answers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardmill.images.kernel.NATIVE_ID", "")
+    monkeypatch.setattr("shardmill.kernel.NATIVE_ID", "")
     assert dict(decoders_here(EtlConfig(image_size=16, kernel="native"))) == {socket.gethostname(): DECODER_ID}

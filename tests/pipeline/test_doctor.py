@@ -43,11 +43,11 @@ def test_the_kernel_has_a_row_with_its_fix(tmp_path: Path, monkeypatch: pytest.M
         [found] = [each for each in examine(tree, str(tmp_path / "work")) if each.subject == "etl.kernel"]
         return found
 
-    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.doctor.NATIVE_ID"):
+    for name in ("shardmill.kernel.NATIVE_ID", "pipeline.doctor.doctor.NATIVE_ID"):
         monkeypatch.setattr(name, "native-7")
     assert (row("auto").status, row("wheels").status) == ("ok", "ok")
     assert row("auto").found == "native; native-7 is installed" and row("wheels").found.startswith("wheels; ")
-    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.doctor.NATIVE_ID"):
+    for name in ("shardmill.kernel.NATIVE_ID", "pipeline.doctor.doctor.NATIVE_ID"):
         monkeypatch.setattr(name, "")
     assert [row(kernel).status for kernel in ("auto", "wheels", "native")] == ["warn", "warn", "fail"]
     assert "pip install ./native" in row("auto").fix and "etl.kernel = wheels" in row("native").fix

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardmill.images.kernel import NATIVE_ID
+from shardmill.kernel import NATIVE_ID
 from tests.pipeline.command import ROOT
 
 NAME = "environment"

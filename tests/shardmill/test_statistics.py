@@ -16,8 +16,8 @@ from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts, add_sizes, count_sizes
 from shardmill.dataset.verify import verify_dataset
 from shardmill.ids import canonical_digest
-from shardmill.images.kernel import resolve_kernel
 from shardmill.images.process import process_image
+from shardmill.kernel import resolve_kernel
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, SourceImage
 from tests.etl.test_incremental import build, opened

@@ -12,8 +12,8 @@ import simplejpeg
 from PIL import ImageCms
 
 from shardmill.images.icc import MAX_PROFILE_BYTES
-from shardmill.images.kernel import NATIVE_ID
 from shardmill.images.normalize import normalize
+from shardmill.kernel import NATIVE_ID
 from tests.shardmill.images.make import (
     ADOBE_RGB_XYZ,
     OPTIONS,

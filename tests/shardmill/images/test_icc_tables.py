@@ -11,7 +11,7 @@ import pytest
 
 from shardmill.images.icc import by_littlecms, read_profile
 from shardmill.images.icc_tables import ONE
-from shardmill.images.kernel import shardmill_native
+from shardmill.kernel import shardmill_native
 from tests.shardmill.images.make import ADOBE_RGB_XYZ, SRGB_XYZ, photo, rgb_profile
 
 pytest.importorskip("shardmill_native", reason="the native kernel is not installed")

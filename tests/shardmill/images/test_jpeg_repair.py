@@ -14,10 +14,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from shardmill.images.jpeg_repair import MAX_BYTES
-from shardmill.images.kernel import NATIVE_ID
 from shardmill.images.pixels import Refused
 from shardmill.images.process import process_image
 from shardmill.images.sandbox import DecodeSandbox
+from shardmill.kernel import NATIVE_ID
 from shardmill.values import ImageSample, RejectReason, SourceImage
 from tests.shardmill.images.make import OPTIONS, decode, gray_jpeg, gray_photo, jpeg, photo, refusal, with_segment
 

@@ -16,9 +16,9 @@ from shardmill.images.decoder_id import DECODER_ID, decoder_id, normalization_fi
 from shardmill.images.geometry import choose_reduction
 from shardmill.images.jpeg import decode_jpeg
 from shardmill.images.jpeg_native import plan_shrink
-from shardmill.images.kernel import NATIVE_ID, resolve_kernel
 from shardmill.images.normalize import normalize
 from shardmill.images.process import process_image
+from shardmill.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, RejectReason, SourceImage
 from tests.shardmill.images.make import (
@@ -203,12 +203,12 @@ def test_normalizing_what_was_shrunk_changes_nothing() -> None:
 
 def test_the_id_names_the_kernel_and_a_missing_one_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder_id(options_of("wheels")) == DECODER_ID
-    monkeypatch.setattr("shardmill.images.kernel.NATIVE_ID", "native-7")
+    monkeypatch.setattr("shardmill.kernel.NATIVE_ID", "native-7")
     monkeypatch.setattr("shardmill.images.decoder_id.NATIVE_ID", "native-7")
     assert resolve_kernel("auto") == "native"
     assert decoder_id(options_of("native")) == f"{DECODER_ID}+native-7"
     assert normalization_fingerprint(options_of("native")) != normalization_fingerprint(options_of("wheels"))
-    monkeypatch.setattr("shardmill.images.kernel.NATIVE_ID", "")
+    monkeypatch.setattr("shardmill.kernel.NATIVE_ID", "")
     assert resolve_kernel("auto") == "wheels"
     with pytest.raises(UsageError, match=r"etl.kernel.*pip install ./native.*etl.kernel = wheels"):
         decoder_id(options_of("native"))

@@ -141,7 +141,7 @@ def test_stored_webp_is_one_plain_image_and_nothing_else() -> None:
 
 
 def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmill.images.kernel.NATIVE_ID", "native-0")  # as if it were installed
+    monkeypatch.setattr("shardmill.kernel.NATIVE_ID", "native-0")  # as if it were installed
     monkeypatch.setattr("shardmill.images.decoder_id.NATIVE_ID", "native-0")
     base = NormalizeOptions()
     changed = [

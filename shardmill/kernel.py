@@ -1,4 +1,4 @@
-"""Chooses the kernel that downscales JPEGs: the wheels', or the optional native one (folder `native/`) if installed."""
+"""Finds the optional native kernel (folder `native/`), and chooses between it and the wheels for decoding images."""
 
 from __future__ import annotations
 
