@@ -40,6 +40,8 @@ MAY_BE_HEAVY = {
     "train/layers/keras.py": {"keras"},
     "train/layers/torch.py": {"torch"},
     "train/models/vit_torch.py": {"torch"},
+    # Imported on a rank, by a strategy.
+    "train/models/split_attention.py": {"torch"},
     # A subclass of Keras's, imported when one is built.
     "train/backends/keras/sgd.py": {"keras"},
 }

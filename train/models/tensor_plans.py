@@ -1,0 +1,85 @@
+"""Which layers of a module tensor parallelism divides among ranks, and how: names only, no tensors are touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Split = Literal["column", "row", "column_gathered"]
+"""How a linear layer is divided. `column`: each rank computes some of its outputs, and keeps them. `row`: each rank has
+some of its inputs, and the results are added. `column_gathered`: as `column`, and every rank gets all outputs."""
+
+_ATTENTION: dict[str, Split] = {"query": "column", "key": "column", "value": "column", "out": "row"}
+_MLP: dict[str, Split] = {"fc1": "column", "fc2": "row"}
+_MLP_OF_TORCHVISION: dict[str, Split] = {"0": "column", "3": "row"}
+
+
+def tensor_plan(module: nn.Module) -> dict[str, Split]:
+    """Name of a linear layer -> how it is divided; all other layers are whole on every rank.
+
+    Of a vision transformer these are attention and MLP of every block; in torchvision's, `split_attention` must have
+    taken the attention apart. Of any other module it is the last linear layer alone: a convolution is never divided.
+    Raises UsageError for a module without a linear layer.
+    """
+    plan: dict[str, Split] = {
+        f"{path}.{name}".lstrip("."): split
+        for path, part in module.named_modules()
+        for name, split in _plan_of(part).items()
+    }
+    return plan or _classifier(module)
+
+
+def heads_of(module: nn.Module) -> frozenset[int]:
+    """The numbers of heads of the attention that `tensor_plan` divides."""
+    from train.models.vit_torch import Attention
+
+    return frozenset(each.num_heads for each in module.modules() if isinstance(each, Attention))
+
+
+def check_heads(model: str, heads: Collection[int], num_ranks: int) -> None:
+    """Raises UsageError unless each of `num_ranks` ranks gets equally many heads; PyTorch would fail in the first step.
+
+    `heads`: numbers of heads of the layers of `train.model`.
+    """
+    if not any(number % num_ranks for number in heads):
+        return
+    common = math.gcd(*heads)
+    allowed = [str(size) for size in range(1, common + 1) if common % size == 0]
+    raise UsageError(
+        f"train.model = {model!r} has attention with {' and '.join(map(str, sorted(heads)))} heads, and "
+        f"{num_ranks} ranks divide each layer",
+        f"expected a number of ranks that divides {common}",
+        f"set train.mesh.tensor to {' or '.join(allowed)}",
+    )
+
+
+def _plan_of(part: Any) -> dict[str, Split]:
+    """Of the layers that belong to `part` itself."""
+    from train.models.vit_torch import Attention, Block
+
+    if isinstance(part, Attention):
+        return _ATTENTION
+    if isinstance(part, Block):
+        return _MLP
+    kind = type(part)
+    is_mlp = (kind.__module__, kind.__name__) == ("torchvision.models.vision_transformer", "MLPBlock")
+    return _MLP_OF_TORCHVISION if is_mlp else {}
+
+
+def _classifier(module: nn.Module) -> dict[str, Split]:
+    from torch import nn
+
+    names = [name for name, each in module.named_modules() if isinstance(each, nn.Linear) and name]
+    if not names:
+        raise UsageError(
+            f"a {type(module).__name__} has no linear layer that ranks could divide",
+            "expected a vision transformer, or a classifier that ends in an nn.Linear",
+            "choose another strategy, or another model",
+        )
+    return {names[-1]: "column_gathered"}
