@@ -6,6 +6,7 @@ So a decoder can skip the pixels that no window needs. Shape legend: N rows, H h
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import cv2
 import numpy as np
@@ -68,8 +69,9 @@ class Windows:
         return is_as_large_N & (inside[:, 2] == height) & (inside[:, 3] == width) & ~self.is_flipped_N
 
 
+@lru_cache(maxsize=16)
 def whole_windows(num_rows: int, stored_HW: tuple[int, int]) -> Windows:
-    """Each image as it is stored."""
+    """Each image as it is stored. Not to be changed: nearly all batches of a loader have the same."""
     return replace(centre_windows(num_rows, stored_HW, stored_HW), are_whole=True)
 
 

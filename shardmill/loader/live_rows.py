@@ -73,6 +73,11 @@ class LiveRows:
         self._sample_ids_M, self._begins_M, self._ends_M = (np.empty(num_rows, dtype=np.int64) for _ in range(3))
         self._lock = threading.Lock()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether steps have needed all of them."""
+        return bool(self._is_there.all())
+
     def has_all(self, chunks_N: np.ndarray) -> bool:
         """Whether each of these chunks is one of the set that a step has needed."""
         if not len(self._chunks):

@@ -150,7 +150,7 @@ class BatchReader(Generic[Item]):
     def _futures_of(self, chunks_N: np.ndarray) -> Chunks:
         """Begin to read the chunks of a step that are not in memory. -> those that no earlier step has needed."""
         planner, selection = self._planner, self._source.rows.selection
-        if planner.num_windows == self._num_windows and self._live.has_all(chunks_N):
+        if planner.num_windows == self._num_windows and (self._live.is_complete or self._live.has_all(chunks_N)):
             return {}
         live, needed = planner.live_chunks(), set(np.unique(chunks_N).tolist())
         live = live if selection is None else selection.chunks_of(live)
@@ -190,20 +190,23 @@ class BatchReader(Generic[Item]):
         draws = Draws(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
         images_NHWC, is_real_N = self._source.take_batch(), rows.weights_N > 0
         windows = draw_windows(draws, augment, normalize.image_shape_HWC[:2])
-        if is_real_N.all():
+        labels_N, sample_ids_N, is_full = gathered.labels_N, gathered.sample_ids_N, bool(is_real_N.all())
+        if is_full:
             decode_batch(gathered.images, normalize, windows, images_NHWC)
         else:
             keys = np.stack([gathered.places_N, gathered.rows_N, occurrences_N], axis=1)
             decode_distinct(gathered.images, normalize, windows, images_NHWC, keys)
+            sample_ids_N = sample_ids_N * is_real_N
+        if not is_full or labels_N.dtype == object:
+            labels_N = self._labels(labels_N, is_real_N)
         labels_N = change_batch(
-            images_NHWC, self._labels(gathered.labels_N, is_real_N), is_real_N, draws, augment,
+            images_NHWC, labels_N, is_real_N, draws, augment,
             num_classes=len(self._source.schema.class_names), rows_per_stream=spec.rows_per_stream,
         )  # fmt: skip
         extra: dict[str, list[Value]] = {}
         for column in self._source.schema.extra:
             values = zip(gathered.extra(column.name), is_real_N.tolist(), strict=True)
             extra[column.name] = [value if is_real else None for value, is_real in values]
-        sample_ids_N = gathered.sample_ids_N * is_real_N
         return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step, extra)
 
     def _labels(self, stored_N: np.ndarray, is_real_N: np.ndarray) -> np.ndarray:

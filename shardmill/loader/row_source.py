@@ -87,7 +87,8 @@ class RowSource:
             self.rows_of_chunk = self._fetcher.rows_of_chunk
         height, width, channels = rows.augment.shape_of(self.normalize.image_shape_HWC)
         self._batch_shape = (len(streams) * spec.rows_per_stream, height, width, channels)
-        self.max_batches_ahead = max(1, options.prefetch_bytes // max(1, int(np.prod(self._batch_shape))))
+        self._batch_bytes = int(np.prod(self._batch_shape))
+        self.max_batches_ahead = max(1, options.prefetch_bytes // max(1, self._batch_bytes))
         # Those in the queue and in the threads, the consumer's and the one before it.
         self._batch_memory = RecycledMemory(self.max_batches_ahead + options.num_threads + 2, options.allocate)
         self._kept: Chunks = {}
@@ -99,7 +100,7 @@ class RowSource:
 
     def take_batch(self) -> np.ndarray:
         """Memory for the pixels of a batch, NHWC, that nothing else refers to, with any content."""
-        return self._batch_memory.take(int(np.prod(self._batch_shape))).reshape(self._batch_shape)
+        return self._batch_memory.take(self._batch_bytes).reshape(self._batch_shape)
 
     def take_chunks(self) -> Chunks:
         """The chunks that the last reader left, for the next one."""
