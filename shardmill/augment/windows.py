@@ -45,8 +45,14 @@ class Windows:
 
     def take(self, places: np.ndarray) -> Windows:
         """The windows of some rows."""
-        lines = (self.top_N, self.left_N, self.height_N, self.width_N, self.is_flipped_N)
-        return Windows(*(line[places] for line in lines), self.size_HW, self.are_whole)
+        return replace(
+            self,
+            top_N=self.top_N[places],
+            left_N=self.left_N[places],
+            height_N=self.height_N[places],
+            width_N=self.width_N[places],
+            is_flipped_N=self.is_flipped_N[places],
+        )
 
     def inside(self, stored_HW: tuple[int, int]) -> np.ndarray:
         """Top, left, height and width of the part of each rectangle that lies in the image; int64, N x 4.
