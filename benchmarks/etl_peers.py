@@ -57,9 +57,9 @@ def main() -> None:
                     _say(f"{workload.name} {size:,}, round {number + 1}: {contestant.name:12} {result.in_words(size)}")
                     results.save(arguments.json)
     print(hardware())
-    print_tables(results, workload.name)
+    print_tables(results.newest(), workload.name)
     if arguments.page:
-        arguments.page.write_text(page(results), encoding="utf-8")
+        arguments.page.write_text(page(results.newest()), encoding="utf-8")
 
 
 def _parse_arguments() -> argparse.Namespace:

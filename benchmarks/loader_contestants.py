@@ -110,6 +110,11 @@ CONTESTANTS = {
         _peer("litdata_chunks", "litdata"),
         _peer("spdl_files", "SPDL, simplejpeg", _JPEG),
         _peer("dali_cpu", "DALI on the CPU", _JPEG),
+        _peer("grain_records", "grain"),
+        _peer("lancedb_stream", "LanceDB StreamingDataset"),
+        _peer("ffcv_beton", "FFCV"),
+        _peer("ray_data", "Ray Data from our Parquet"),
         _peer("petastorm_batches", "petastorm make_batch_reader from our Parquet"),
+        _peer("petastorm_rows", "petastorm make_reader"),
     )
 }

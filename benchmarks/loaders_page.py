@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from loader_data import WORKLOADS, Workload
 from results import Results
 
 PEERS = tuple(name for name, contestant in CONTESTANTS.items() if contestant.is_peer)
+LIMITS = ("limit", "limit_copy_2", "limit_copy")
+"""Shares are of these."""
 
 
 @dataclass(frozen=True)
@@ -26,39 +29,93 @@ class Aim:
 
 
 def print_tables(results: Results, workload: Workload) -> None:
+    """What the newest call measured of a workload."""
+    calls = results.calls(workload.name, workload.num_images)
+    newest = results.of_call(calls[0]) if calls else results
     print(
-        "\n".join([f"\n{workload.name}: {workload.title}\n", *_table(results, workload), "", *_aims(results, workload)])
+        "\n".join([f"\n{workload.name}: {workload.title}\n", *_table(newest, workload), "", *_aims(newest, workload)])
     )
 
 
 def page(results: Results) -> str:
-    """All workloads as Markdown."""
-    measured = f"{results.hardware}; on {results.measured_on}." if results.runs else "Not measured yet."
-    parts = [_HEAD.format(threads=NUM_THREADS, batch=BATCH_SIZE, measured=measured)]
-    for workload in WORKLOADS.values():
-        if results.sizes(workload.name):
-            parts += [f"## {workload.title[0].upper()}{workload.title[1:]} (`{workload.name}`)", ""]
-            parts += [*_table(results, workload), ""]
-    parts += ["## Aims", "", "| aim | measured | |", "|---|---|---|"]
-    parts += [line for workload in WORKLOADS.values() for line in _aims(results, workload)]
+    """All workloads as Markdown: who is the fastest, how it was measured, the aims, and each workload's tables."""
+    workloads = [each for each in WORKLOADS.values() if results.sizes(each.name)]
+    summary = "\n".join(_summary(results, workload) for workload in workloads)
+    parts = [_HEAD.format(threads=NUM_THREADS, batch=BATCH_SIZE, summary=summary, hardware=results.hardware)]
+    parts += [line for workload in WORKLOADS.values() for line in _aims(_compared(results, workload), workload)]
+    for workload in workloads:
+        parts += ["", f"## {workload.title[0].upper()}{workload.title[1:]} (`{workload.name}`)"]
+        for call in results.calls(workload.name, workload.num_images):
+            parts += [f"\nMeasured {_when(call)}, {workload.num_images:,} images.\n"]
+            parts += _table(results.of_call(call), workload)
     return "\n".join(parts) + "\n"
 
 
+def _when(call: str) -> str:
+    return f"on {call[:10]} at {call[11:16]} UTC" if call else "on 2026-11-26, before calls were told apart"
+
+
+def _compared(results: Results, workload: Workload) -> Results:
+    """The newest call that measured our Parquet reader and a peer; else the newest."""
+    calls = [results.of_call(call) for call in results.calls(workload.name, workload.num_images)]
+    both = (each for each in calls if _fastest(each, workload, ("parquet",)) and _fastest(each, workload, PEERS))
+    return next(both, calls[0] if calls else results)
+
+
+def _fastest(results: Results, workload: Workload, contestants: tuple[str, ...]) -> str | None:
+    return results.fastest(workload.name, workload.num_images, contestants)
+
+
+def _summary(results: Results, workload: Workload) -> str:
+    """A row: our Parquet reader and the fastest peer."""
+    size, compared = workload.num_images, _compared(results, workload)
+    own, peer = _fastest(compared, workload, ("parquet",)), _fastest(compared, workload, PEERS)
+    ratio = compared.ratio(workload.name, size, own, peer) if own and peer else None
+    peers = [name for name in PEERS if compared.seconds(workload.name, size, name)]
+    cells = [
+        f"{workload.title} (`{workload.name}`)",
+        "" if own is None else _rate_and_share(compared, workload, own),
+        "" if peer is None else f"{CONTESTANTS[peer].title}: {_rate_and_share(compared, workload, peer)}",
+        "" if ratio is None else f"**{ratio:.2f}**",
+        f"{len(peers)}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _rate_and_share(results: Results, workload: Workload, name: str) -> str:
+    share, rate = _share(results, workload, name), f"{_rate(results, workload, name):,.0f}"
+    return rate if share is None else f"{rate} ({share:.0%} of the limit)"
+
+
+def _rate(results: Results, workload: Workload, name: str) -> float:
+    return workload.num_images / statistics.median(results.seconds(workload.name, workload.num_images, name))
+
+
+def _share(results: Results, workload: Workload, name: str) -> float | None:
+    """Of the limit with as many threads."""
+    threads = CONTESTANTS[name].num_threads
+    for limit in LIMITS:
+        if CONTESTANTS[limit].num_threads == threads and results.seconds(workload.name, workload.num_images, limit):
+            return results.ratio(workload.name, workload.num_images, name, limit)
+    return None
+
+
 def _table(results: Results, workload: Workload) -> Iterator[str]:
-    """One row for each contestant, with the shares of the limits that this workload has."""
+    """One row for each contestant of one call: the limits and ours first, then the peers, the fastest first."""
     measured = results.runs.get((workload.name, workload.num_images), {})
-    limits = [name for name in CONTESTANTS if name.startswith("limit") and name in measured]
     ours = [name for name in ("parquet", "parquet_wheels") if name in measured]
-    heads = [*(f"/ {name}" for name in limits), *(f"{name} / it" for name in ours)]
-    yield f"{workload.num_images:,} images.\n"
-    yield "| | images/s | rounds | MB in all | " + " | ".join(heads) + " |"
-    yield "|---|---|---|---|" + "---|" * len(heads)
-    for name in CONTESTANTS:
-        if name in measured:
-            yield _row(results, workload, name, limits, ours)
+    heads = ["of the limit", *(f"{_SHORT[name]} / it" for name in ours)]
+    yield "| | images/s | " + " | ".join(heads) + " | rounds | MB in all |"
+    yield "|---|---|" + "---|" * (len(heads) + 2)
+    peers = sorted(
+        (name for name in PEERS if name in measured),
+        key=lambda name: statistics.median(results.seconds(workload.name, workload.num_images, name) or [math.inf]),
+    )
+    for name in [*(name for name in CONTESTANTS if name in measured and name not in PEERS), *peers]:
+        yield _row(results, workload, name, ours)
 
 
-def _row(results: Results, workload: Workload, name: str, limits: list[str], ours: list[str]) -> str:
+def _row(results: Results, workload: Workload, name: str, ours: list[str]) -> str:
     size = workload.num_images
     rounds = results.runs[workload.name, size][name]
     title = " ".join([CONTESTANTS[name].title, rounds[-1].version]).strip()
@@ -66,14 +123,13 @@ def _row(results: Results, workload: Workload, name: str, limits: list[str], our
     seconds = results.seconds(workload.name, size, name)
     if not seconds:
         return f"| {title} | failed: {'; '.join(faults)} |"
-    shares = [results.ratio(workload.name, size, name, limit) for limit in limits]
-    ratios = [results.ratio(workload.name, size, own, name) for own in ours]
+    ratios = [_share(results, workload, name), *(results.ratio(workload.name, size, own, name) for own in ours)]
     cells = [
         title + (f" ({'; '.join(faults)})" if faults else ""),
-        f"{size / statistics.median(seconds):,.0f}",
+        f"{_rate(results, workload, name):,.0f}",
+        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         " ".join(f"{size / each:,.0f}" for each in sorted(seconds, reverse=True)),
         f"{max(each.total_peak_mb for each in rounds):,.0f}",
-        *("" if ratio is None else f"{ratio:.2f}" for ratio in [*shares, *ratios]),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -90,7 +146,7 @@ def _measured(results: Results, workload: Workload, aim: Aim) -> float | None:
     if not aim.others:
         seconds = results.seconds(workload.name, workload.num_images, aim.ours)
         return workload.num_images / statistics.median(seconds) if seconds else None
-    fastest = results.fastest(workload.name, workload.num_images, aim.others)
+    fastest = _fastest(results, workload, aim.others)
     return results.ratio(workload.name, workload.num_images, aim.ours, fastest) if fastest else None
 
 
@@ -113,17 +169,36 @@ AIMS = (
 
 _HEAD = """# Loaders beside their peers
 
+How many images a second a loader gives to a training loop, from a dataset on the local disk. Below, shardmill's Parquet
+reader and the fastest of the peers that were measured in the same rounds; all figures are images/s.
+
+| what is read | shardmill | fastest peer | shardmill / it | peers |
+|---|---|---|---|---|
+{summary}
+
+## How it is measured
+
     python benchmarks/loaders.py --images DIR --scratch DIR --rounds 5 --page docs/benchmarks/loaders.md
 
 Shuffled uint8 batches of {batch} images, {threads} threads or worker processes unless a row says otherwise. Each
 contestant runs in a process of its own, which reads one epoch to warm up, then whole epochs, two and four seconds at
 least; the page cache is warm. A round runs each once, every other round in reverse order. Rates are medians of the
-rounds; shares of a limit and ratios are medians of the rounds' own. The limit decodes the same stored bytes from memory
-into batches that are used again, by a thread for each processor, and does nothing else; for raw pixels it copies them.
+rounds; shares of the limit and ratios are medians of the rounds' own. Each table holds what one call measured; figures
+of different calls are never compared. The limit decodes the same stored bytes from memory into batches that are used
+again, by a thread for each processor, and does nothing else; for raw pixels it copies them.
 
-All read the same stored bytes: shardmill and petastorm from its Parquet shards, tf.data from its TFRecord shards,
-others from files or from their own format, converted once. Peers that take a function get simplejpeg and OpenCV's
-linear filter, as shardmill takes it unless a side shrinks to two thirds. Random crops have torchvision's distribution.
+All read the same stored bytes: shardmill, Ray Data and petastorm's make_batch_reader from its Parquet shards, tf.data
+from its TFRecord shards, others from files or from their own format, converted once. Peers that take a function get
+simplejpeg and OpenCV's linear filter, faster than the area filter with which shardmill shrinks. Random crops have
+torchvision's distribution. Shuffles differ: shardmill, ImageFolder, SPDL, DALI, grain and LanceDB draw from all rows or
+from a large window; tf.data, webdataset and Ray Data shuffle files and a buffer of 2,000 rows, petastorm row groups and
+the rows in them.
 
-{measured}
-"""
+{hardware}
+
+## Aims
+
+| aim | measured | |
+|---|---|---|"""
+
+_SHORT = {"parquet": "Parquet", "parquet_wheels": "wheels only"}

@@ -6,8 +6,9 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass, field
-from datetime import date
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 
@@ -24,6 +25,9 @@ class Result:
     cpu_seconds: float = 0.0
     worker_peak_mb: float = 0.0
     total_peak_mb: float = 0.0
+    call: str = ""
+    """When the call of the benchmark began that measured it; empty in files of before it was stored."""
+    round: int = 0
 
     @property
     def seconds(self) -> float | None:
@@ -39,11 +43,16 @@ class Result:
 
 @dataclass
 class Results:
-    """(workload, size) -> contestant -> one result for each round."""
+    """(workload, size) -> contestant -> one result for each round.
+
+    A call of the benchmark adds its rounds to those of earlier calls. Ratios compare what ran in the same round of the
+    same call. Once all contestants of a call were measured again, it is forgotten.
+    """
 
     runs: dict[tuple[str, int], dict[str, list[Result]]] = field(default_factory=dict)
     hardware: str = ""
     measured_on: str = ""
+    call: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -53,7 +62,8 @@ class Results:
         document = json.loads(path.read_text())
         runs = {
             (entry["workload"], entry["num_images"]): {
-                name: [Result(**each) for each in rounds] for name, rounds in entry["contestants"].items()
+                name: [Result(**{"round": number, **each}) for number, each in enumerate(rounds)]
+                for name, rounds in entry["contestants"].items()
             }
             for entry in document["runs"]
         }
@@ -73,25 +83,53 @@ class Results:
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def add(self, workload: str, size: int, contestant: str, number: int, result: Result) -> None:
-        """Of round `number`; the first one replaces what an earlier call measured of this contestant."""
-        rounds = self.runs.setdefault((workload, size), {}).setdefault(contestant, [])
-        if number == 0:
-            rounds.clear()
-        rounds.append(result)
+        """Of round `number` of this call."""
+        contestants = self.runs.setdefault((workload, size), {})
+        contestants.setdefault(contestant, []).append(replace(result, call=self.call, round=number))
+        needed = {rounds[-1].call for rounds in contestants.values()}
+        for name, rounds in contestants.items():
+            contestants[name] = [each for each in rounds if each.call in needed]
+
+    def calls(self, workload: str, size: int) -> list[str]:
+        """The newest first."""
+        contestants = self.runs.get((workload, size), {})
+        return sorted({each.call for rounds in contestants.values() for each in rounds}, reverse=True)
+
+    def of_call(self, call: str) -> Results:
+        """What was measured in one call."""
+        return self._chosen(lambda rounds: call)
+
+    def newest(self) -> Results:
+        """For each contestant what was measured last; there are no ratios between contestants of different calls."""
+        return self._chosen(lambda rounds: rounds[-1].call)
+
+    def _chosen(self, call_of: Callable[[list[Result]], str]) -> Results:
+        runs = {
+            key: {
+                name: chosen
+                for name, rounds in contestants.items()
+                if (chosen := [each for each in rounds if each.call == call_of(rounds)])
+            }
+            for key, contestants in self.runs.items()
+        }
+        return Results(runs, self.hardware, self.measured_on)
 
     def sizes(self, workload: str) -> list[int]:
         return sorted(size for name, size in self.runs if name == workload)
 
     def seconds(self, workload: str, size: int, contestant: str) -> list[float]:
         """Of each round that ended well."""
-        rounds = self.runs.get((workload, size), {}).get(contestant, [])
-        return [each.seconds for each in rounds if each.seconds is not None and not each.fault]
+        return list(self._by_round(workload, size, contestant).values())
 
     def ratio(self, workload: str, size: int, ours: str, other: str) -> float | None:
         """How many times as fast as the other ours is: the median of the rounds' ratios. None if one has no figure."""
-        pairs = zip(self.seconds(workload, size, ours), self.seconds(workload, size, other), strict=False)
-        ratios = [theirs / own for own, theirs in pairs]
+        own, theirs = (self._by_round(workload, size, name) for name in (ours, other))
+        ratios = [theirs[place] / seconds for place, seconds in own.items() if place in theirs]
         return statistics.median(ratios) if ratios else None
+
+    def _by_round(self, workload: str, size: int, contestant: str) -> dict[tuple[str, int], float]:
+        rounds = self.runs.get((workload, size), {}).get(contestant, [])
+        return {(each.call, each.round): each.seconds for each in rounds if each.seconds is not None and not each.fault}
 
     def slope(self, workload: str, contestant: str) -> float | None:
         """Images a second between the smallest and the largest size: what is left without the start."""

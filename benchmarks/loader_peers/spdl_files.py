@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import cv2
 import numpy as np
-import simplejpeg
 from common import Job, list_images, measure, parse_job
 from spdl.pipeline import PipelineBuilder
 
@@ -38,15 +38,7 @@ def main() -> None:
 
 
 def _load(job: Job, paths: list[str]) -> np.ndarray:
-    images_NHWC = np.empty((len(paths), *job.shape_HWC), np.uint8)
-    for image_HWC, path in zip(images_NHWC, paths, strict=True):
-        with open(path, "rb") as file:
-            data = file.read()
-        if job.is_cropped:
-            image_HWC[...] = job.image(data)
-        else:
-            simplejpeg.decode_jpeg(data, "RGB", buffer=image_HWC)
-    return images_NHWC
+    return job.batch([Path(path).read_bytes() for path in paths])
 
 
 if __name__ == "__main__":
