@@ -190,9 +190,11 @@ again, by a thread for each processor, and does nothing else; for raw pixels it 
 All read the same stored bytes: shardmill, Ray Data and petastorm's make_batch_reader from its Parquet shards, tf.data
 from its TFRecord shards, others from files or from their own format, converted once. Peers that take a function get
 simplejpeg and OpenCV's linear filter, faster than the area filter with which shardmill shrinks. Random crops have
-torchvision's distribution. Shuffles differ: shardmill, ImageFolder, SPDL, DALI, grain and LanceDB draw from all rows or
-from a large window; tf.data, webdataset and Ray Data shuffle files and a buffer of 2,000 rows, petastorm row groups and
-the rows in them.
+torchvision's distribution. FFCV and DALI decode, crop and resize with their own code. Shuffles differ: ImageFolder,
+SPDL, DALI, grain, LanceDB and FFCV draw from all rows, shardmill, MosaicML and litdata from windows of shards; tf.data,
+webdataset and Ray Data shuffle files and a buffer of 2,000 rows, petastorm row groups and the rows in them.
+
+FFCV is built from source and needs `libopencv-dev` and `libturbojpeg0-dev`; without them it is left out.
 
 {hardware}
 

@@ -4,7 +4,7 @@
 #     "ray[data]==2.60.0", "aiohttp", "simplejpeg==1.9.0", "opencv-python-headless==4.11.0.86", "numpy<3",
 # ]
 # ///
-"""Ray Data from shardmill's Parquet shards: files and a buffer of rows shuffled, decoded by two threads of its iterator.
+"""Ray Data from shardmill's Parquet shards: files and a buffer of rows shuffled, decoded in its iterator's two threads.
 
 Decoding by `map_batches` in its worker processes is slower, because decoded images then pass through its object store
 (718 against 874 images/s of 256 px).
