@@ -139,7 +139,8 @@ def _aims(results: Results, workload: Workload) -> Iterator[str]:
         if aim.workload == workload.name:
             measured = _measured(results, workload, aim)
             verdict = "not measured" if measured is None else "met" if measured >= aim.least else "NOT met"
-            yield f"| {aim.workload}: {aim.text} | {'' if measured is None else f'{measured:,.2f}'} | {verdict} |"
+            figure = "" if measured is None else f"{measured:,.0f}" if measured > 1_000 else f"{measured:.2f}"
+            yield f"| {aim.workload}: {aim.text} | {figure} | {verdict} |"
 
 
 def _measured(results: Results, workload: Workload, aim: Aim) -> float | None:
@@ -189,9 +190,9 @@ again, by a thread for each processor, and does nothing else; for raw pixels it 
 
 All read the same stored bytes: shardmill, Ray Data and petastorm's make_batch_reader from its Parquet shards, tf.data
 from its TFRecord shards, others from files or from their own format, converted once. Peers that take a function get
-simplejpeg and OpenCV's linear filter, faster than the area filter with which shardmill shrinks. Random crops have
-torchvision's distribution. FFCV and DALI decode, crop and resize with their own code. Shuffles differ: ImageFolder,
-SPDL, DALI, grain, LanceDB and FFCV draw from all rows, shardmill, MosaicML and litdata from windows of shards; tf.data,
+simplejpeg and OpenCV's linear filter, as shardmill takes it unless a side shrinks to two thirds; FFCV and DALI decode,
+crop and resize with their own code. Random crops have torchvision's distribution. Shuffles differ: ImageFolder, SPDL,
+DALI, grain, LanceDB and FFCV draw from all rows, shardmill, MosaicML and litdata from windows of shards; tf.data,
 webdataset and Ray Data shuffle files and a buffer of 2,000 rows, petastorm row groups and the rows in them.
 
 FFCV is built from source and needs `libopencv-dev` and `libturbojpeg0-dev`; without them it is left out.
