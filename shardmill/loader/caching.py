@@ -6,11 +6,16 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardmill.dataset.cache_room import open_room
 from shardmill.dataset.chunk_cache import ChunkCache
 from shardmill.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
 
@@ -44,23 +49,45 @@ def open_cache(dataset: Dataset, spec: PlanSpec, format: str, options: CacheOpti
             f"{folder} = {options.folder!r}", "expected a folder on a local disk", "name one, or omit it for no cache"
         )
     if options.limit_bytes is not None:
-        check_limit(dataset, spec, format, options.limit_bytes, limit)
+        check_limit([dataset], spec, format, options.limit_bytes, limit)
     split_bytes = int(dataset.index(spec.split, format).stored_bytes.sum())
     room = open_room(options.folder, options.limit_bytes, split_bytes, named=folder)
     if options.limit_bytes is None:
-        check_limit(dataset, spec, format, room.limit_bytes, f"{limit} (half of what the disk has free)")
+        check_limit([dataset], spec, format, room.limit_bytes, f"{limit} (half of what the disk has free)")
     return ChunkCache(room, dataset.store.uri)
 
 
-def check_limit(dataset: Dataset, spec: PlanSpec, format: str, limit_bytes: int, named: str = "limit") -> None:
+def open_caches(
+    datasets: Sequence[Dataset], spec: PlanSpec, format: str, folder: str | Path | None, limit_bytes: int | None
+) -> tuple[ChunkCache | None, ...]:
+    """The caches of a loader's datasets, as `open_cache` opens each. They share the folder and the limit, and windows
+    of a mix hold chunks of all. No folder: no caches.
+    """
+    if folder is None:
+        if limit_bytes is not None:
+            raise UsageError(
+                f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
+            )
+        return (None,) * len(datasets)
+    options = CacheOptions(str(folder), limit_bytes)
+    remote = [dataset for dataset in datasets if dataset.store.local_root is None]
+    if options.limit_bytes is not None and len(remote) > 1:
+        check_limit(remote, spec, format, options.limit_bytes, options.named[1])
+    return tuple(open_cache(dataset, spec, format, options) for dataset in datasets)
+
+
+def check_limit(
+    datasets: Sequence[Dataset], spec: PlanSpec, format: str, limit_bytes: int, named: str = "limit"
+) -> None:
     """Raise UsageError for a limit below one shuffle window: each chunk would be evicted before it is used again."""
-    sizes = dataset.index(spec.split, format).stored_bytes
+    sizes = np.concatenate([dataset.index(spec.split, format).stored_bytes for dataset in datasets])
     largest = int(sizes.max())
     needed = min(spec.window_chunks * spec.num_streams * largest, int(sizes.sum()))
     if limit_bytes < needed:
         raise UsageError(
             f"{named} = {limit_bytes}",
             f"expected at least {needed} bytes, one shuffle window of {spec.split!r}: {spec.num_streams} streams x "
-            f"{spec.window_chunks} chunk(s) of up to {largest} bytes, or all of the split",
+            f"{spec.window_chunks} chunk(s) of up to {largest} bytes, or all of the split"
+            + (f" of {len(datasets)} datasets" if len(datasets) > 1 else ""),
             f"set it to {needed} or more, or read without a cache",
         )

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
 
+import numpy as np
+
 from shardmill.augment.mixing import check_mixing, check_streams
 from shardmill.augment.options import augment_options
 from shardmill.dataset.dataset import Dataset
@@ -14,7 +16,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.loader.batch import as_arrays
-from shardmill.loader.caching import CacheOptions, open_cache
+from shardmill.loader.caching import open_caches
 from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.dataset_mix import mix_datasets
 from shardmill.loader.jax import DevicePlacement
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from pyarrow.compute import Expression
 
     from shardmill.augment.options import AugmentOptions, Preset
-    from shardmill.dataset.chunk_cache import ChunkCache
-    from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.dataset_mix import Mix
     from shardmill.loader.per_sample import SampleTransform
@@ -235,13 +235,15 @@ class LoadableDataset(Dataset):
         )
         check_streams(rows.augment, spec.rows_per_stream)
         check_same_plan(ranks, spec, {each.pin: getattr(each, "names_version", False) for each in datasets})
-        caches = tuple(_cache(dataset, spec, options.format, reading) for dataset in datasets)
+        folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
+        caches = open_caches(datasets, spec, options.format, folder, limit_bytes)
         place = place or InMemory()
         options = replace(options, caches=caches, allocate=place.allocate)
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
         if (transform := reading.get("transform")) is not None and not callable(transform):
             raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
-        is_per_sample = reading.get("per_sample", False)
+        if (is_per_sample := reading.get("per_sample", False)) and transform is None:
+            raise UsageError("per_sample = True without a transform", "expected a function of a sample", "give both")
         finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, place)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
 
@@ -263,21 +265,16 @@ class LoadableDataset(Dataset):
         return RowOptions(augment, None if columns is None else tuple(columns), selection, mixed)
 
 
-def _cache(dataset: Dataset, spec: PlanSpec, format: str, reading: Reading) -> ChunkCache | None:
-    folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
-    if folder is None and limit_bytes is not None:
-        raise UsageError(
-            f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
-        )
-    return open_cache(dataset, spec, format, CacheOptions(str(folder), limit_bytes)) if folder is not None else None
-
-
 def _with_whole_numbers(reading: Reading) -> Reading:
-    """Raises UsageError for what is none, and for a batch or threads below 1."""
+    """Raises UsageError for what is none, for a batch or threads below 1, and for a choice but True and False."""
     given: dict[str, Any] = {"global_batch_size": 0, **reading}
     for name in ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size"):
         if given.get(name) is not None:
             given[name] = whole_number(name, given[name], least=_LEAST.get(name))
+    for name in ("shuffle", "per_sample"):
+        # "no" would count as True.
+        if not isinstance(given.get(name, True), bool | np.bool_):
+            raise UsageError(f"{name} = {given[name]!r}", "expected True or False", f"leave {name} out, for example")
     return cast("Reading", given)
 
 

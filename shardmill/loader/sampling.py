@@ -42,7 +42,8 @@ def repeats_of(dataset: Dataset, split: str, where: str | Expression | None, sam
         repeats_N[chosen] = _repeats(dataset, split, chosen, sample)
     if not repeats_N.any():
         raise UsageError(
-            f"where = {str(where)!r}, sample = {sample!r} leave none of the {len(repeats_N)} rows of split {split!r}",
+            f"where = {str(where)!r}, sample = {sample!r} leave none of the {len(repeats_N)} rows of split {split!r} "
+            f"of {dataset.pin.uri}@{dataset.pin.version}",
             "expected at least one",
             "`dataset.metadata(split)` shows the values of the columns",
         )

@@ -63,12 +63,24 @@ def test_a_transform_gets_arrays_of_numpy(uri: str):
     assert set(kinds) == {np.ndarray} and first.images.shape == (32, 8, 8, 3) and first.images.dtype == np.float32
 
 
+@pytest.mark.parametrize("choice", ["mix", "augment"])
+def test_mixed_and_augmented_batches_are_those_of_every_loader(uri: str, choice: str):
+    dataset = open_dataset(uri)
+    reading: dict = {"mix": {"mix": [(dataset, 0.5)]}, "augment": {"augment": "cifar"}}[choice]
+    pairs = [list(read("train", global_batch_size=32, **reading)) for read in (dataset.jax_loader, dataset.batches)]
+    for batch, plain in zip(*pairs, strict=True):
+        assert np.array_equal(batch.images, plain.images) and np.array_equal(batch.labels, plain.labels)
+        assert np.array_equal(batch.weights, plain.weights) and batch.extra == plain.extra
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"rank": 0, "world_size": 2}, "the sharding says it"),
         ({"global_batch_size": 0}, "global_batch_size = 0"),
         ({"sharding": 3}, "expected a jax.sharding.Sharding"),
+        ({"shuffle": "no"}, "shuffle = 'no'; expected True or False"),
+        ({"per_sample": True}, "per_sample = True without a transform"),
         ({"global_batch_size": 32, "num_stream": 8}, "a loader with num_stream"),
     ],
 )

@@ -164,6 +164,18 @@ def test_a_cache_keeps_the_chunks_of_all_remote_datasets(datasets, tmp_path, mon
     assert (reports[0].misses, reports[1].misses) == (num_parts, 0)
 
 
+def test_a_cache_below_what_the_windows_of_a_mix_hold_is_refused(datasets, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    own, other = (shardmill.open_dataset(f"{SCHEME}://{each.pin.uri}") for each in datasets[:2])
+    # Each of them fits; both do not.
+    needed = [int(each.index("train", "parquet").stored_bytes.sum()) for each in (own, other)]
+    for dataset in (own, other):
+        dataset.batches("train", **BATCH, cache_dir=tmp_path, cache_limit_bytes=max(needed)).close()
+    with pytest.raises(UsageError, match=rf"expected at least {sum(needed)} bytes.*of 2 datasets"):
+        own.batches("train", **BATCH, mix=[(other, 0.4)], cache_dir=tmp_path, cache_limit_bytes=sum(needed) - 1)
+    own.batches("train", **BATCH, mix=[(other, 0.4)], cache_dir=tmp_path, cache_limit_bytes=sum(needed)).close()
+
+
 def test_datasets_that_do_not_fit_are_refused_before_the_first_batch(datasets, tmp_path):
     large, small, _ = datasets
     wide = shardmill.open_dataset(make_dataset(tmp_path / "wide", num_images=60, image_size=8))
@@ -187,5 +199,8 @@ def test_datasets_that_do_not_fit_are_refused_before_the_first_batch(datasets, t
         with pytest.raises(UsageError, match=said) as refused:
             large.batches("train", **BATCH, mix=mix)
         assert "\n" not in str(refused.value)
+    only_large = f"sample_id == {large.metadata('train').column('sample_id')[0]}"
+    with pytest.raises(UsageError, match="leave none of the .* of .*small.*@1; expected"):
+        large.batches("train", **BATCH, mix=[(small, 0.5)], where=only_large)
     with pytest.raises(UsageError, match="no metadata column colour in .*"):
         large.batches("train", **BATCH, mix=[(small, 0.5)], where="colour == 1")

@@ -241,7 +241,7 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
     if config.cache.dir and config.cache.limit_bytes and dataset.store.local_root is None:
         # Each rank looks at the disk of its host when it begins to read.
         limit_bytes = config.cache.limit_bytes
-        check_limit(dataset, config.plan_spec(dataset), config.format, limit_bytes, "train.cache.limit_bytes")
+        check_limit([dataset], config.plan_spec(dataset), config.format, limit_bytes, "train.cache.limit_bytes")
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(
             f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
