@@ -21,6 +21,7 @@ from train.settings.checkpoint import CheckpointConfig
 from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
 from train.settings.log import LogConfig
 from train.settings.memory import MemoryConfig
+from train.settings.mesh import MeshConfig
 from train.settings.moved import MOVED, is_former_record, read_former_record
 from train.settings.non_finite import NonFiniteConfig
 from train.settings.reading import ReadingConfig
@@ -103,6 +104,8 @@ class TrainConfig(_WithOptions):
     """Where ranks keep chunks of a remote dataset."""
     memory: MemoryConfig = MemoryConfig()
     """How much memory a step may take."""
+    mesh: MeshConfig = MeshConfig()
+    """How ranks divide one model, if the strategy shards it."""
     watch: WatchConfig = WatchConfig()
     """How long the driver waits for ranks."""
     non_finite: NonFiniteConfig = NonFiniteConfig()

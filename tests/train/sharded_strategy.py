@@ -14,6 +14,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
+from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.state import dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
@@ -113,8 +114,8 @@ class ShardedMember(ReplicatedMember):
         files = {shard_file(part, self.rank): self.learner.shard(part) for part in SHARDED_PARTS}
         return files | {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}
 
-    def files_to_resume(self, saved_world_size: int) -> list[str]:
-        assert saved_world_size == self.world_size, "parts are not dealt out anew here"
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
+        assert saved.world_size == self.world_size, "parts are not dealt out anew here"
         return [*(shard_file(part, self.rank) for part in SHARDED_PARTS), rank_file(self.rank)]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
@@ -123,7 +124,7 @@ class ShardedMember(ReplicatedMember):
             self.learner.assign(part, load_arrays(self.broadcast_bytes(mine)), "rank 0")
         self.take_weights(files, source)
 
-    def weight_files(self) -> list[str]:
+    def weight_files(self, saved: SavedFiles) -> list[str]:
         return [shard_file(StatePart.WEIGHTS, self.rank), rank_file(self.rank)]
 
     def take_weights(self, files: Mapping[str, bytes], source: str) -> None:
@@ -144,9 +145,9 @@ def join(world: World, config: TrainConfig, build: Callable[[], Learner], report
     return ShardedMember(ShardedLearner(whole, collective, world.rank, world.world_size), collective, world, config)
 
 
-def whole_model(read: Callable[[str], bytes], world_size: int) -> WholeModel:
-    of_ranks = [load_arrays(read(shard_file(StatePart.WEIGHTS, rank))) for rank in range(world_size)]
-    return WholeModel(joined(of_ranks), load_arrays(read(rank_file(0))))
+def whole_model(saved: SavedFiles) -> WholeModel:
+    of_ranks = [load_arrays(saved.read(shard_file(StatePart.WEIGHTS, rank))) for rank in range(saved.world_size)]
+    return WholeModel(joined(of_ranks), load_arrays(saved.read(rank_file(0))))
 
 
 SHARDED = Strategy(

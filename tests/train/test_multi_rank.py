@@ -20,6 +20,7 @@ from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import MARKER
+from train.checkpoints.shards import INDEX, OPTIMIZER_PART, WEIGHTS_PART, shard_file
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.contracts.values import BEFORE_CHECKPOINT, TrainResult
 from train.launching import LAUNCHERS
@@ -57,8 +58,12 @@ WITH_A_MEETING_OF_THEIR_OWN = [
     name for name, strategy in STRATEGIES.items() if strategy.synchronous and strategy.allows_world_size(2)
 ]
 FILES_OF_LAYOUT = {
-    "replicated": lambda world_size: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(world_size))}
-}
+    "replicated": lambda world_size: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(world_size))},
+    "sharded": lambda world_size: {
+        MARKER, INDEX, *(rank_file(rank) for rank in range(world_size)),
+        *(shard_file(part, rank) for part in (WEIGHTS_PART, OPTIMIZER_PART) for rank in range(world_size)),
+    },
+}  # fmt: skip
 
 
 # What makes a strategy do what others do not.
@@ -78,6 +83,9 @@ def stateful(strategy: str) -> dict:
 
 def smooth(strategy: str) -> dict:
     model = SMOOTH_MODEL[STRATEGIES[strategy].backends[0]]
+    if STRATEGIES[strategy].checkpoint_layout.name == "sharded":
+        # Ranks gather the weights of a block together, so all must use the same blocks.
+        model = f"{TORCH_MODELS}:smooth"
     return {**SMALL_CNN, **OF_STRATEGY.get(strategy, {}), "strategy": strategy, "model": model}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -71,6 +72,17 @@ class CheckpointMarker:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedFiles:
+    """The files of a checkpoint, for who decides by them what it needs."""
+
+    world_size: int
+    """Number of ranks that wrote it."""
+    names: frozenset[str]
+    read: Callable[[str], bytes]
+    """-> one of its files, verified. Raises IntegrityError if it is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
     """A checkpoint that is complete by marker and sizes: its folder relative to the models' root, and its marker."""
 
@@ -83,6 +95,11 @@ class FoundCheckpoint:
         if listed is None:
             raise IntegrityError(f"checkpoint {self.path} has no {name}", "expected it in its marker", _DAMAGED)
         return read_checksummed(store, listed, self.path)
+
+    def files(self, store: Store) -> SavedFiles:
+        """Its files, each verified when it is read."""
+        names = frozenset(file.path for file in self.marker.files)
+        return SavedFiles(self.marker.world_size, names, partial(self.read, store))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,15 @@ class Mesh:
                 f"set train.num_workers = {config.global_batch_size // fsdp * ranks_per_copy} or less, or raise "
                 "train.global_batch_size, which starts a new run",
             )
+        sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline}
+        for axis, asked in config.mesh.sizes.items():
+            if asked not in (0, sizes[axis]):
+                raise UsageError(
+                    f"train.mesh.{axis} = {asked} with train.strategy = {config.strategy!r} and "
+                    f"train.num_workers = {num_ranks}",
+                    f"its mesh has {', '.join(f'{name} {size}' for name, size in sizes.items())}",
+                    "leave train.mesh at 0 for the sizes that follow, or choose a strategy that has this axis",
+                )
         num_streams = config.num_streams_at(data * fsdp)
         return cls(pipeline, data, fsdp, tensor, num_streams=num_streams, weights=config.rank_weights)
 

@@ -7,7 +7,6 @@ import secrets
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -215,7 +214,7 @@ def _read_weights(store: Store, result: TrainResult) -> WholeModel:
     try:
         found = open_checkpoint(store, result.checkpoint)
         layout = STRATEGIES[result.strategy].checkpoint_layout
-        return layout.whole_model(partial(found.read, store), found.marker.world_size)
+        return layout.whole_model(found.files(store))
     except IntegrityError as error:
         raise IntegrityError(
             f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",

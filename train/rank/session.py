@@ -140,7 +140,8 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
         files: dict[str, bytes] = {}
         problem = ""
         try:
-            files = {name: found.read(store, name) for name in member.files_to_resume(found.marker.world_size)}
+            saved = found.files(store)
+            files = {name: saved.read(name) for name in member.files_to_resume(saved)}
         except IntegrityError as error:
             problem = str(error)
         # As JSON, because Horovod cannot gather tensors that are empty on every rank.
@@ -263,10 +264,9 @@ def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) ->
         return None
     if best.checkpoint == last_checkpoint:
         return best
-    store, files = session.checkpoints.store, {}
-    if names := session.member.weight_files():
-        found = open_checkpoint(store, best.checkpoint)
-        files = {name: found.read(store, name) for name in names}
+    store = session.checkpoints.store
+    saved = open_checkpoint(store, best.checkpoint).files(store)
+    files = {name: saved.read(name) for name in session.member.weight_files(saved)}
     session.member.take_weights(files, f"the checkpoint {best.checkpoint}")
     return best
 

@@ -50,6 +50,12 @@ STRATEGIES: Registry[Strategy] = Registry(
             packages=("torch",),
             options="train.strategies.options:TorchDdpOptions",
         ),
+        "torch_fsdp": Entry(
+            "train.strategies.sharded.torch_fsdp:TORCH_FSDP",
+            "weights, gradients and optimizer state sharded over ranks (PyTorch's FSDP2)",
+            extra="torch",
+            packages=("torch",),
+        ),
         "local_sgd": Entry(
             "train.strategies.local_sgd:LOCAL_SGD",
             "several local updates per step, then weights are averaged",

@@ -19,6 +19,7 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
 from train.backends.microbatches import microbatches_of
+from train.checkpoints.checkpoint import SavedFiles
 from train.config import TrainConfig
 from train.contracts.mesh import DataIndex, Mesh
 from train.contracts.step_outcome import StepOutcome
@@ -176,8 +177,8 @@ class SiloMember(ReplicatedMember):
         """The state of a silo's optimizer stays in the silo, and is lost with it."""
         return super().state_files() if self.rank == 0 else {}
 
-    def files_to_resume(self, saved_world_size: int) -> list[str]:
-        return super().files_to_resume(saved_world_size) if self.rank == 0 else []
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
+        return super().files_to_resume(saved) if self.rank == 0 else []
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
         # No silo but rank 0 has a file of its own.

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner
+from train.checkpoints.checkpoint import SavedFiles
 from train.contracts.mesh import DataIndex
 from train.contracts.step_outcome import StepOutcome
 
@@ -98,8 +99,8 @@ class Member(Protocol):
         """This member's part of a checkpoint: what goes into which file. Later steps do not change the arrays."""
         ...
 
-    def files_to_resume(self, saved_world_size: int) -> list[str]:
-        """The files of a checkpoint of so many members that this one needs."""
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
+        """The files of a checkpoint that this member needs, whichever strategy has written it."""
         ...
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
@@ -109,8 +110,8 @@ class Member(Protocol):
         """
         ...
 
-    def weight_files(self) -> list[str]:
-        """The files of a checkpoint that hold the whole model, if this member needs them for `take_weights`."""
+    def weight_files(self, saved: SavedFiles) -> list[str]:
+        """The files of a checkpoint that this member needs for `take_weights`."""
         ...
 
     def take_weights(self, files: Mapping[str, bytes], source: str) -> None:

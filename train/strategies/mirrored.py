@@ -15,6 +15,7 @@ from shardmill.errors import UsageError
 from train.backends.backend import Learner, StatePart
 from train.backends.keras.batch_norms import sum_over_replicas
 from train.backends.keras.runtime import decorrelate_seed_states
+from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
@@ -57,8 +58,8 @@ class MirroredMember(ReplicatedMember):
         }
         return super().state_files() | own
 
-    def files_to_resume(self, saved_world_size: int) -> list[str]:
-        num_own = self.world_size if saved_world_size == self.world_size else 1
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
+        num_own = self.world_size if saved.world_size == self.world_size else 1
         return [WEIGHTS, OPTIMIZER, *map(rank_file, range(num_own))]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
@@ -75,7 +76,7 @@ class MirroredMember(ReplicatedMember):
             else:
                 decorrelate_seed_states([of_device[device] for of_device in own], device)
 
-    def weight_files(self) -> list[str]:
+    def weight_files(self, saved: SavedFiles) -> list[str]:
         return [WEIGHTS, rank_file(0)]
 
     def _own(self) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ is a hang, which the watchdog reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, SumInStep
+from train.checkpoints.checkpoint import SavedFiles
+from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, whole_arrays, whole_files
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
 from train.contracts.activities import during, waiting
@@ -38,11 +40,17 @@ if TYPE_CHECKING:
     from train.contracts.epochs import Batches, Epoch
 
 
-def _whole_model(read: Callable[[str], bytes], world_size: int) -> WholeModel:
-    return WholeModel(load_arrays(read(WEIGHTS)), load_arrays(read(rank_file(0))))
+def read_whole_model(saved: SavedFiles) -> WholeModel:
+    """`CheckpointLayout.whole_model`."""
+    files = {name: saved.read(name) for name in whole_files(saved.read, saved.names, WEIGHTS_PART)}
+    return WholeModel(whole_arrays(files, WEIGHTS_PART, "the checkpoint"), load_arrays(saved.read(rank_file(0))))
 
 
-REPLICATED = CheckpointLayout("replicated", _whole_model)
+REPLICATED = CheckpointLayout("replicated", read_whole_model)
+
+
+PARTS = {StatePart.WEIGHTS: WEIGHTS_PART, StatePart.OPTIMIZER: OPTIMIZER_PART}
+"""What all ranks have alike, by its name in a checkpoint."""
 
 
 class ReplicatedMember:
@@ -124,32 +132,33 @@ class ReplicatedMember:
             files[OPTIMIZER] = self.learner.arrays(StatePart.OPTIMIZER)
         return files
 
-    def files_to_resume(self, saved_world_size: int) -> list[str]:
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
         """Weights and optimizer reach other ranks by broadcast; a rank's own state counts at an equal world size."""
         if self.rank == 0:
-            return [WEIGHTS, OPTIMIZER, rank_file(0)]
-        return [rank_file(self.rank)] if saved_world_size == self.world_size else []
+            of_parts = [whole_files(saved.read, saved.names, part) for part in (WEIGHTS_PART, OPTIMIZER_PART)]
+            return [*sorted({name for names in of_parts for name in names}), rank_file(0)]
+        return [rank_file(self.rank)] if saved.world_size == self.world_size else []
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
-        parts = {WEIGHTS: StatePart.WEIGHTS, OPTIMIZER: StatePart.OPTIMIZER, rank_file(0): StatePart.OWN}
-        self._take(parts, files if self.rank == 0 else {}, source)
+        self._take((StatePart.WEIGHTS, StatePart.OPTIMIZER, StatePart.OWN), files if self.rank == 0 else {}, source)
         # After the broadcast, which has just given every rank the moving statistics and generators of rank 0.
         if saved_world_size == self.world_size:
             self.learner.assign(StatePart.OWN, load_arrays(files[rank_file(self.rank)]), source)
         else:
             self.learner.decorrelate(self.rank)
 
-    def weight_files(self) -> list[str]:
-        return [WEIGHTS, rank_file(0)] if self.rank == 0 else []
+    def weight_files(self, saved: SavedFiles) -> list[str]:
+        return [*whole_files(saved.read, saved.names, WEIGHTS_PART), rank_file(0)] if self.rank == 0 else []
 
     def take_weights(self, files: Mapping[str, bytes], source: str) -> None:
-        self._take({WEIGHTS: StatePart.WEIGHTS, rank_file(0): StatePart.OWN}, files, source)
+        self._take((StatePart.WEIGHTS, StatePart.OWN), files, source)
 
-    def _take(self, parts: Mapping[str, StatePart], files: Mapping[str, bytes], source: str) -> None:
-        """Give all ranks rank 0's state: what `files` hold of it, else what it has."""
-        for name, part in parts.items():
-            if name in files:
-                self.learner.assign(part, load_arrays(files[name]), source)
+    def _take(self, parts: Sequence[StatePart], files: Mapping[str, bytes], source: str) -> None:
+        """Give all ranks rank 0's state: that in `files`, if there are some, else what it has."""
+        for part in parts:
+            if files:
+                arrays = whole_arrays(files, PARTS[part], source) if part in PARTS else load_arrays(files[rank_file(0)])
+                self.learner.assign(part, arrays, source)
             if self.world_size > 1:
                 mine = dump_arrays(self.learner.arrays(part)) if self.rank == 0 else b""
                 received = self._collective.broadcast_bytes(mine)

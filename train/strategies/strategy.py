@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 import numpy as np
 
 from train.backends.backend import Learner
+from train.checkpoints.checkpoint import SavedFiles
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -50,9 +51,8 @@ class CheckpointLayout:
     """The files of a checkpoint."""
 
     name: str
-    whole_model: Callable[[Callable[[str], bytes], int], WholeModel]
-    """`(read, world_size)` -> the model, from the files of a checkpoint of `world_size` ranks; `read` returns a
-    file by its name."""
+    whole_model: Callable[[SavedFiles], WholeModel]
+    """-> the model, from the files of a checkpoint, whichever strategy has written it; needs no ranks."""
 
 
 def _loses_none(config: TrainConfig) -> frozenset[int]:

@@ -19,6 +19,7 @@ import numpy as np
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import Learner
+from train.checkpoints.checkpoint import SavedFiles
 from train.config import TrainConfig
 from train.contracts.activities import during, waiting
 from train.contracts.mesh import DataIndex, Mesh
@@ -156,9 +157,9 @@ class DdpMember(ReplicatedMember):
     def state_files(self) -> dict[str, list[np.ndarray]]:
         return super().state_files() | self._sums.state_files(self.rank)
 
-    def files_to_resume(self, saved_world_size: int) -> list[str]:
-        of_sums = self._sums.files_to_resume(self.rank, self.world_size, saved_world_size)
-        return [*super().files_to_resume(saved_world_size), *of_sums]
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
+        of_sums = self._sums.files_to_resume(self.rank, self.world_size, saved.world_size)
+        return [*super().files_to_resume(saved), *of_sums]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
         super().start(files, saved_world_size, source)

@@ -15,10 +15,19 @@ from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.microbatches import microbatches_of
 from train.backends.torch.averages import WeightAverages
+from train.backends.torch.freeze import freeze
+from train.backends.torch.layout import NamedTensor, Place, TensorLayout, WholeTensors, kept_whole
 from train.backends.torch.losses import loss_weights, per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
-from train.backends.torch.optimizers import clear_state, create_state, norm_of, parameter_groups, state_tensors
+from train.backends.torch.optimizers import (
+    clear_state,
+    create_state,
+    norm_of,
+    parameter_groups,
+    state_tensors,
+    tensors_of_state,
+)
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
@@ -57,6 +66,15 @@ class TorchLearner:
         self._spec = spec
         self.classifier = built.classifier
         self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
+        self._draws = SampleDraws(config, built.model, built.is_keras)
+        self._recomputed = Recomputed(config, built.model, built.is_keras)
+        self._precision = Precision(config.mixed_precision)
+        self.layout: TensorLayout = WholeTensors()
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        """The model's weights as they are now, with a fresh optimizer and fresh averages."""
+        config, built = self._config, self._built
         self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
         # As they are now: what is frozen for some epochs keeps its place among the weights.
         self.weights, self._own = built.parts_of_state()
@@ -66,18 +84,32 @@ class TorchLearner:
             raise not_in(name, "torch")
         self._optimizer = create(config, parameter_groups(config, self.weights, built.model))
         create_state(self._optimizer, self.weights)
-        self._precision = Precision(config.mixed_precision)
         self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
-        self._draws = SampleDraws(config, built.model, built.is_keras)
-        self._recomputed = Recomputed(config, built.model, built.is_keras)
+
+    @property
+    def module(self) -> Any:
+        """The `nn.Module` that `train.model` has built."""
+        return self._built.model
+
+    @property
+    def is_keras(self) -> bool:
+        """Whether it is a Keras model on PyTorch."""
+        return self._built.is_keras
+
+    def place(self, place: Place, layout: TensorLayout) -> None:
+        """Give the weights another layout; the optimizer starts anew."""
+        place(self._built.model, kept_whole(self._built.model))
+        self.layout = layout
+        self._built = replace(self._built, frozen=freeze(self._config, self._built.model, self._built.is_keras))
+        self._take_weights()
 
     @property
     def learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        zeros, figures = import_torch().zeros_like, self.differentiate(batch, global_weight, share_of_streams)
-        return [*(zeros(each) if each.grad is None else each.grad.float() for each in self.weights), figures]
+        figures = self.differentiate(batch, global_weight, share_of_streams)
+        return [*self.own_gradients(), figures]
 
     def differentiate(
         self,
@@ -124,14 +156,20 @@ class TorchLearner:
             loss = loss + sum(self._built.model.losses) * share_of_streams
         return loss, (weights_N * right_of(kind, outputs_NK, labels_N, are_logits)).sum()
 
+    def own_gradients(self) -> list[Any]:
+        """The gradients that `differentiate` has left at the weights, in the layout of the weights."""
+        zeros = import_torch().zeros_like
+        return [zeros(each) if each.grad is None else each.grad.float() for each in self.weights]
+
     def are_finite(self, addends: list[Any]) -> bool:
-        return bool(np.isfinite(norm_of(self._precision.unscaled(addends))))
+        *gradients, figures = self._precision.unscaled(addends)
+        return bool(np.isfinite(self.layout.norm_of(gradients)) and np.isfinite(norm_of([figures])))
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         *gradients, figures = sums
         loss, num_correct = figures.tolist()
         gradients = self._precision.unscaled(gradients)
-        gradient_norm = norm_of(gradients)
+        gradient_norm = self.layout.norm_of(gradients)
         is_usable = np.isfinite(loss) and np.isfinite(gradient_norm)
         if np.isfinite(loss) and not is_usable and self._precision.lower():
             return StepOutcome(loss, num_correct, gradient_norm, is_applied=True, overflowed=True)
@@ -154,10 +192,12 @@ class TorchLearner:
         torch = import_torch()
         self.classifier.eval()
         with torch.no_grad(), self._precision.computing():
-            return self.classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
+            outputs_NK = self.classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
+        self.layout.forget(self._built.model)
+        return outputs_NK
 
     def arrays(self, part: StatePart) -> list[np.ndarray]:
-        arrays = [tensor.detach().cpu().numpy() for tensor in self._of_part(part)]
+        arrays = [self.layout.local(tensor).cpu().numpy() for tensor in self._of_part(part)]
         if part is StatePart.OWN and not self._built.is_keras:
             arrays += generator_states()
         # PyTorch has no unsigned 32-bit seeds; on TensorFlow, where the model is exported, Keras has.
@@ -165,7 +205,7 @@ class TorchLearner:
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
         torch = import_torch()
-        tensors, given, generators = self._of_part(part), list(arrays), []
+        tensors, given, generators = list(map(self.layout.local, self._of_part(part))), list(arrays), []
         if part is StatePart.OWN and not self._built.is_keras:
             given, generators = given[: len(tensors)], given[len(tensors) :]
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -239,7 +279,8 @@ class TorchLearner:
     def weights_sha256(self) -> str:
         if self._built.is_keras:
             return arrays_sha256(weight.value.detach().cpu().numpy() for weight in self._built.model.weights)
-        return arrays_sha256(tensor.detach().cpu().numpy() for tensor in self._built.model.state_dict().values())
+        whole = map(self.layout.whole, self._built.model.state_dict().values())
+        return arrays_sha256(tensor.cpu().numpy() for tensor in whole)
 
     def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
@@ -269,6 +310,23 @@ class TorchLearner:
                 return [*remembered, self._averages.num_updates, *self.weights]
             case StatePart.OWN:
                 return self._own
+
+    def tensors(self, part: StatePart) -> list[NamedTensor]:
+        """The tensors of WEIGHTS or OPTIMIZER, in the order of `arrays`, by names that no layout changes."""
+        named = {id(weight): name for name, weight in self._built.model.named_parameters()}
+        weights = [(named[id(weight)], weight) for weight in self.weights]
+        if part is StatePart.WEIGHTS:
+            return [NamedTensor(name, tuple(weight.shape), name) for name, weight in weights]
+        found = [
+            # A number of steps has no axes; what has the weight's shape lies where the weight lies.
+            NamedTensor(f"{name}/{key}", tuple(tensor.shape), name if tensor.shape == weight.shape else "")
+            for name, weight in weights
+            for key, tensor in tensors_of_state(self._optimizer, weight).items()
+        ]
+        found += [NamedTensor(f"loss_scale/{place}", (), "") for place in range(len(self._precision.state()))]
+        if self._averages:
+            found += [NamedTensor("averages/num_updates", (), ""), *self.tensors(StatePart.WEIGHTS)]
+        return found
 
     def _has_generators(self, part: StatePart) -> bool:
         return part is StatePart.OWN and not self._built.is_keras

@@ -100,9 +100,13 @@ def clear_state(optimizer: Any, weights: list[Any]) -> None:
 
 def state_tensors(optimizer: Any, weights: list[Any]) -> list[Any]:
     """Return the optimizer's state, in the order of the weights."""
-    torch = import_torch()
-    states = [optimizer.state[weight] for weight in weights]
-    return [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]
+    return [tensor for weight in weights for tensor in tensors_of_state(optimizer, weight).values()]
+
+
+def tensors_of_state(optimizer: Any, weight: Any) -> dict[str, Any]:
+    """What an optimizer remembers of one weight, by the optimizer's own names."""
+    state, torch = optimizer.state[weight], import_torch()
+    return {name: state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)}
 
 
 def norm_of(gradients: list[Any]) -> float:

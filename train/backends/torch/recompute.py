@@ -17,6 +17,7 @@ from typing import Any
 from train.backends.batch_norms import replaced
 from train.backends.recompute import nothing_to_recompute
 from train.backends.torch.batch_norms import BatchNorms
+from train.backends.torch.blocks import is_block
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 
@@ -84,12 +85,6 @@ def _blocks(model: Any, compute: Callable[..., Any]) -> Iterator[tuple[Any, part
     """-> modules, and what takes the place of their `forward`: the outermost ones of each class with parts of its own
     that the model uses more than once, as a network's blocks are; and chains of single layers in parts."""
     nn = import_torch().nn
-    chains = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-    def is_block(module: Any) -> bool:
-        is_chain = isinstance(module, chains) and type(module).forward in {chain.forward for chain in chains}
-        return bool(list(module.children())) and not is_chain and "forward" not in vars(module)
-
     uses = Counter(type(module) for module in model.modules() if is_block(module))
 
     def found(module: Any) -> Iterator[tuple[Any, partial[Any]]]:

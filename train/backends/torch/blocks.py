@@ -1,0 +1,32 @@
+"""The blocks of a PyTorch module: its repeated parts, which are recomputed, gathered or sharded as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from train.backends.torch.runtime import import_torch
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The outermost modules of each class with parts of its own that the model uses more than once."""
+    uses = Counter(type(module) for module in model.modules() if is_block(module))
+
+    def found(module: Any) -> Iterator[Any]:
+        if is_block(module) and uses[type(module)] > 1:
+            yield module
+        else:
+            for child in module.children():
+                yield from found(child)
+
+    # A module may stand at two places.
+    return list({id(module): module for child in model.children() for module in found(child)}.values())
+
+
+def is_block(module: Any) -> bool:
+    """Whether a module has parts and a forward pass of its own, which a chain of layers has not."""
+    nn = import_torch().nn
+    chains = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    is_chain = isinstance(module, chains) and type(module).forward in {chain.forward for chain in chains}
+    return bool(list(module.children())) and not is_chain and "forward" not in vars(module)

@@ -1,0 +1,178 @@
+"""How the tensors of a PyTorch model lie on the ranks: whole on each, or a box of each (`DTensor`).
+
+`TorchLearner` asks its layout for whatever depends on that; a strategy places the model (`TorchLearner.place`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from train.backends.torch.optimizers import norm_of
+from train.backends.torch.runtime import import_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements of a tensor that this rank holds."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of a learner's state."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of all its elements."""
+    like: str
+    """The weight beside whose elements its own lie; empty if every rank has all of it."""
+
+
+Place = Callable[[Any, Collection[Any]], None]
+"""(module, parameters that stay whole): exchanges the other parameters for this rank's shards, in place."""
+
+
+class TensorLayout(Protocol):
+    """What depends on where the elements of a tensor are."""
+
+    def local(self, tensor: Any) -> Any:
+        """This rank's elements, as a plain tensor that shares their memory."""
+        ...
+
+    def whole(self, tensor: Any) -> Any:
+        """All elements. Every rank calls it, for one tensor after the other in the same order."""
+        ...
+
+    def box(self, tensor: Any) -> Box:
+        """Which elements this rank holds."""
+        ...
+
+    def norm_of(self, gradients: Sequence[Any]) -> float:
+        """The norm of all tensors as one vector, equal on every rank."""
+        ...
+
+    def forget(self, module: Any) -> None:
+        """Behind a forward pass without a backward pass: drop what was gathered for it, which the weights outdate."""
+        ...
+
+
+class WholeTensors:
+    """Each rank has the whole model."""
+
+    def forget(self, module: Any) -> None:
+        return
+
+    def local(self, tensor: Any) -> Any:
+        return tensor.detach()
+
+    def whole(self, tensor: Any) -> Any:
+        return tensor.detach()
+
+    def box(self, tensor: Any) -> Box:
+        return whole_box(tuple(tensor.shape))
+
+    def norm_of(self, gradients: Sequence[Any]) -> float:
+        return norm_of(list(gradients))
+
+
+class ShardedTensors:
+    """A tensor is a `DTensor` on a mesh of ranks, or plain and then equal on all of them.
+
+    `sum_over_ranks` adds up a tensor over all ranks, in place.
+    """
+
+    def __init__(self, num_ranks: int, sum_over_ranks: Callable[[Any], None]) -> None:
+        self._num_ranks = num_ranks
+        self._sum_over_ranks = sum_over_ranks
+
+    def local(self, tensor: Any) -> Any:
+        tensor = tensor.detach()
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def forget(self, module: Any) -> None:
+        # FSDP keeps what it has gathered for its outermost module until a backward pass.
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+    def whole(self, tensor: Any) -> Any:
+        tensor = tensor.detach()
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def box(self, tensor: Any) -> Box:
+        shape = tuple(tensor.shape)
+        if not hasattr(tensor, "device_mesh"):
+            return whole_box(shape)
+        offsets, sizes = [0] * len(shape), list(shape)
+        mesh = tensor.device_mesh
+        for axis, placement in _from_the_outermost_cut(tensor.placements):
+            if placement.is_shard():
+                # As torch.chunk cuts.
+                dim, count, place = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
+                step = -(-sizes[dim] // count)
+                first = min(place * step, sizes[dim])
+                offsets[dim] += first
+                sizes[dim] = min(step, sizes[dim] - first)
+        return Box(shape, tuple(offsets), tuple(sizes))
+
+    def norm_of(self, gradients: Sequence[Any]) -> float:
+        """PyTorch's own clipping fails on tensors of several meshes: one sum of squares, and one exchange.
+
+        What several ranks hold alike counts once, by the share of each.
+        """
+        torch = import_torch()
+        total = torch.zeros((), dtype=torch.float32)
+        for gradient in gradients:
+            local = self.local(gradient).float()
+            total += (local * local).sum().cpu() * (self._num_shards(gradient) / self._num_ranks)
+        self._sum_over_ranks(total)
+        return float(total.sqrt())
+
+    def _num_shards(self, tensor: Any) -> int:
+        """Number of different boxes; every other rank holds one of them once more."""
+        number = 1
+        for size, placement in zip(*_cuts(tensor), strict=True):
+            # Not `is_shard`: a strided shard is none by that, and is no copy either.
+            number *= 1 if placement.is_replicate() else size
+        return number
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """All elements of a tensor."""
+    return Box(shape, (0,) * len(shape), shape)
+
+
+def kept_whole(module: Any) -> set[Any]:
+    """What `train.freeze` freezes for good stays whole: each rank has it as its own state."""
+    return {each for each in module.parameters() if not each.requires_grad}
+
+
+def boxes_when_placed(module: Any, place: Place, layout: TensorLayout) -> dict[str, Box]:
+    """The box of each trainable weight, by name, that `place` would leave here. Changes nothing, and takes no memory:
+    it places a copy of the module that has shapes and no numbers."""
+    torch = import_torch()
+    tensors = [*module.parameters(), *module.buffers()]
+    empty = {id(each): torch.empty_like(each, device="meta", requires_grad=each.requires_grad) for each in tensors}
+    for parameter in module.parameters():
+        empty[id(parameter)] = torch.nn.Parameter(empty[id(parameter)].detach(), parameter.requires_grad)
+    copied = copy.deepcopy(module, empty)
+    place(copied, kept_whole(copied))
+    return {name: layout.box(each) for name, each in copied.named_parameters() if each.requires_grad}
+
+
+def _cuts(tensor: Any) -> tuple[Sequence[int], Sequence[Any]]:
+    return (tensor.device_mesh.shape, tensor.placements) if hasattr(tensor, "device_mesh") else ((), ())
+
+
+def _from_the_outermost_cut(placements: Sequence[Any]) -> list[tuple[int, Any]]:
+    """(mesh axis, placement) in the order in which a tensor was cut.
+
+    A strided shard is one that was cut after an axis behind it: FSDP cuts what tensor parallelism has cut.
+    """
+    axes = list(enumerate(placements))
+    return sorted(axes, key=lambda each: type(each[1]).__name__ == "_StridedShard")

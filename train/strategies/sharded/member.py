@@ -1,0 +1,173 @@
+"""A rank that holds shards of a PyTorch model: its step, and its files of a checkpoint.
+
+Every rank builds the same fresh model, takes over rank 0's weights, and only then keeps its shards: a layout never
+decides with which numbers a training begins. From then on the whole model is nowhere; a whole tensor is there for the
+moment in which it is used, hashed, or exported from the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardmill.values import Batch
+from train.backends.backend import StatePart
+from train.backends.torch.layout import boxes_when_placed, whole_box
+from train.checkpoints.checkpoint import SavedFiles
+from train.checkpoints.shards import (
+    INDEX,
+    OPTIMIZER_PART,
+    WEIGHTS_PART,
+    Shard,
+    ShardIndex,
+    dump_index,
+    read_index,
+    shard_file,
+)
+from train.checkpoints.state import dump_arrays, load_arrays, rank_file
+from train.contracts.activities import during, waiting
+from train.contracts.mesh import DataIndex
+from train.contracts.stopwatch import Stopwatch
+from train.contracts.values import Reporter, from_json, to_json
+from train.contracts.world import World
+from train.strategies.collective import AnnouncedCollective
+from train.strategies.member import MemberStep
+from train.strategies.replicated import ReplicatedMember, read_whole_model
+from train.strategies.strategy import CheckpointLayout
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
+    from train.backends.torch.layout import Place, TensorLayout
+
+PARTS = {WEIGHTS_PART: StatePart.WEIGHTS, OPTIMIZER_PART: StatePart.OPTIMIZER}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a strategy shards a model, and what its step does beside the backward pass."""
+
+    place: Place
+    """Exchange the weights of a module for this rank's shards."""
+    layout: TensorLayout
+    """What depends on where they are."""
+    exchange: Callable[[TorchLearner, bool], None]
+    """(learner, whether the next backward pass is the last one of the step): switch the exchange of gradients."""
+    sum_figures: Callable[[Any], None]
+    """Add up (loss, number correct) over the ranks that read rows of their own, in place."""
+
+
+class ShardedMember(ReplicatedMember):
+    """`train.strategies.member.Member` with shards of the model."""
+
+    def __init__(
+        self,
+        learner: TorchLearner,
+        collective: AnnouncedCollective,
+        data: DataIndex,
+        world: World,
+        reporter: Reporter,
+        sharding: Sharding,
+    ) -> None:
+        super().__init__(learner, collective, data, world.exchange_aside)
+        self._torch_learner = learner
+        self.rank, self.world_size = world.rank, world.world_size
+        self._sharding = sharding
+        self._waiting = partial(during, reporter, waiting("an allreduce in its step"))
+        self._index = self._agree()
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        addends = self._addends(batch, global_weight)
+        with self._waiting():
+            stopwatch = Stopwatch()
+            self._sharding.sum_figures(addends[-1])
+            outcome = self.learner.apply(addends, learning_rate)
+            # The update itself is in it: what is waited for in the norm's exchange cannot be told from it.
+            exposed_seconds = 0.0 if self.world_size == 1 else stopwatch.lap()
+        return MemberStep(outcome, exposed_seconds)
+
+    def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
+        """One rank after the other computes with its rows, and the others with black images that weigh nothing: a
+        backward pass adds up the gradients of all."""
+        blank = replace(batch, images_NHWC=np.zeros_like(batch.images_NHWC), weights_N=np.zeros_like(batch.weights_N))
+        found = [
+            self.learner.are_finite(self._addends(batch if turn == self.data.index else blank, global_weight))
+            for turn in range(self.data.count)
+        ]
+        return found[self.data.index]
+
+    def _addends(self, batch: Batch, global_weight: int) -> list[Any]:
+        learner, exchange = self._torch_learner, self._sharding.exchange
+        with self._waiting():
+            exchange(learner, False)
+            figures = learner.differentiate(
+                batch, global_weight, self.data.fraction, lambda figures: exchange(learner, True)
+            )
+        return [*learner.own_gradients(), figures]
+
+    def state_files(self) -> dict[str, list[np.ndarray]]:
+        files = {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}
+        for part, state in PARTS.items():
+            mine = dict(zip(self._shards(part), self.learner.arrays(state), strict=True))
+            files[shard_file(part, self.rank)] = [mine[each] for each in self._index.written_by(self.rank, part)]
+        return files | ({INDEX: dump_index(self._index)} if self.rank == 0 else {})
+
+    def files_to_resume(self, saved: SavedFiles) -> list[str]:
+        own = rank_file(self.rank if saved.world_size == self.world_size else 0)
+        return [own, *self._files_with(saved, tuple(PARTS))]
+
+    def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
+        # Rank 0 may have read `train.init_from`.
+        for part in (StatePart.WEIGHTS, StatePart.OWN) if not files else ():
+            mine = dump_arrays(self.learner.arrays(part)) if self.rank == 0 else b""
+            self.learner.assign(part, load_arrays(self.broadcast_bytes(mine)), "rank 0")
+        self._torch_learner.place(self._sharding.place, self._sharding.layout)
+        if files:
+            self._take_shards(files, tuple(PARTS), source)
+            own = rank_file(self.rank) if rank_file(self.rank) in files else rank_file(0)
+            self.learner.assign(StatePart.OWN, load_arrays(files[own]), source)
+        if saved_world_size != self.world_size:
+            self.learner.decorrelate(self.data.index)
+
+    def weight_files(self, saved: SavedFiles) -> list[str]:
+        return [rank_file(0), *self._files_with(saved, (WEIGHTS_PART,))]
+
+    def take_weights(self, files: Mapping[str, bytes], source: str) -> None:
+        self._take_shards(files, (WEIGHTS_PART,), source)
+        self.learner.assign(StatePart.OWN, load_arrays(files[rank_file(0)]), source)
+
+    def _take_shards(self, files: Mapping[str, bytes], parts: tuple[str, ...], source: str) -> None:
+        index = read_index(lambda name: files[name]) if INDEX in files else self._replicated_index
+        for part in parts:
+            self.learner.assign(PARTS[part], index.assemble(self._shards(part), files, source), source)
+
+    def _files_with(self, saved: SavedFiles, parts: tuple[str, ...]) -> list[str]:
+        wanted = [shard for part in parts for shard in self._shards(part)]
+        if INDEX in saved.names:
+            return [INDEX, *read_index(saved.read).files_with(wanted)]
+        return self._replicated_index.files_with(wanted)
+
+    @property
+    def _replicated_index(self) -> ShardIndex:
+        """That of a checkpoint of a replicated strategy: whole arrays in the order of the same model."""
+        return ShardIndex((tuple(shard for part in PARTS for shard in self._index.whole(part)),), is_replicated=True)
+
+    def _agree(self) -> ShardIndex:
+        """Learn which rank holds what, before the model is sharded: a checkpoint is chosen by that."""
+        boxes = boxes_when_placed(self._torch_learner.module, self._sharding.place, self._sharding.layout)
+        mine = [
+            Shard(part, tensor.name, box.global_shape, box.offsets, box.shape)
+            for part, state in PARTS.items()
+            for tensor in self._torch_learner.tensors(state)
+            for box in [boxes[tensor.like] if tensor.like else whole_box(tensor.shape)]
+        ]
+        return ShardIndex(tuple(tuple(from_json(list[Shard], each)) for each in self.gather_bytes(to_json(mine))))
+
+    def _shards(self, part: str) -> list[Shard]:
+        return [shard for shard in self._index.of_ranks[self.rank] if shard.part == part]
+
+
+SHARDED = CheckpointLayout("sharded", read_whole_model)
