@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from train.layers.torch import SampleDropout
+from train.models.vit_torch import vit
 
 
 def linear(image_shape, num_classes):
@@ -273,3 +274,8 @@ class _Farther(nn.Module):
 def late_statistics(image_shape, num_classes):
     """Its inputs are far from 0, and its moving statistics begin there and hardly move."""
     return nn.Sequential(_Farther(), nn.BatchNorm2d(image_shape[2], momentum=1e-5), linear(image_shape, num_classes))
+
+
+def tiny_vit(image_shape, num_classes):
+    """Attention with four heads, in two blocks; smooth, and with dropout that is drawn by sample."""
+    return vit(image_shape, num_classes, dropout=0.1, width=32, num_blocks=2, num_heads=4)

@@ -56,6 +56,18 @@ STRATEGIES: Registry[Strategy] = Registry(
             extra="torch",
             packages=("torch",),
         ),
+        "tensor_parallel": Entry(
+            "train.strategies.sharded.tensor_parallel:TENSOR_PARALLEL",
+            "each layer divided over the ranks of a group, for vision transformers",
+            extra="torch",
+            packages=("torch",),
+        ),
+        "hybrid": Entry(
+            "train.strategies.sharded.tensor_parallel:HYBRID",
+            "layers divided along one axis of a mesh, weights sharded along the other",
+            extra="torch",
+            packages=("torch",),
+        ),
         "local_sgd": Entry(
             "train.strategies.local_sgd:LOCAL_SGD",
             "several local updates per step, then weights are averaged",

@@ -111,7 +111,8 @@ class ShardedTensors:
         offsets, sizes = [0] * len(shape), list(shape)
         mesh = tensor.device_mesh
         for axis, placement in _from_the_outermost_cut(tensor.placements):
-            if placement.is_shard():
+            # Not `is_shard`: a strided shard is none by that.
+            if not placement.is_replicate():
                 # As torch.chunk cuts.
                 dim, count, place = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
                 step = -(-sizes[dim] // count)

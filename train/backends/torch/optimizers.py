@@ -19,15 +19,21 @@ ADAM_EPSILON = 1e-7
 
 def parameter_groups(config: TrainConfig, weights: list[Any], model: Any) -> list[dict[str, Any]]:
     """The weights as `torch.optim` takes them: those that weight decay leaves alone are a group of their own."""
-    if config.is_first_recipe:
-        return [{"params": weights}]
-    decayed = {id(weight) for weight in _decayed(model)}
-    left_alone = [weight for weight in weights if id(weight) not in decayed]
-    groups = [
-        {"params": [weight for weight in weights if id(weight) in decayed]},
-        {"params": left_alone, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = [{"params": weights}]
+    if not config.is_first_recipe:
+        decayed = {id(weight) for weight in _decayed(model)}
+        left_alone = [weight for weight in weights if id(weight) not in decayed]
+        groups = [
+            {"params": [weight for weight in weights if id(weight) in decayed]},
+            {"params": left_alone, "weight_decay": 0.0},
+        ]
+    return [{**group, "params": params} for group in groups for params in _by_mesh(group["params"])]
+
+
+def _by_mesh(weights: list[Any]) -> list[list[Any]]:
+    """Weights that lie on the same mesh of ranks: PyTorch updates a group by one call, which takes no others."""
+    meshes = list({id(mesh): mesh for mesh in (getattr(each, "device_mesh", None) for each in weights)}.values())
+    return [[each for each in weights if getattr(each, "device_mesh", None) is mesh] for mesh in meshes]
 
 
 def _decayed(model: Any) -> Iterator[Any]:

@@ -31,7 +31,6 @@ from train.checkpoints.shards import (
 from train.checkpoints.state import dump_arrays, load_arrays, rank_file
 from train.contracts.activities import during, waiting
 from train.contracts.mesh import DataIndex
-from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
@@ -56,8 +55,9 @@ class Sharding:
     """What depends on where they are."""
     exchange: Callable[[TorchLearner, bool], None]
     """(learner, whether the next backward pass is the last one of the step): switch the exchange of gradients."""
-    sum_figures: Callable[[Any], None]
-    """Add up (loss, number correct) over the ranks that read rows of their own, in place."""
+    add_up: Callable[[TorchLearner, list[Any], Any], None]
+    """(learner, gradients, (loss, number correct)): add up, in place, over the ranks that read rows of their own, what
+    the backward pass has not."""
 
 
 class ShardedMember(ReplicatedMember):
@@ -80,14 +80,9 @@ class ShardedMember(ReplicatedMember):
         self._index = self._agree()
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        addends = self._addends(batch, global_weight)
-        with self._waiting():
-            stopwatch = Stopwatch()
-            self._sharding.sum_figures(addends[-1])
-            outcome = self.learner.apply(addends, learning_rate)
-            # The update itself is in it: what is waited for in the norm's exchange cannot be told from it.
-            exposed_seconds = 0.0 if self.world_size == 1 else stopwatch.lap()
-        return MemberStep(outcome, exposed_seconds)
+        outcome = self.learner.apply(self._addends(batch, global_weight), learning_rate)
+        # Exchanges are inside the forward and backward passes, the norm and the update: none can be told from them.
+        return MemberStep(outcome, 0.0)
 
     def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
         """One rank after the other computes with its rows, and the others with black images that weigh nothing: a
@@ -106,7 +101,9 @@ class ShardedMember(ReplicatedMember):
             figures = learner.differentiate(
                 batch, global_weight, self.data.fraction, lambda figures: exchange(learner, True)
             )
-        return [*learner.own_gradients(), figures]
+            gradients = learner.own_gradients()
+            self._sharding.add_up(learner, gradients, figures)
+        return [*gradients, figures]
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
         files = {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}

@@ -1,0 +1,74 @@
+"""Trainings whose ranks hold one vision transformer together: the losses of one rank, and the state each one holds.
+
+The starting weights are those of one process, whatever the layout; dropout is drawn by sample.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shardmill.errors import UsageError
+from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
+from tests.train.training import Recorder, train_here
+from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index
+from train.config import TrainConfig
+from train.strategies import STRATEGIES
+
+MODEL = "tests.train.torch_models:tiny_vit"
+BASE = {"model": MODEL, "num_streams": 12, "global_batch_size": 24, "epochs": 3, "label_smoothing": 0.1,
+        "record_samples": True, "checkpoint_every_steps": 3, "gradient_clip_norm": 1.0}  # fmt: skip
+LAYOUTS = {
+    "torch_fsdp": {"strategy": "torch_fsdp", "num_workers": 2},
+    "fsdp in two copies": {"strategy": "torch_fsdp", "num_workers": 4, "mesh": {"data": 2}},
+    "tensor_parallel": {"strategy": "tensor_parallel", "num_workers": 2},
+    "layers divided in two copies": {"strategy": "tensor_parallel", "num_workers": 4, "mesh": {"data": 2}},
+    "hybrid": {"strategy": "hybrid", "num_workers": 4},
+}
+# What a rank holds of the weights, at most: norms and position embeddings stay whole without FSDP.
+SHARES = {"torch_fsdp": 0.52, "fsdp in two copies": 0.52, "tensor_parallel": 0.75, "hybrid": 0.4,
+          "layers divided in two copies": 0.75}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_uri, tmp_path_factory):
+    recorder = Recorder()
+    result = train_here(tiny_uri, tmp_path_factory.mktemp("alone"), recorder, **BASE)
+    return result, {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_path, alone, name):
+    layout = dict(LAYOUTS[name])
+    one_result, one = alone
+    result, watcher = train_on_ranks(tiny_uri, tmp_path, layout.pop("num_workers"), {**BASE, **layout})
+    assert {step: float.fromhex(loss) for step, loss in watcher.losses.items()} == pytest.approx(one, rel=1e-5)
+    assert result.evaluation.loss == pytest.approx(one_result.evaluation.loss, rel=1e-3)
+    index = read_index(lambda file: (tmp_path / result.checkpoint / file).read_bytes())
+    for part in (WEIGHTS_PART, OPTIMIZER_PART):
+        whole = sum(math.prod(shard.shape) for shard in index.whole(part))
+        for shards in index.of_ranks:
+            assert sum(math.prod(each.shape) for each in shards if each.part == part) <= SHARES[name] * whole
+
+
+@pytest.mark.drill
+def test_a_training_goes_on_in_other_layouts(tiny_uri, tmp_path, monkeypatch, alone):
+    """Sharded over four ranks, then by two with divided layers, over three, and by one rank with the whole model."""
+    _, one = alone
+    losses: dict[tuple[int, int], str] = {}
+    for strategy, num_ranks, killed_at in (("torch_fsdp", 4, 4), ("tensor_parallel", 2, 7), ("torch_fsdp", 3, 10)):
+        config = {**BASE, "strategy": strategy}
+        losses |= kill_on_ranks(tiny_uri, tmp_path, num_ranks, config, monkeypatch, killed_at).losses
+    rest = Recorder()
+    result = train_here(tiny_uri, tmp_path, rest, **BASE)
+    assert result.resumed_from is not None
+    losses |= rest.losses
+    assert {step: float.fromhex(loss) for step, loss in losses.items()} == pytest.approx(one, rel=1e-5)
+
+
+def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused(tiny_uri, tmp_path):
+    with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.mesh.tensor to 1 or 2 or 4"):
+        train_on_ranks(tiny_uri, tmp_path, 3, {**BASE, "strategy": "tensor_parallel"})
+    with pytest.raises(UsageError, match=r"train.mesh.tensor = 2 with train.strategy = 'torch_fsdp'"):
+        STRATEGIES["torch_fsdp"].mesh(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh={"tensor": 2}))  # pyright: ignore

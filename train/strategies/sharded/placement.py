@@ -1,0 +1,145 @@
+"""Places a PyTorch module on the ranks of a mesh: layers divided along `tensor`, weights sharded along `fsdp`.
+
+Both are PyTorch's own: `parallelize_module` by the plan of the model (train/models/tensor_plans.py), then FSDP2's
+`fully_shard`, block by block. Tensor parallelism: Shoeybi et al., arXiv:1909.08053; full sharding: Rajbhandari et al.,
+ZeRO stage 3, arXiv:1910.02054; shards in several copies (`data` > 1) are called hybrid sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from train.backends.backend import Learner
+from train.backends.torch.blocks import blocks_of
+from train.backends.torch.layout import ShardedTensors
+from train.backends.torch.runtime import device
+from train.config import TrainConfig
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import World
+from train.models.tensor_plans import check_heads, heads_of, tensor_plan
+from train.strategies.collective import AnnouncedCollective
+from train.strategies.member import Member
+from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.strategy import Join
+from train.strategies.torch_ddp import TorchCollective
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
+
+
+def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
+    """The `Strategy.join` of ranks that hold one module together, along the axes of `mesh`."""
+
+    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+        axes = mesh(config)
+        # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
+        learner = cast("TorchLearner", build())
+        if axes.tensor > 1:
+            check_heads(config.model, heads_of(learner.module), axes.tensor)
+        collective = AnnouncedCollective(TorchCollective, world, reporter)
+        meshes = DeviceMeshes.of(axes)
+        sharding = Sharding(
+            place=partial(_place, meshes, config.mixed_precision == "bfloat16"),
+            layout=ShardedTensors(axes.num_ranks, _sum_over_all),
+            exchange=_exchange if meshes.fsdp is not None else _exchange_nothing,
+            add_up=partial(_add_up, meshes),
+        )
+        return ShardedMember(learner, collective, axes.data_index(world.rank), world, reporter, sharding)
+
+    return join
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMeshes:
+    """The ranks that this one exchanges data with, along each axis that has several; None for the others."""
+
+    tensor: Any
+    fsdp: Any
+    """Also with an axis `data` in front, whose ranks have equal shards."""
+    readers: Any
+    """The process group of the ranks that read rows of their own."""
+
+    @classmethod
+    def of(cls, axes: Mesh) -> DeviceMeshes:
+        """All ranks call it."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = ("data", "fsdp", "tensor")
+        whole = init_device_mesh(device().type, (axes.data, axes.fsdp, axes.tensor), mesh_dim_names=names)
+        fsdp = whole["data", "fsdp"] if axes.data > 1 else whole["fsdp"]
+        return cls(
+            tensor=whole["tensor"] if axes.tensor > 1 else None,
+            fsdp=fsdp if axes.fsdp > 1 or axes.tensor == 1 else None,
+            readers=whole["data", "fsdp"]._flatten("readers").get_group(),
+        )
+
+
+def _place(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
+    """`train.backends.torch.layout.Place`."""
+    if meshes.tensor is not None:
+        _divide_layers(meshes.tensor, module)
+    if meshes.fsdp is not None:
+        _shard(meshes.fsdp, is_bfloat16, module, kept)
+
+
+def _divide_layers(device_mesh: Any, module: Any) -> None:
+    """A module with a method `parallelize(mesh)` divides itself."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if hasattr(module, "parallelize"):
+        module.parallelize(device_mesh)
+        return
+    styles = {
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(),
+        "column_gathered": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(module, device_mesh, {name: styles[split] for name, split in tensor_plan(module).items()})
+
+
+def _shard(device_mesh: Any, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
+    """Block by block, then what is left."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # Gathered in 16 bits; summed in 32, because a sum over many ranks loses more than a weight does.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bfloat16 else MixedPrecisionPolicy()
+    for each in [*blocks_of(module), module]:
+        fully_shard(each, mesh=device_mesh, mp_policy=policy, ignored_params=set(kept))
+        # The loss is divided by the weight of the global batch already: a sum, not a mean.
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+
+
+def _exchange(learner: TorchLearner, is_last: bool) -> None:
+    """FSDP adds up gradients in the last backward pass of a step; before it each rank keeps its own."""
+    learner.module.set_requires_gradient_sync(is_last)
+
+
+def _exchange_nothing(learner: TorchLearner, is_last: bool) -> None:
+    return
+
+
+def _add_up(meshes: DeviceMeshes, learner: TorchLearner, gradients: list[Any], figures: Any) -> None:
+    """Sum, in place, what the backward pass has not: (loss, number correct), and without FSDP the gradients."""
+    import torch
+    import torch.distributed as dist
+
+    tensors = [figures]
+    if meshes.fsdp is None:
+        tensors += [learner.layout.local(gradient) for gradient in gradients]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=meshes.readers)
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.reshape(tensor.shape))
+
+
+def _sum_over_all(tensor: Any) -> None:
+    import torch.distributed as dist
+
+    dist.all_reduce(tensor)
