@@ -51,19 +51,19 @@ STRATEGIES: Registry[Strategy] = Registry(
             options="train.strategies.options:TorchDdpOptions",
         ),
         "torch_fsdp": Entry(
-            "train.strategies.sharded.torch_fsdp:TORCH_FSDP",
+            "train.strategies.sharded.strategies:TORCH_FSDP",
             "weights, gradients and optimizer state sharded over ranks (PyTorch's FSDP2)",
             extra="torch",
             packages=("torch",),
         ),
         "tensor_parallel": Entry(
-            "train.strategies.sharded.tensor_parallel:TENSOR_PARALLEL",
+            "train.strategies.sharded.strategies:TENSOR_PARALLEL",
             "each layer divided over the ranks of a group, for vision transformers",
             extra="torch",
             packages=("torch",),
         ),
         "hybrid": Entry(
-            "train.strategies.sharded.tensor_parallel:HYBRID",
+            "train.strategies.sharded.strategies:HYBRID",
             "layers divided along one axis of a mesh, weights sharded along the other",
             extra="torch",
             packages=("torch",),
@@ -96,8 +96,12 @@ def has_chief(config: TrainConfig) -> bool:
 
 
 def fitting_strategies(framework: str, world_size: int) -> list[str]:
-    """Names of installed strategies that allow `world_size` ranks; `framework` filters by backend, `""` does not."""
-    wide = {name: each for name, each in STRATEGIES.installed().items() if each.allows_world_size(world_size)}
+    """Names of installed strategies that allow `world_size` ranks; `framework` filters by backend, `""` does not.
+
+    Those that take no Keras model are for models that need them, and are not offered.
+    """
+    installed = {name: each for name, each in STRATEGIES.installed().items() if not each.needs_module}
+    wide = {name: each for name, each in installed.items() if each.allows_world_size(world_size)}
     return [name for name, each in wide.items() if not framework or framework in each.backends]
 
 

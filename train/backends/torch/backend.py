@@ -16,7 +16,15 @@ from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePa
 from train.backends.microbatches import microbatches_of
 from train.backends.torch.averages import WeightAverages
 from train.backends.torch.freeze import freeze
-from train.backends.torch.layout import NamedTensor, Place, TensorLayout, WholeTensors, kept_whole
+from train.backends.torch.layout import (
+    NamedTensor,
+    Place,
+    TensorLayout,
+    WholeTensors,
+    kept_whole,
+    named_state_of,
+    named_weights_of,
+)
 from train.backends.torch.losses import loss_weights, per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
@@ -313,20 +321,12 @@ class TorchLearner:
 
     def tensors(self, part: StatePart) -> list[NamedTensor]:
         """The tensors of WEIGHTS or OPTIMIZER, in the order of `arrays`, by names that no layout changes."""
-        named = {id(weight): name for name, weight in self._built.model.named_parameters()}
-        weights = [(named[id(weight)], weight) for weight in self.weights]
+        weights = named_weights_of(self._built.model, self.weights)
         if part is StatePart.WEIGHTS:
-            return [NamedTensor(name, tuple(weight.shape), name) for name, weight in weights]
-        found = [
-            # A number of steps has no axes; what has the weight's shape lies where the weight lies.
-            NamedTensor(f"{name}/{key}", tuple(tensor.shape), name if tensor.shape == weight.shape else "")
-            for name, weight in weights
-            for key, tensor in tensors_of_state(self._optimizer, weight).items()
-        ]
-        found += [NamedTensor(f"loss_scale/{place}", (), "") for place in range(len(self._precision.state()))]
-        if self._averages:
-            found += [NamedTensor("averages/num_updates", (), ""), *self.tensors(StatePart.WEIGHTS)]
-        return found
+            return weights
+        remembered = named_state_of(self._optimizer, weights, self.weights)
+        remembered += [NamedTensor(f"loss_scale/{place}", (), "") for place in range(len(self._precision.state()))]
+        return [*remembered, NamedTensor("averages/num_updates", (), ""), *weights] if self._averages else remembered
 
     def _has_generators(self, part: StatePart) -> bool:
         return part is StatePart.OWN and not self._built.is_keras

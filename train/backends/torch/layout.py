@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from train.backends.torch.optimizers import norm_of
+from train.backends.torch.optimizers import norm_of, tensors_of_state
 from train.backends.torch.runtime import import_torch
 
 
@@ -32,6 +32,21 @@ class NamedTensor:
     """Of all its elements."""
     like: str
     """The weight beside whose elements its own lie; empty if every rank has all of it."""
+
+
+def named_weights_of(model: Any, weights: Sequence[Any]) -> list[NamedTensor]:
+    """Weights of a module, by their names in it."""
+    named = {id(weight): name for name, weight in model.named_parameters()}
+    return [NamedTensor(named[id(each)], tuple(each.shape), named[id(each)]) for each in weights]
+
+
+def named_state_of(optimizer: Any, named: Sequence[NamedTensor], weights: Sequence[Any]) -> list[NamedTensor]:
+    """What an optimizer remembers of each weight. A number of steps has no axes; the rest lies where the weight lies."""
+    return [
+        NamedTensor(f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "")
+        for of, weight in zip(named, weights, strict=True)
+        for key, tensor in tensors_of_state(optimizer, weight).items()
+    ]
 
 
 Place = Callable[[Any, Collection[Any]], None]

@@ -16,7 +16,6 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import StatePart
-from train.backends.torch.layout import boxes_when_placed, whole_box
 from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.shards import (
     INDEX,
@@ -154,6 +153,8 @@ class ShardedMember(ReplicatedMember):
 
     def _agree(self) -> ShardIndex:
         """Learn which rank holds what, before the model is sharded: a checkpoint is chosen by that."""
+        from train.backends.torch.layout import boxes_when_placed, whole_box
+
         boxes = boxes_when_placed(self._torch_learner.module, self._sharding.place, self._sharding.layout)
         mine = [
             Shard(part, tensor.name, box.global_shape, box.offsets, box.shape)

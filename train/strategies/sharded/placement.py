@@ -13,14 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from train.backends.backend import Learner
-from train.backends.torch.blocks import blocks_of
-from train.backends.torch.layout import ShardedTensors
-from train.backends.torch.runtime import device
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import World
-from train.models.tensor_plans import check_heads, heads_of, tensor_plan
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
@@ -35,6 +31,9 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
     """The `Strategy.join` of ranks that hold one module together, along the axes of `mesh`."""
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+        from train.backends.torch.layout import ShardedTensors
+        from train.models.tensor_plans import check_heads, heads_of
+
         axes = mesh(config)
         # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
         learner = cast("TorchLearner", build())
@@ -68,6 +67,8 @@ class DeviceMeshes:
         """All ranks call it."""
         from torch.distributed.device_mesh import init_device_mesh
 
+        from train.backends.torch.runtime import device
+
         names = ("data", "fsdp", "tensor")
         whole = init_device_mesh(device().type, (axes.data, axes.fsdp, axes.tensor), mesh_dim_names=names)
         fsdp = whole["data", "fsdp"] if axes.data > 1 else whole["fsdp"]
@@ -91,6 +92,8 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    from train.models.tensor_plans import tensor_plan
+
     if hasattr(module, "parallelize"):
         module.parallelize(device_mesh)
         return
@@ -106,6 +109,8 @@ def _shard(device_mesh: Any, is_bfloat16: bool, module: Any, kept: Collection[An
     """Block by block, then what is left."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from train.backends.torch.blocks import blocks_of
 
     # Gathered in 16 bits; summed in 32, because a sum over many ranks loses more than a weight does.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bfloat16 else MixedPrecisionPolicy()
