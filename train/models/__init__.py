@@ -82,7 +82,7 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
 )
 
 MODULES: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
-    "train.model",
+    "train.model of a strategy that divides a module",
     {
         "vit": Entry("train.models.vit_torch:vit", "the same model in PyTorch", extra="torch", packages=("torch",)),
     },

@@ -34,7 +34,6 @@ from train.backends.torch.optimizers import (
     norm_of,
     parameter_groups,
     state_tensors,
-    tensors_of_state,
 )
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording

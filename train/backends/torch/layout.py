@@ -41,7 +41,7 @@ def named_weights_of(model: Any, weights: Sequence[Any]) -> list[NamedTensor]:
 
 
 def named_state_of(optimizer: Any, named: Sequence[NamedTensor], weights: Sequence[Any]) -> list[NamedTensor]:
-    """What an optimizer remembers of each weight. A number of steps has no axes; the rest lies where the weight lies."""
+    """What an optimizer remembers of each weight: a number of steps, or what lies where the weight lies."""
     return [
         NamedTensor(f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "")
         for of, weight in zip(named, weights, strict=True)
