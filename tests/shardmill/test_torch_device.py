@@ -41,7 +41,7 @@ def darker(sample, rng):
         {}, {"layout": "NHWC"}, {"transform": brighter}, {"transform": darker, "per_sample": True},
         {"augment": "cifar"}, {"mix": ...},
     ],
-    ids=str,
+    ids=("plain", "channels last", "a transform", "a transform of samples", "augmented", "mixed"),
 )  # fmt: skip
 def test_batches_of_a_device_are_those_of_the_memory(dataset, device, choices):
     choices = {**choices, "mix": [(dataset, 0.5)]} if "mix" in choices else choices

@@ -50,6 +50,12 @@ STRATEGIES: Registry[Strategy] = Registry(
             packages=("torch",),
             options="train.strategies.options:TorchDdpOptions",
         ),
+        "zero1": Entry(
+            "train.strategies.sharded.zero1:ZERO1",
+            "optimizer state sharded over ranks, each with the whole model",
+            extra="torch",
+            packages=("torch",),
+        ),
         "torch_fsdp": Entry(
             "train.strategies.sharded.strategies:TORCH_FSDP",
             "weights, gradients and optimizer state sharded over ranks (PyTorch's FSDP2)",

@@ -89,8 +89,9 @@ class TorchLearner:
         create = OPTIMIZERS[name].torch
         if create is None:
             raise not_in(name, "torch")
-        self._optimizer = create(config, parameter_groups(config, self.weights, built.model))
-        create_state(self._optimizer, self.weights)
+        self._updated = self.layout.updated(self.weights)
+        self._optimizer = create(config, parameter_groups(config, self.weights, built.model, self._updated))
+        create_state(self._optimizer, self._updated)
         self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
 
     @property
@@ -132,7 +133,8 @@ class TorchLearner:
         """
         torch = import_torch()
         self.classifier.train()
-        self._optimizer.zero_grad(set_to_none=True)
+        for weight in self.weights:
+            weight.grad = None
         microbatches = list(microbatches_of(batch, self._config.num_microbatches))
         figures = torch.zeros(2, device=device())
         for microbatch in microbatches:
@@ -186,10 +188,11 @@ class TorchLearner:
             limit = self._config.gradient_clip_norm
             if limit and gradient_norm > limit:
                 gradients = [each * (limit / gradient_norm) for each in gradients]
-            for weight, gradient in zip(self.weights, gradients, strict=True):
+            for weight, updated, gradient in zip(self.weights, self._updated, gradients, strict=True):
                 # The optimizer leaves alone what has none.
-                weight.grad = gradient.to(weight.dtype) if weight.requires_grad else None
+                updated.grad = self.layout.for_update(gradient).to(weight.dtype) if weight.requires_grad else None
             self._optimizer.step()
+            self.layout.after_update(self.weights)
             self._precision.after_update()
             if self._averages:
                 self._averages.update()
@@ -265,7 +268,7 @@ class TorchLearner:
     def unfreeze(self) -> None:
         self._built.frozen.set_trainable(True)
         self.classifier.still = ()
-        clear_state(self._optimizer, self.weights)
+        clear_state(self._optimizer, self._updated)
         self._precision.begin()
 
     def sum_moments_by(self, sum_in_step: SumInStep) -> None:
@@ -311,7 +314,7 @@ class TorchLearner:
             case StatePart.WEIGHTS:
                 return self._averages.averages if self._averages else self.weights
             case StatePart.OPTIMIZER:
-                remembered = [*state_tensors(self._optimizer, self.weights), *self._precision.state()]
+                remembered = [*state_tensors(self._optimizer, self._updated), *self._precision.state()]
                 if self._averages is None:
                     return remembered
                 return [*remembered, self._averages.num_updates, *self.weights]
@@ -323,7 +326,7 @@ class TorchLearner:
         weights = named_weights_of(self._built.model, self.weights)
         if part is StatePart.WEIGHTS:
             return weights
-        remembered = named_state_of(self._optimizer, weights, self.weights)
+        remembered = named_state_of(self._optimizer, weights, self._updated)
         remembered += [NamedTensor(f"loss_scale/{place}", (), "") for place in range(len(self._precision.state()))]
         return [*remembered, NamedTensor("averages/num_updates", (), ""), *weights] if self._averages else remembered
 

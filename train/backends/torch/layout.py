@@ -32,6 +32,8 @@ class NamedTensor:
     """Of all its elements."""
     like: str
     """The weight beside whose elements its own lie; empty if every rank has all of it."""
+    is_state: bool = False
+    """Whether the optimizer has it: only who updates an element needs that."""
 
 
 def named_weights_of(model: Any, weights: Sequence[Any]) -> list[NamedTensor]:
@@ -43,7 +45,7 @@ def named_weights_of(model: Any, weights: Sequence[Any]) -> list[NamedTensor]:
 def named_state_of(optimizer: Any, named: Sequence[NamedTensor], weights: Sequence[Any]) -> list[NamedTensor]:
     """What an optimizer remembers of each weight: a number of steps, or what lies where the weight lies."""
     return [
-        NamedTensor(f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "")
+        NamedTensor(f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "", True)
         for of, weight in zip(named, weights, strict=True)
         for key, tensor in tensors_of_state(optimizer, weight).items()
     ]
@@ -68,6 +70,22 @@ class TensorLayout(Protocol):
         """Which elements this rank holds."""
         ...
 
+    def state_box(self, box: Box) -> Box:
+        """Of the elements of a weight that this rank holds, those that its optimizer updates."""
+        ...
+
+    def updated(self, weights: Sequence[Any]) -> list[Any]:
+        """What this rank's optimizer updates of each weight: the weight, or some of its elements in the same memory."""
+        ...
+
+    def for_update(self, gradient: Any) -> Any:
+        """The gradient of these elements."""
+        ...
+
+    def after_update(self, weights: Sequence[Any]) -> None:
+        """Every rank has updated its elements: give each rank those of the others that it holds, too."""
+        ...
+
     def norm_of(self, gradients: Sequence[Any]) -> float:
         """The norm of all tensors as one vector, equal on every rank."""
         ...
@@ -77,7 +95,23 @@ class TensorLayout(Protocol):
         ...
 
 
-class WholeTensors:
+class _UpdatesAllItHolds:
+    """Each rank's optimizer has the state of all elements that the rank holds."""
+
+    def state_box(self, box: Box) -> Box:
+        return box
+
+    def updated(self, weights: Sequence[Any]) -> list[Any]:
+        return list(weights)
+
+    def for_update(self, gradient: Any) -> Any:
+        return gradient
+
+    def after_update(self, weights: Sequence[Any]) -> None:
+        return
+
+
+class WholeTensors(_UpdatesAllItHolds):
     """Each rank has the whole model."""
 
     def forget(self, module: Any) -> None:
@@ -96,7 +130,7 @@ class WholeTensors:
         return norm_of(list(gradients))
 
 
-class ShardedTensors:
+class ShardedTensors(_UpdatesAllItHolds):
     """A tensor is a `DTensor` on a mesh of ranks, or plain and then equal on all of them.
 
     `sum_over_ranks` adds up a tensor over all ranks, in place.

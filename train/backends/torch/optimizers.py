@@ -17,8 +17,12 @@ from train.optimizers import momentum_of, weight_decay_of
 ADAM_EPSILON = 1e-7
 
 
-def parameter_groups(config: TrainConfig, weights: list[Any], model: Any) -> list[dict[str, Any]]:
-    """The weights as `torch.optim` takes them: those that weight decay leaves alone are a group of their own."""
+def parameter_groups(config: TrainConfig, weights: list[Any], model: Any, updated: list[Any]) -> list[dict[str, Any]]:
+    """The weights as `torch.optim` takes them: those that weight decay leaves alone are a group of their own.
+
+    `updated`: what is updated of each weight.
+    """
+    of_weight = {id(weight): each for weight, each in zip(weights, updated, strict=True)}
     groups: list[dict[str, Any]] = [{"params": weights}]
     if not config.is_first_recipe:
         decayed = {id(weight) for weight in _decayed(model)}
@@ -27,7 +31,11 @@ def parameter_groups(config: TrainConfig, weights: list[Any], model: Any) -> lis
             {"params": [weight for weight in weights if id(weight) in decayed]},
             {"params": left_alone, "weight_decay": 0.0},
         ]
-    return [{**group, "params": params} for group in groups for params in _by_mesh(group["params"])]
+    return [
+        {**group, "params": params}
+        for group in groups
+        for params in _by_mesh([of_weight[id(weight)] for weight in group["params"]])
+    ]
 
 
 def _by_mesh(weights: list[Any]) -> list[list[Any]]:

@@ -39,7 +39,7 @@ from train.strategies.strategy import CheckpointLayout
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
-    from train.backends.torch.layout import Place, TensorLayout
+    from train.backends.torch.layout import Box, NamedTensor, Place, TensorLayout
 
 PARTS = {WEIGHTS_PART: StatePart.WEIGHTS, OPTIMIZER_PART: StatePart.OPTIMIZER}
 
@@ -155,12 +155,18 @@ class ShardedMember(ReplicatedMember):
         """Learn which rank holds what, before the model is sharded: a checkpoint is chosen by that."""
         from train.backends.torch.layout import boxes_when_placed, whole_box
 
-        boxes = boxes_when_placed(self._torch_learner.module, self._sharding.place, self._sharding.layout)
+        layout = self._sharding.layout
+        boxes = boxes_when_placed(self._torch_learner.module, self._sharding.place, layout)
+
+        def box_of(tensor: NamedTensor) -> Box:
+            box = boxes[tensor.like] if tensor.like else whole_box(tensor.shape)
+            return layout.state_box(box) if tensor.is_state and tensor.like else box
+
         mine = [
             Shard(part, tensor.name, box.global_shape, box.offsets, box.shape)
             for part, state in PARTS.items()
             for tensor in self._torch_learner.tensors(state)
-            for box in [boxes[tensor.like] if tensor.like else whole_box(tensor.shape)]
+            for box in [box_of(tensor)]
         ]
         return ShardIndex(tuple(tuple(from_json(list[Shard], each)) for each in self.gather_bytes(to_json(mine))))
 

@@ -1,0 +1,120 @@
+"""Sharded updates: each rank has the whole model, and the optimizer state of its rows alone.
+
+ZeRO stage 1 (Rajbhandari et al., arXiv:1910.02054). Gradients are summed as under plain data parallelism; then each
+rank updates some rows of every weight, and the ranks exchange what they have updated. So all have equal bits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from train.backends.backend import Learner
+from train.backends.torch.layout import Box, WholeTensors
+from train.config import TrainConfig
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import World
+from train.strategies.collective import AnnouncedCollective
+from train.strategies.member import Member
+from train.strategies.sharded.member import SHARDED, ShardedMember, Sharding
+from train.strategies.strategy import Strategy
+from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
+
+
+class ShardedUpdates(WholeTensors):
+    """Rank `rank` of `num_ranks` updates its rows of each weight; all update a weight without an axis."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def state_box(self, box: Box) -> Box:
+        if not box.shape:
+            return box
+        first, end = self._rows(box.shape[0], self._rank)
+        return Box(box.global_shape, (first, *box.offsets[1:]), (end - first, *box.shape[1:]))
+
+    def updated(self, weights: Sequence[Any]) -> list[Any]:
+        import torch
+
+        return [torch.nn.Parameter(self.for_update(weight.detach())) if weight.dim() else weight for weight in weights]
+
+    def for_update(self, gradient: Any) -> Any:
+        if not gradient.dim():
+            return gradient
+        first, end = self._rows(gradient.shape[0], self._rank)
+        return gradient[first:end]
+
+    def after_update(self, weights: Sequence[Any]) -> None:
+        """One exchange of all weights, each rank's rows in a row."""
+        import torch
+        import torch.distributed as dist
+
+        if self._num_ranks == 1:
+            return
+        tensors = [weight.detach() for weight in weights if weight.dim()]
+        of_ranks = [[self._of(tensor, rank) for tensor in tensors] for rank in range(self._num_ranks)]
+        sizes = [sum(part.numel() for part in parts) for parts in of_ranks]
+        # All must be of one size.
+        mine = torch.cat([part.reshape(-1) for part in of_ranks[self._rank]])
+        padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
+        received = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(received, padded)
+        for rank, (flat, size) in enumerate(zip(received, sizes, strict=True)):
+            if rank != self._rank:
+                values = flat[:size].split([part.numel() for part in of_ranks[rank]])
+                for part, value in zip(of_ranks[rank], values, strict=True):
+                    part.copy_(value.view(part.shape))
+
+    def _of(self, tensor: Any, rank: int) -> Any:
+        first, end = self._rows(tensor.shape[0], rank)
+        return tensor[first:end]
+
+    def _rows(self, num_rows: int, rank: int) -> tuple[int, int]:
+        """First row of a rank, and the one behind its last."""
+        return num_rows * rank // self._num_ranks, num_rows * (rank + 1) // self._num_ranks
+
+
+def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    """`train.strategies.strategy.Join`."""
+    # The only backend that this strategy runs with.
+    learner = cast("TorchLearner", build())
+    collective = AnnouncedCollective(TorchCollective, world, reporter)
+    layout = ShardedUpdates(world.rank, world.world_size)
+    sharding = Sharding(_leave_whole, layout, _exchange_nothing, _add_up)
+    return ShardedMember(learner, collective, Mesh.of(config).data_index(world.rank), world, reporter, sharding)
+
+
+def _leave_whole(module: Any, kept: Collection[Any]) -> None:
+    return
+
+
+def _exchange_nothing(learner: TorchLearner, is_last: bool) -> None:
+    return
+
+
+def _add_up(learner: TorchLearner, gradients: list[Any], figures: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    tensors = [*gradients, figures]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
+
+
+ZERO1 = Strategy(
+    backends=("torch",),
+    synchronous=True,
+    exact_resume=True,
+    leaves_out_batches=True,
+    needs_module=True,
+    checkpoint_layout=SHARDED,
+    max_world_size=None,
+    join=join,
+    secondary_error=TORCH_DDP.secondary_error,
+)
