@@ -10,10 +10,14 @@ import math
 import pytest
 
 from shardmill.errors import UsageError
+from shardmill.formats.rows import RowSchema
+from shardmill.jobs.config import SparkConfig
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
 from tests.train.training import Recorder, train_here
 from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index
 from train.config import TrainConfig
+from train.planning.auto import resolve
+from train.planning.trial_build import try_build
 from train.strategies import STRATEGIES
 
 MODEL = "tests.train.torch_models:tiny_vit"
@@ -70,8 +74,11 @@ def test_a_training_goes_on_in_other_layouts(tiny_uri, tmp_path, monkeypatch, al
     assert {step: float.fromhex(loss) for step, loss in losses.items()} == pytest.approx(one, rel=1e-5)
 
 
-def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused(tiny_uri, tmp_path):
+def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
+    # Before the ETL, in a process that builds the model.
+    config = TrainConfig(model=MODEL, strategy="tensor_parallel", num_workers=3, launcher="local")
+    schema = RowSchema("png", (16, 16, 3), ("cat", "dog"))
     with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.mesh.tensor to 1 or 2 or 4"):
-        train_on_ranks(tiny_uri, tmp_path, 3, {**BASE, "strategy": "tensor_parallel"})
+        try_build(resolve(config, SparkConfig()).config, schema, Recorder())
     with pytest.raises(UsageError, match=r"train.mesh.tensor = 2 with train.strategy = 'torch_fsdp'"):
         STRATEGIES["torch_fsdp"].mesh(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh={"tensor": 2}))  # pyright: ignore

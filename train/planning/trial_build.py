@@ -23,6 +23,7 @@ from train.launching.side_process import Question, answer, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
 from train.planning.memory_fit import decided
+from train.strategies import STRATEGIES, mesh_of
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
@@ -56,7 +57,8 @@ class Built:
 def may_not_build(config: TrainConfig) -> bool:
     """Whether there is anything to try: our own models build, unless something is asked for that they may not have."""
     is_asked = config.freeze or config.sync_batch_norm or config.memory.activation_checkpointing == "on"
-    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked)
+    divides_layers = mesh_of(config).tensor > 1
+    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked) or divides_layers
 
 
 def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -> Built | None:
@@ -88,6 +90,7 @@ def build(task: BuildTask) -> int:
     backend = BACKENDS[task.config.backend]
     backend.start(World(), task.config.seed)
     learner = backend.build(task.config, task.spec)
+    STRATEGIES[task.config.strategy].check_module(task.config, getattr(learner, "module", None))
     learner.check_exportable()
     return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))
 

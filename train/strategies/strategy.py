@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -78,6 +78,10 @@ def _takes_all(config: TrainConfig) -> None:
     return
 
 
+def _takes_any(config: TrainConfig, module: Any) -> None:
+    return
+
+
 MATCHES_NOTHING = re.compile(r"(?!)")
 """Matches nothing, because a rank without peers has no secondary errors."""
 GLOO_LOST_PEER = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
@@ -107,6 +111,8 @@ class Strategy:
     """Matches an error, or the last output, of a rank that only lost its peer: the cause is another rank's fault."""
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it does not support, without importing a framework."""
+    check_module: Callable[[TrainConfig, Any], None] = _takes_any
+    """Raises UsageError for a module that its ranks cannot divide; called before the ETL, and on each rank."""
     compressions: tuple[str, ...] = ("none",)
     """Supported values of `train.compression`."""
     syncs_batch_norm: bool = False

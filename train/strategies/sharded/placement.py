@@ -32,13 +32,11 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
         from train.backends.torch.layout import ShardedTensors
-        from train.models.tensor_plans import check_heads, heads_of
 
         axes = mesh(config)
         # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
         learner = cast("TorchLearner", build())
-        if axes.tensor > 1:
-            check_heads(config.model, heads_of(learner.module), axes.tensor)
+        check_layers(mesh)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(axes)
         sharding = Sharding(
@@ -50,6 +48,18 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
         return ShardedMember(learner, collective, axes.data_index(world.rank), world, reporter, sharding)
 
     return join
+
+
+def check_layers(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
+    """The `Strategy.check_module` of ranks that divide layers along `tensor`."""
+
+    def check(config: TrainConfig, module: Any) -> None:
+        from train.models.tensor_plans import check_heads, heads_of
+
+        if (num_ranks := mesh(config).tensor) > 1:
+            check_heads(config.model, heads_of(module), num_ranks)
+
+    return check
 
 
 @dataclass(frozen=True, slots=True)

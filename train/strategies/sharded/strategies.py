@@ -15,7 +15,7 @@ from dataclasses import replace
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.strategies.sharded.member import SHARDED
-from train.strategies.sharded.placement import sharded
+from train.strategies.sharded.placement import check_layers, sharded
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 
@@ -52,5 +52,7 @@ TORCH_FSDP = Strategy(
     mesh=fsdp_mesh,
     secondary_error=TORCH_DDP.secondary_error,
 )
-TENSOR_PARALLEL = replace(TORCH_FSDP, join=sharded(tensor_mesh), mesh=tensor_mesh)
-HYBRID = replace(TORCH_FSDP, join=sharded(hybrid_mesh), mesh=hybrid_mesh)
+TENSOR_PARALLEL = replace(
+    TORCH_FSDP, join=sharded(tensor_mesh), mesh=tensor_mesh, check_module=check_layers(tensor_mesh)
+)
+HYBRID = replace(TORCH_FSDP, join=sharded(hybrid_mesh), mesh=hybrid_mesh, check_module=check_layers(hybrid_mesh))
