@@ -71,7 +71,7 @@ def _write(job: Job, folder: Path, images: list[tuple[str, int]]) -> None:
         path, label = image
         pixels = np.fromfile(path, np.uint8)
         return dict_to_spark_row(
-            schema, {"image": pixels.reshape(shape) if job.encoding == "raw" else pixels, "label": label}
+            schema, {"image": pixels.reshape(job.shape_HWC) if job.encoding == "raw" else pixels, "label": label}
         )
 
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
