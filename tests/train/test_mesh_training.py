@@ -74,6 +74,26 @@ def test_a_training_goes_on_in_other_layouts(tiny_uri, tmp_path, monkeypatch, al
     assert {step: float.fromhex(loss) for step, loss in losses.items()} == pytest.approx(one, rel=1e-5)
 
 
+def test_batch_norms_of_divided_layers_keep_the_statistics_of_one_rank(tiny_uri, tmp_path):
+    """All ranks of a group see the same rows, and count once; and draw the same in `nn.Dropout`."""
+    config, recorder = {**BASE, "model": "tests.train.torch_models:stateful", "epochs": 2}, Recorder()
+    one = train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    two, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, {**config, "strategy": "tensor_parallel"})
+    expected = [float.fromhex(loss) for loss in recorder.losses.values()]
+    assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
+    assert two.evaluation.loss == pytest.approx(one.evaluation.loss, rel=1e-4)
+
+
+@pytest.mark.drill
+def test_ranks_of_one_group_draw_the_same_after_another_layout(tiny_uri, tmp_path, monkeypatch):
+    """Each rank of FSDP has a generator of its own; the ranks that divide a layer behind `nn.Dropout` need one."""
+    config = {**BASE, "model": "tests.train.torch_models:stateful", "export": "last"}
+    kill_on_ranks(tiny_uri, tmp_path, 2, {**config, "strategy": "torch_fsdp"}, monkeypatch, killed_at=7)
+    # It asserts that all ranks have the same losses and end with the same weights.
+    result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, {**config, "strategy": "tensor_parallel"})
+    assert "resumed" in watcher.events and result.resumed_from is not None
+
+
 def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
     # Before the ETL, in a process that builds the model.
     config = TrainConfig(model=MODEL, strategy="tensor_parallel", num_workers=3, launcher="local")

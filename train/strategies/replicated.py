@@ -100,7 +100,9 @@ class ReplicatedMember:
             return
         arrays = self.learner.arrays(StatePart.OWN)
         mine = np.concatenate([arrays[place].ravel().astype(np.float64) for place in places])
-        means = self._collective.sum_array(mine * len(self.data.streams)) / self.data.num_streams
+        # Of ranks that read the same rows one counts.
+        num_streams = len(self.data.streams) if self.data.is_first else 0
+        means = self._collective.sum_array(mine * num_streams) / self.data.num_streams
         for place in places:
             array = arrays[place]
             arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)

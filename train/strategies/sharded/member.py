@@ -77,6 +77,9 @@ class ShardedMember(ReplicatedMember):
         self._sharding = sharding
         self._waiting = partial(during, reporter, waiting("an allreduce in its step"))
         self._index = self._agree()
+        # Of ranks that read the same rows all draw the same numbers; another layout had one generator for each.
+        of_ranks = [int(each) for each in self.gather_bytes(str(data.index).encode())]
+        self._own_rank = of_ranks.index(data.index)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         outcome = self.learner.apply(self._addends(batch, global_weight), learning_rate)
@@ -112,7 +115,7 @@ class ShardedMember(ReplicatedMember):
         return files | ({INDEX: dump_index(self._index)} if self.rank == 0 else {})
 
     def files_to_resume(self, saved: SavedFiles) -> list[str]:
-        own = rank_file(self.rank if saved.world_size == self.world_size else 0)
+        own = rank_file(self._own_rank if saved.world_size == self.world_size else 0)
         return [own, *self._files_with(saved, tuple(PARTS))]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
@@ -123,7 +126,7 @@ class ShardedMember(ReplicatedMember):
         self._torch_learner.place(self._sharding.place, self._sharding.layout)
         if files:
             self._take_shards(files, tuple(PARTS), source)
-            own = rank_file(self.rank) if rank_file(self.rank) in files else rank_file(0)
+            own = rank_file(self._own_rank if saved_world_size == self.world_size else 0)
             self.learner.assign(StatePart.OWN, load_arrays(files[own]), source)
         if saved_world_size != self.world_size:
             self.learner.decorrelate(self.data.index)
