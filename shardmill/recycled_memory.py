@@ -59,6 +59,9 @@ class RecycledMemory:
 
     def take(self, num_bytes: int) -> np.ndarray:
         """So many bytes (uint8, one axis) that nothing else refers to, with any content."""
+        if not num_bytes:
+            # Of a file that was cut to nothing.
+            return np.empty(0, np.uint8)
         with self._lock:
             best = too_small = -1
             for _ in range(min(len(self._arrays), _MAX_QUESTIONS)):

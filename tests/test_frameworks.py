@@ -14,6 +14,7 @@ ROOMS = (
     "train/models/",
     "train/layers/",
     "shardmill/loader/torch.py",
+    "shardmill/loader/torch_device.py",
     "shardmill/loader/tensorflow.py",
     "shardmill/loader/jax.py",
     # Of Horovod that which starts ranks.

@@ -18,6 +18,7 @@ MAY_KNOW_A_FRAMEWORK = (
     "train/layers/",
     "train/strategies/",
     "shardmill/loader/torch.py",
+    "shardmill/loader/torch_device.py",
     "shardmill/loader/tensorflow.py",
 )
 STARTS_RANKS_BY_HOROVOD = "train/launching/horovod_spark.py"

@@ -172,8 +172,8 @@ def test_the_driver_decides_the_kernel_for_its_executors(tmp_path: Path, monkeyp
     write_images(tmp_path / "cats", num_images=4)
 
     def plan_with(installed: str, kernel: str) -> BuildPlan:
-        for module in ("kernel", "decoder_id"):
-            monkeypatch.setattr(f"shardmill.images.{module}.NATIVE_ID", installed)
+        for module in ("shardmill.kernel", "shardmill.images.decoder_id"):
+            monkeypatch.setattr(f"{module}.NATIVE_ID", installed)
         return plan_build(tree_for(tmp_path / "cats", tmp_path / "dataset", kernel=kernel), run_id="a")
 
     native, wheels = plan_with("native-7", "auto"), plan_with("", "auto")

@@ -27,6 +27,8 @@ from train.strategies.horovod import HOROVOD
 from train.strategies.member import Member
 from train.strategies.mirrored import MIRRORED
 from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
+from train.strategies.sharded.strategies import HYBRID, TENSOR_PARALLEL, TORCH_FSDP
+from train.strategies.sharded.zero1 import ZERO1
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 
@@ -148,6 +150,10 @@ def _remembered(strategy: Strategy) -> Strategy:
 
 
 REMEMBERED_TORCH_DDP = _remembered(TORCH_DDP)
+REMEMBERED_ZERO1 = _remembered(ZERO1)
+REMEMBERED_TORCH_FSDP = _remembered(TORCH_FSDP)
+REMEMBERED_TENSOR_PARALLEL = _remembered(TENSOR_PARALLEL)
+REMEMBERED_HYBRID = _remembered(HYBRID)
 REMEMBERED_HOROVOD = _remembered(HOROVOD)
 REMEMBERED_MIRRORED = _remembered(MIRRORED)
 REMEMBERED_MULTI_WORKER_MIRRORED = _remembered(MULTI_WORKER_MIRRORED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.train.test_multi_rank import WORKERS, Watcher
 from tests.train.test_parameter_server import planned
 from tests.train.training import Recorder, check_terms, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints
+from train.checkpoints.shards import WEIGHTS_PART, read_index
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.launching.rank import DEFAULT_WORKER
@@ -152,9 +154,22 @@ ON_TWO: dict[str, dict] = {
     "multi_worker_mirrored": {"num_workers": 2},
     "mirrored": {"mirrored": {"num_devices": 2}},
     "torch_ddp": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
+    "zero1": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
+    "torch_fsdp": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
+    "tensor_parallel": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
+    "hybrid": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
     "local_sgd": {"num_workers": 2, "local_sgd": {"local_steps": 2}},
     "parameter_server": {"num_workers": 2, "parameter_server": {"num_servers": 1}},
 }
+
+
+def weights_of_rank(checkpoint: Path, rank: int) -> list[np.ndarray]:
+    """What a rank holds of the weights in a checkpoint of either layout."""
+    if (checkpoint / WEIGHTS).exists():
+        return load_arrays((checkpoint / WEIGHTS).read_bytes())
+    index = read_index(lambda name: (checkpoint / name).read_bytes())
+    wanted = [shard for shard in index.of_ranks[rank] if shard.part == WEIGHTS_PART]
+    return index.assemble(wanted, {name: (checkpoint / name).read_bytes() for name in index.files_with(wanted)}, "it")
 
 
 def test_every_strategy_of_several_is_stopped_by_a_gradient():
@@ -187,8 +202,8 @@ def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
         launch_forked(task_of(tiny_uri, tmp_path, **config), watcher, worker)
     assert list(watcher.losses) == [(0, step) for step in range(stopped_at)]
     newest = next(complete_checkpoints(open_store(tmp_path), "t"))
-    saved = load_arrays((tmp_path / newest.path / WEIGHTS).read_bytes())
-    assert all(np.isfinite(array).all() for array in saved)
+    saved = [weights_of_rank(tmp_path / newest.path, rank) for rank in range(config.get("num_workers", 1))]
+    assert all(np.isfinite(array).all() for of_rank in saved for array in of_rank)
     if not is_synchronous:
         # The last one may have been under way.
         assert newest.marker.global_step in (stopped_at - 1, stopped_at)
@@ -196,7 +211,7 @@ def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
     assert newest.marker.global_step == stopped_at
     for rank in range(config.get("num_workers", 1)):
         left = load_arrays((tmp_path / "left" / f"rank-{rank}.npz").read_bytes())
-        assert [array.tobytes() for array in left] == [array.tobytes() for array in saved]
+        assert [array.tobytes() for array in left] == [array.tobytes() for array in saved[rank]]
 
 
 def test_a_strategy_that_cannot_leave_a_batch_out_is_refused():
