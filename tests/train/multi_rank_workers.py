@@ -27,8 +27,7 @@ from train.strategies.horovod import HOROVOD
 from train.strategies.member import Member
 from train.strategies.mirrored import MIRRORED
 from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
-from train.strategies.sharded.strategies import HYBRID, TENSOR_PARALLEL, TORCH_FSDP
-from train.strategies.sharded.zero1 import ZERO1
+from train.strategies.sharded.strategies import HYBRID, TENSOR_PARALLEL, TORCH_FSDP, ZERO1
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 

@@ -86,19 +86,24 @@ class ShardIndex:
 
     def files_with(self, wanted: Collection[Shard]) -> list[str]:
         """The files that hold something of `wanted`."""
-        parts = sorted({shard.part for shard in wanted})
+        by_name: dict[tuple[str, str], list[Shard]] = {}
+        for shard in wanted:
+            by_name.setdefault((shard.part, shard.name), []).append(shard)
         return [
             self.file(part, rank)
-            for part in parts
+            for part in sorted({shard.part for shard in wanted})
             for rank in range(len(self.of_ranks))
-            if any(mine.overlap(shard) for mine in self.written_by(rank, part) for shard in wanted)
+            if any(
+                mine.overlap(shard)
+                for mine in self.written_by(rank, part)
+                for shard in by_name.get((part, mine.name), ())
+            )
         ]
 
     def whole(self, part: str) -> list[Shard]:
         """The whole arrays of a part, in rank 0's order: each as a box of its own."""
-        names = {shard.name: shard for shards in self.of_ranks for shard in shards if shard.part == part}
-        zeros = {name: (0,) * len(shard.global_shape) for name, shard in names.items()}
-        return [Shard(part, name, shard.global_shape, zeros[name], shard.global_shape) for name, shard in names.items()]
+        shapes = {shard.name: shard.global_shape for shards in self.of_ranks for shard in shards if shard.part == part}
+        return [Shard(part, name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
 
     def assemble(self, wanted: Sequence[Shard], files: Mapping[str, bytes], where: str) -> list[np.ndarray]:
         """The arrays of `wanted`, from the files that `files_with` names.

@@ -51,7 +51,7 @@ STRATEGIES: Registry[Strategy] = Registry(
             options="train.strategies.options:TorchDdpOptions",
         ),
         "zero1": Entry(
-            "train.strategies.sharded.zero1:ZERO1",
+            "train.strategies.sharded.strategies:ZERO1",
             "optimizer state sharded over ranks, each with the whole model",
             extra="torch",
             packages=("torch",),

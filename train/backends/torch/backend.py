@@ -28,13 +28,7 @@ from train.backends.torch.layout import (
 from train.backends.torch.losses import loss_weights, per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
-from train.backends.torch.optimizers import (
-    clear_state,
-    create_state,
-    norm_of,
-    parameter_groups,
-    state_tensors,
-)
+from train.backends.torch.optimizers import clear_state, create_state, norm_of, parameter_groups, state_tensors
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
@@ -98,11 +92,6 @@ class TorchLearner:
     def module(self) -> Any:
         """The `nn.Module` that `train.model` has built."""
         return self._built.model
-
-    @property
-    def is_keras(self) -> bool:
-        """Whether it is a Keras model on PyTorch."""
-        return self._built.is_keras
 
     def place(self, place: Place, layout: TensorLayout) -> None:
         """Give the weights another layout; the optimizer starts anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.backends.torch.runtime import import_torch
@@ -11,10 +11,10 @@ from train.backends.torch.runtime import import_torch
 
 def blocks_of(model: Any) -> list[Any]:
     """The outermost modules of each class with parts of its own that the model uses more than once."""
-    uses = Counter(type(module) for module in model.modules() if is_block(module))
+    is_repeated = repeated_in(model)
 
     def found(module: Any) -> Iterator[Any]:
-        if is_block(module) and uses[type(module)] > 1:
+        if is_repeated(module):
             yield module
         else:
             for child in module.children():
@@ -24,7 +24,13 @@ def blocks_of(model: Any) -> list[Any]:
     return list({id(module): module for child in model.children() for module in found(child)}.values())
 
 
-def is_block(module: Any) -> bool:
+def repeated_in(model: Any) -> Callable[[Any], bool]:
+    """-> whether a module is of a class with parts of its own that the model uses more than once."""
+    uses = Counter(type(module) for module in model.modules() if _is_block(module))
+    return lambda module: _is_block(module) and uses[type(module)] > 1
+
+
+def _is_block(module: Any) -> bool:
     """Whether a module has parts and a forward pass of its own, which a chain of layers has not."""
     nn = import_torch().nn
     chains = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

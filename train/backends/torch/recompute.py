@@ -8,7 +8,6 @@ gradients, moving statistics and dropout's masks have the bits that they have wi
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 from train.backends.batch_norms import replaced
 from train.backends.recompute import nothing_to_recompute
 from train.backends.torch.batch_norms import BatchNorms
-from train.backends.torch.blocks import is_block
+from train.backends.torch.blocks import repeated_in
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 
@@ -85,12 +84,12 @@ def _blocks(model: Any, compute: Callable[..., Any]) -> Iterator[tuple[Any, part
     """-> modules, and what takes the place of their `forward`: the outermost ones of each class with parts of its own
     that the model uses more than once, as a network's blocks are; and chains of single layers in parts."""
     nn = import_torch().nn
-    uses = Counter(type(module) for module in model.modules() if is_block(module))
+    is_repeated = repeated_in(model)
 
     def found(module: Any) -> Iterator[tuple[Any, partial[Any]]]:
         children = list(module.children())
         is_sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-        if is_block(module) and uses[type(module)] > 1:
+        if is_repeated(module):
             yield module, partial(compute, module.forward, modules=[module])
         elif is_sequential and children and not any(list(child.children()) for child in children):
             yield module, partial(_in_parts, list(_parts(children)), compute)

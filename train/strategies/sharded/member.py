@@ -19,8 +19,6 @@ from train.backends.backend import StatePart
 from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.shards import (
     INDEX,
-    OPTIMIZER_PART,
-    WEIGHTS_PART,
     Shard,
     ShardIndex,
     dump_index,
@@ -34,14 +32,16 @@ from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import MemberStep
-from train.strategies.replicated import ReplicatedMember, read_whole_model
+from train.strategies.replicated import PARTS, ReplicatedMember, read_whole_model
 from train.strategies.strategy import CheckpointLayout
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
     from train.backends.torch.layout import Box, NamedTensor, Place, TensorLayout
 
-PARTS = {WEIGHTS_PART: StatePart.WEIGHTS, OPTIMIZER_PART: StatePart.OPTIMIZER}
+
+def _exchanges_nothing(learner: TorchLearner, is_last: bool) -> None:
+    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Sharding:
     """Exchange the weights of a module for this rank's shards."""
     layout: TensorLayout
     """What depends on where they are."""
-    exchange: Callable[[TorchLearner, bool], None]
-    """(learner, whether the next backward pass is the last one of the step): switch the exchange of gradients."""
-    add_up: Callable[[TorchLearner, list[Any], Any], None]
-    """(learner, gradients, (loss, number correct)): add up, in place, over the ranks that read rows of their own, what
+    add_up: Callable[[TorchLearner, list[Any]], list[Any]]
+    """(learner, addends, as `Learner.gradients` returns them): add up, over the ranks that read rows of their own, what
     the backward pass has not."""
+    exchange: Callable[[TorchLearner, bool], None] = _exchanges_nothing
+    """(learner, whether the next backward pass is the last one of the step): switch the exchange of gradients."""
 
 
 class ShardedMember(ReplicatedMember):
@@ -77,6 +77,8 @@ class ShardedMember(ReplicatedMember):
         self._sharding = sharding
         self._waiting = partial(during, reporter, waiting("an allreduce in its step"))
         self._index = self._agree()
+        # It never changes, and a step waits for the copy of a checkpoint.
+        self._index_file = dump_index(self._index) if self.rank == 0 else []
         # Of ranks that read the same rows all draw the same numbers; another layout had one generator for each.
         of_ranks = [int(each) for each in self.gather_bytes(str(data.index).encode())]
         self._own_rank = of_ranks.index(data.index)
@@ -103,20 +105,18 @@ class ShardedMember(ReplicatedMember):
             figures = learner.differentiate(
                 batch, global_weight, self.data.fraction, lambda figures: exchange(learner, True)
             )
-            gradients = learner.own_gradients()
-            self._sharding.add_up(learner, gradients, figures)
-        return [*gradients, figures]
+            return self._sharding.add_up(learner, [*learner.own_gradients(), figures])
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
         files = {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}
-        for part, state in PARTS.items():
+        for state, part in PARTS.items():
             mine = dict(zip(self._shards(part), self.learner.arrays(state), strict=True))
             files[shard_file(part, self.rank)] = [mine[each] for each in self._index.written_by(self.rank, part)]
-        return files | ({INDEX: dump_index(self._index)} if self.rank == 0 else {})
+        return files | ({INDEX: self._index_file} if self.rank == 0 else {})
 
     def files_to_resume(self, saved: SavedFiles) -> list[str]:
         own = rank_file(self._own_rank if saved.world_size == self.world_size else 0)
-        return [own, *self._files_with(saved, tuple(PARTS))]
+        return [own, *self._files_with(saved, tuple(PARTS.values()))]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
         # Rank 0 may have read `train.init_from`.
@@ -132,16 +132,16 @@ class ShardedMember(ReplicatedMember):
             self.learner.decorrelate(self.data.index)
 
     def weight_files(self, saved: SavedFiles) -> list[str]:
-        return [rank_file(0), *self._files_with(saved, (WEIGHTS_PART,))]
+        return [rank_file(0), *self._files_with(saved, (PARTS[StatePart.WEIGHTS],))]
 
     def take_weights(self, files: Mapping[str, bytes], source: str) -> None:
-        self._take_shards(files, (WEIGHTS_PART,), source)
+        self._take_shards(files, (StatePart.WEIGHTS,), source)
         self.learner.assign(StatePart.OWN, load_arrays(files[rank_file(0)]), source)
 
-    def _take_shards(self, files: Mapping[str, bytes], parts: tuple[str, ...], source: str) -> None:
+    def _take_shards(self, files: Mapping[str, bytes], states: tuple[StatePart, ...], source: str) -> None:
         index = read_index(lambda name: files[name]) if INDEX in files else self._replicated_index
-        for part in parts:
-            self.learner.assign(PARTS[part], index.assemble(self._shards(part), files, source), source)
+        for state in states:
+            self.learner.assign(state, index.assemble(self._shards(PARTS[state]), files, source), source)
 
     def _files_with(self, saved: SavedFiles, parts: tuple[str, ...]) -> list[str]:
         wanted = [shard for part in parts for shard in self._shards(part)]
@@ -152,7 +152,9 @@ class ShardedMember(ReplicatedMember):
     @property
     def _replicated_index(self) -> ShardIndex:
         """That of a checkpoint of a replicated strategy: whole arrays in the order of the same model."""
-        return ShardIndex((tuple(shard for part in PARTS for shard in self._index.whole(part)),), is_replicated=True)
+        return ShardIndex(
+            (tuple(shard for part in PARTS.values() for shard in self._index.whole(part)),), is_replicated=True
+        )
 
     def _agree(self) -> ShardIndex:
         """Learn which rank holds what, before the model is sharded: a checkpoint is chosen by that."""
@@ -167,7 +169,7 @@ class ShardedMember(ReplicatedMember):
 
         mine = [
             Shard(part, tensor.name, box.global_shape, box.offsets, box.shape)
-            for part, state in PARTS.items()
+            for state, part in PARTS.items()
             for tensor in self._torch_learner.tensors(state)
             for box in [box_of(tensor)]
         ]

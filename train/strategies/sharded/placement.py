@@ -8,7 +8,7 @@ ZeRO stage 3, arXiv:1910.02054; shards in several copies (`data` > 1) are called
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,12 +39,10 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
         check_layers(mesh)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(axes)
-        sharding = Sharding(
-            place=partial(_place, meshes, config.mixed_precision == "bfloat16"),
-            layout=ShardedTensors(axes.num_ranks, _sum_over_all),
-            exchange=_exchange if meshes.fsdp is not None else _exchange_nothing,
-            add_up=partial(_add_up, meshes),
-        )
+        place = partial(_place, meshes, config.mixed_precision == "bfloat16")
+        sharding = Sharding(place, ShardedTensors(axes.num_ranks, _sum_over_all), partial(_add_up, meshes))
+        if meshes.fsdp is not None:
+            sharding = replace(sharding, exchange=_exchange)
         return ShardedMember(learner, collective, axes.data_index(world.rank), world, reporter, sharding)
 
     return join
@@ -136,22 +134,18 @@ def _exchange(learner: TorchLearner, is_last: bool) -> None:
     learner.module.set_requires_gradient_sync(is_last)
 
 
-def _exchange_nothing(learner: TorchLearner, is_last: bool) -> None:
-    return
-
-
-def _add_up(meshes: DeviceMeshes, learner: TorchLearner, gradients: list[Any], figures: Any) -> None:
+def _add_up(meshes: DeviceMeshes, learner: TorchLearner, addends: list[Any]) -> list[Any]:
     """Sum, in place, what the backward pass has not: (loss, number correct), and without FSDP the gradients."""
     import torch
     import torch.distributed as dist
 
-    tensors = [figures]
-    if meshes.fsdp is None:
-        tensors += [learner.layout.local(gradient) for gradient in gradients]
+    unsummed = addends if meshes.fsdp is None else addends[-1:]
+    tensors = [learner.layout.local(each) for each in unsummed]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=meshes.readers)
     for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.reshape(tensor.shape))
+    return addends
 
 
 def _sum_over_all(tensor: Any) -> None:

@@ -1,5 +1,7 @@
 """The strategies whose ranks hold one PyTorch module together: each is a mesh.
 
+`zero1`: train/strategies/sharded/zero1.py.
+
 `torch_fsdp`: each rank holds 1/N of weights, gradients and optimizer state. A block's weights are gathered before it
 computes and dropped behind it; its gradients are summed straight into the shards. With `train.mesh.data` > 1 there are
 as many copies of the shards: gathers stay inside a group, and only sums cross it.
@@ -16,6 +18,7 @@ from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.strategies.sharded.member import SHARDED
 from train.strategies.sharded.placement import check_layers, sharded
+from train.strategies.sharded.zero1 import join_zero1
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 
@@ -52,6 +55,7 @@ TORCH_FSDP = Strategy(
     mesh=fsdp_mesh,
     secondary_error=TORCH_DDP.secondary_error,
 )
+ZERO1 = replace(TORCH_FSDP, join=join_zero1, mesh=Mesh.of)
 TENSOR_PARALLEL = replace(
     TORCH_FSDP, join=sharded(tensor_mesh), mesh=tensor_mesh, check_module=check_layers(tensor_mesh)
 )

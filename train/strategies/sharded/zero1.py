@@ -17,9 +17,8 @@ from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import Member
-from train.strategies.sharded.member import SHARDED, ShardedMember, Sharding
-from train.strategies.strategy import Strategy
-from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
+from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
@@ -78,13 +77,13 @@ class ShardedUpdates(WholeTensors):
         return num_rows * rank // self._num_ranks, num_rows * (rank + 1) // self._num_ranks
 
 
-def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+def join_zero1(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     layout = ShardedUpdates(world.rank, world.world_size)
-    sharding = Sharding(_leave_whole, layout, _exchange_nothing, _add_up)
+    sharding = Sharding(_leave_whole, layout, lambda learner, addends: collective.sum_tensors(addends))
     return ShardedMember(learner, collective, Mesh.of(config).data_index(world.rank), world, reporter, sharding)
 
 
@@ -94,27 +93,3 @@ def _leave_whole(module: Any, kept: Collection[Any]) -> None:
 
 def _exchange_nothing(learner: TorchLearner, is_last: bool) -> None:
     return
-
-
-def _add_up(learner: TorchLearner, gradients: list[Any], figures: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    tensors = [*gradients, figures]
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view(tensor.shape))
-
-
-ZERO1 = Strategy(
-    backends=("torch",),
-    synchronous=True,
-    exact_resume=True,
-    leaves_out_batches=True,
-    needs_module=True,
-    checkpoint_layout=SHARDED,
-    max_world_size=None,
-    join=join,
-    secondary_error=TORCH_DDP.secondary_error,
-)
