@@ -19,6 +19,7 @@ from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import Role, World
+from train.strategies.held import Held, holds_all
 from train.strategies.member import Member
 
 if TYPE_CHECKING:
@@ -132,6 +133,10 @@ class Strategy:
     """Records the exchange during `train.log.profile_steps` into a file of that folder, if supported."""
     mesh: Callable[[TrainConfig], Mesh] = Mesh.of
     """The axes along which its ranks divide a training. Raises UsageError for numbers that do not divide."""
+    held: Callable[[TrainConfig, Any], Held] = holds_all
+    """(config, an `nn.Module` whose tensors have shapes and no numbers) -> what the rank that holds most has of it.
+    Called in a process that stands for one rank of as many as there are, and exchanges nothing
+    (train/backends/torch/imagined_ranks.py). Raises as `check_module` does."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

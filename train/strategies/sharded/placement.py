@@ -39,7 +39,7 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
         check_layers(mesh)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(axes)
-        place = partial(_place, meshes, config.mixed_precision == "bfloat16")
+        place = partial(place_on, meshes, config.mixed_precision == "bfloat16")
         sharding = Sharding(place, ShardedTensors(axes.num_ranks, _sum_over_all), partial(_add_up, meshes))
         if meshes.fsdp is not None:
             sharding = replace(sharding, exchange=_exchange)
@@ -87,15 +87,15 @@ class DeviceMeshes:
         )
 
 
-def _place(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
+def place_on(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
     """`train.backends.torch.layout.Place`."""
     if meshes.tensor is not None:
-        _divide_layers(meshes.tensor, module)
+        divide_layers(meshes.tensor, module)
     if meshes.fsdp is not None:
         _shard(meshes.fsdp, is_bfloat16, module, kept)
 
 
-def _divide_layers(device_mesh: Any, module: Any) -> None:
+def divide_layers(device_mesh: Any, module: Any) -> None:
     """A module with a method `parallelize(mesh)` divides itself."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
+from train.strategies.sharded.held import held_by_zero1, held_on
 from train.strategies.sharded.member import SHARDED
 from train.strategies.sharded.placement import check_layers, sharded
 from train.strategies.sharded.zero1 import join_zero1
@@ -53,10 +54,21 @@ TORCH_FSDP = Strategy(
     max_world_size=None,
     join=sharded(fsdp_mesh),
     mesh=fsdp_mesh,
+    held=held_on(fsdp_mesh),
     secondary_error=TORCH_DDP.secondary_error,
 )
-ZERO1 = replace(TORCH_FSDP, join=join_zero1, mesh=Mesh.of)
+ZERO1 = replace(TORCH_FSDP, join=join_zero1, mesh=Mesh.of, held=held_by_zero1)
 TENSOR_PARALLEL = replace(
-    TORCH_FSDP, join=sharded(tensor_mesh), mesh=tensor_mesh, check_module=check_layers(tensor_mesh)
+    TORCH_FSDP,
+    join=sharded(tensor_mesh),
+    mesh=tensor_mesh,
+    held=held_on(tensor_mesh),
+    check_module=check_layers(tensor_mesh),
 )
-HYBRID = replace(TORCH_FSDP, join=sharded(hybrid_mesh), mesh=hybrid_mesh, check_module=check_layers(hybrid_mesh))
+HYBRID = replace(
+    TORCH_FSDP,
+    join=sharded(hybrid_mesh),
+    mesh=hybrid_mesh,
+    held=held_on(hybrid_mesh),
+    check_module=check_layers(hybrid_mesh),
+)
