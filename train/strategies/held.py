@@ -1,24 +1,27 @@
-"""What a rank holds of a PyTorch module: each strategy declares it (`Strategy.held`), as boxes of named weights."""
+"""What a rank holds of a PyTorch module: each strategy declares it (`Strategy.held`), weight by weight."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from train.backends.torch.layout import Box
     from train.config import TrainConfig
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """Of the rank that holds most."""
 
-    weights: Mapping[str, Box]
-    """By the name of a trainable weight: the elements that the rank keeps, and has gradients of."""
-    updated: Mapping[str, Box]
-    """Likewise: the elements whose optimizer state it has."""
+    weights: Mapping[str, Shape]
+    """By the name of a trainable weight: the shape of what the rank keeps of it, and has gradients of. One of which
+    it keeps nothing is left out."""
+    updated: Mapping[str, Shape]
+    """Likewise: the part whose optimizer state it has."""
     module: Any
     """What its forward pass computes with; of its tensors only the shapes exist."""
     gathered_bytes: int = 0
@@ -32,7 +35,10 @@ class Held:
 
 def holds_all(config: TrainConfig, module: Any) -> Held:
     """`Strategy.held` of ranks that have the whole model each."""
-    from train.backends.torch.layout import whole_box
+    shapes = {name: tuple(each.shape) for name, each in module.named_parameters() if each.requires_grad}
+    return Held(shapes, shapes, module)
 
-    boxes = {name: whole_box(tuple(each.shape)) for name, each in module.named_parameters() if each.requires_grad}
-    return Held(boxes, boxes, module)
+
+def num_bytes(shapes: Iterable[Shape]) -> int:
+    """Of float32, which weights are."""
+    return 4 * sum(map(math.prod, shapes))

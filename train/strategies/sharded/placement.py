@@ -7,7 +7,8 @@ ZeRO stage 3, arXiv:1910.02054; shards in several copies (`data` > 1) are called
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import copy
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
+from train.strategies.held import Held, num_bytes
 from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.strategy import Join
@@ -39,13 +41,40 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
         check_layers(mesh)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(axes)
-        place = partial(place_on, meshes, config.mixed_precision == "bfloat16")
+        place = partial(_place, meshes, config.mixed_precision == "bfloat16")
         sharding = Sharding(place, ShardedTensors(axes.num_ranks, _sum_over_all), partial(_add_up, meshes))
         if meshes.fsdp is not None:
             sharding = replace(sharding, exchange=_exchange)
         return ShardedMember(learner, collective, axes.data_index(world.rank), world, reporter, sharding)
 
     return join
+
+
+def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], Held]:
+    """`Strategy.held` of ranks that hold one module together: it is placed as on a rank, without numbers, and counted.
+
+    Not a rule such as 1/N: rows that ranks do not divide are padded, and what tensor parallelism leaves whole is whole
+    on each.
+    """
+
+    def held(config: TrainConfig, module: Any) -> Held:
+        from train.backends.torch.layout import ShardedTensors, boxes_when_placed
+
+        axes = mesh(config)
+        check_layers(mesh)(config, module)
+        meshes, layout = DeviceMeshes.of(axes), ShardedTensors(axes.num_ranks, _sum_over_all)
+        is_bfloat16 = config.mixed_precision == "bfloat16"
+        boxes = boxes_when_placed(module, partial(_place, meshes, is_bfloat16), layout)
+        if meshes.tensor is not None:
+            module = copy.deepcopy(module)
+            _divide_layers(meshes.tensor, module)
+        gathered = 0 if meshes.fsdp is None else _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4)
+        # Without FSDP a step adds up all gradients as one flat tensor.
+        shapes = {name: box.shape for name, box in boxes.items()}
+        flat = num_bytes(shapes.values()) if meshes.fsdp is None else 0
+        return Held(shapes, shapes, module, gathered, flat)
+
+    return held
 
 
 def check_layers(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
@@ -87,15 +116,15 @@ class DeviceMeshes:
         )
 
 
-def place_on(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
+def _place(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
     """`train.backends.torch.layout.Place`."""
     if meshes.tensor is not None:
-        divide_layers(meshes.tensor, module)
+        _divide_layers(meshes.tensor, module)
     if meshes.fsdp is not None:
         _shard(meshes.fsdp, is_bfloat16, module, kept)
 
 
-def divide_layers(device_mesh: Any, module: Any) -> None:
+def _divide_layers(device_mesh: Any, module: Any) -> None:
     """A module with a method `parallelize(mesh)` divides itself."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -152,3 +181,16 @@ def _sum_over_all(tensor: Any) -> None:
     import torch.distributed as dist
 
     dist.all_reduce(tensor)
+
+
+def _gathered_bytes(module: Any, local: Callable[[Any], Any], bytes_per_element: int) -> int:
+    """Weights outside the blocks for a whole step; of the largest block the weights, those of the next one, which are
+    gathered meanwhile, and the gradients before each rank keeps its shard of their sum."""
+    from train.backends.torch.blocks import blocks_of
+
+    def num_elements(parameters: Iterable[Any]) -> int:
+        return sum(local(each).numel() for each in parameters)
+
+    blocks = [num_elements(block.parameters()) for block in blocks_of(module)]
+    outside, largest = num_elements(module.parameters()) - sum(blocks), max(blocks, default=0)
+    return bytes_per_element * (outside + 3 * largest)

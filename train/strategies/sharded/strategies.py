@@ -16,10 +16,9 @@ from dataclasses import replace
 
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
-from train.strategies.sharded.held import held_by_zero1, held_on
 from train.strategies.sharded.member import SHARDED
-from train.strategies.sharded.placement import check_layers, sharded
-from train.strategies.sharded.zero1 import join_zero1
+from train.strategies.sharded.placement import check_layers, held_on, sharded
+from train.strategies.sharded.zero1 import held_by_zero1, join_zero1
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from train.backends.backend import Learner
-from train.backends.torch.layout import Box, WholeTensors
+from train.backends.torch.layout import Box, WholeTensors, whole_box
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
+from train.strategies.held import Held, holds_all, num_bytes
 from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.torch_ddp import TorchCollective
@@ -85,6 +86,20 @@ def join_zero1(world: World, config: TrainConfig, build: Callable[[], Learner], 
     layout = ShardedUpdates(world.rank, world.world_size)
     sharding = Sharding(_leave_whole, layout, lambda learner, addends: collective.sum_tensors(addends))
     return ShardedMember(learner, collective, Mesh.of(config).data_index(world.rank), world, reporter, sharding)
+
+
+def held_by_zero1(config: TrainConfig, module: Any) -> Held:
+    """`Strategy.held`: the whole model, and the optimizer state of some rows of each weight."""
+    whole, num_ranks = holds_all(config, module), Mesh.of(config).num_ranks
+    boxes = {name: whole_box(shape) for name, shape in whole.weights.items()}
+    of_ranks = [
+        {name: layout.state_box(box).shape for name, box in boxes.items()}
+        for layout in (ShardedUpdates(rank, num_ranks) for rank in range(num_ranks))
+    ]
+    most = max(of_ranks, key=lambda shapes: num_bytes(shapes.values()))
+    # All gradients as one flat tensor; then the rows of every rank, and this one's twice.
+    update_bytes = 2 * num_bytes(whole.weights.values()) + (2 * num_bytes(most.values()) if num_ranks > 1 else 0)
+    return Held(whole.weights, most, module, update_bytes=update_bytes)
 
 
 def _leave_whole(module: Any, kept: Collection[Any]) -> None:
