@@ -25,7 +25,9 @@ from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
 from train.launching import LAUNCHERS, is_on_spark
 from train.planning.changes import AS_USUAL, Again, BegunTraining, resolve_resume
+from train.planning.divide import check_undivided, with_room
 from train.planning.exchange import FirstSteps
+from train.planning.input_memory import input_bytes
 from train.planning.make import plan_of_finished, plan_training
 from train.planning.memory import look_at_memory
 from train.planning.plan import TrainingPlan
@@ -99,17 +101,21 @@ def train_model(
     # It resumes as it was begun, and must be trainable in the memory that there is.
     plan = plan_training(config, tree.spark, dataset, begun)
     plan = plan.with_first_weights(init_from)
+    is_new = begun is None and not choice.has_steps(models)
+    plan = with_room(plan, tree.spark, dataset) if is_new else plan
     windows = _check(plan, tree, dataset)
     _try_build(plan, tree.spark, choice, models, dataset, observer)
     memory = look_at_memory(
         plan.config,
         dataset,
         tree.spark,
-        lambda config: window_memory(config, dataset).bytes_per_rank,
+        partial(input_bytes, dataset=dataset),
         begun=begun.memory if begun else None,
         has_begun=choice.has_steps(models),
     )
     plan = plan.with_memory(memory)
+    if is_new:
+        check_undivided(plan)
     choice, plan = resolve_resume(models, choice, plan, dataset, again)
     if choice.resumes:
         # It may have the streams of that training.

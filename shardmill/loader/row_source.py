@@ -22,6 +22,7 @@ from shardmill.recycled_memory import RecycledMemory, pageable
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
+    from shardmill.dataset.split_index import SplitIndex
     from shardmill.epoch_plan import PlanSpec
     from shardmill.formats.rows import ChunkRows
     from shardmill.loader.dataset_mix import DatasetMix, MixFetcher
@@ -71,8 +72,7 @@ class RowSource:
         schema, wanted = dataset.manifest.row_schema, rows.columns
         is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
         self.schema = replace(schema, extra=tuple(is_wanted))
-        # A window's chunks, and those of the next one, which are read before the last step of it is decoded.
-        self._chunk_memory = RecycledMemory(2 * len(streams) * spec.window_chunks)
+        self._chunk_memory = RecycledMemory(_num_chunk_arrays(len(streams), spec))
         self._fetcher: ChunkFetcher | MixFetcher
         self.rows_of_chunk: np.ndarray
         if rows.mix is None:
@@ -88,9 +88,8 @@ class RowSource:
         height, width, channels = rows.augment.shape_of(self.normalize.image_shape_HWC)
         self._batch_shape = (len(streams) * spec.rows_per_stream, height, width, channels)
         self._batch_bytes = int(np.prod(self._batch_shape))
-        self.max_batches_ahead = max(1, options.prefetch_bytes // max(1, self._batch_bytes))
-        # Those in the queue and in the threads, the consumer's and the one before it.
-        self._batch_memory = RecycledMemory(self.max_batches_ahead + options.num_threads + 2, options.allocate)
+        self.max_batches_ahead = _max_batches_ahead(options, self._batch_bytes)
+        self._batch_memory = RecycledMemory(_num_batch_arrays(options, self._batch_bytes), options.allocate)
         self._kept: Chunks = {}
         self._lock = threading.Lock()
 
@@ -122,3 +121,28 @@ class RowSource:
         self.take_chunks()
         self._chunk_memory.clear()
         self._batch_memory.clear()
+
+
+def kept_bytes(index: SplitIndex, spec: PlanSpec, num_streams: int, options: ReaderOptions, image_bytes: int) -> int:
+    """The most that a source of so many streams keeps, within an epoch and between two: chunks, and decoded batches.
+
+    Memory that is recycled grows to this and stays.
+    """
+    num_chunks = min(_num_chunk_arrays(num_streams, spec), index.num_chunks)
+    batch_bytes = num_streams * spec.rows_per_stream * image_bytes
+    chunk_bytes = min(num_chunks * int(index.stored_bytes.max(initial=0)), int(index.stored_bytes.sum()))
+    return chunk_bytes + _num_batch_arrays(options, batch_bytes) * batch_bytes
+
+
+def _num_chunk_arrays(num_streams: int, spec: PlanSpec) -> int:
+    """A window's chunks, and those of the next one, which are read before the last step of it is decoded."""
+    return 2 * num_streams * spec.window_chunks
+
+
+def _max_batches_ahead(options: ReaderOptions, batch_bytes: int) -> int:
+    return max(1, options.prefetch_bytes // max(1, batch_bytes))
+
+
+def _num_batch_arrays(options: ReaderOptions, batch_bytes: int) -> int:
+    """Those in the queue and in the threads, the consumer's and the one before it."""
+    return _max_batches_ahead(options, batch_bytes) + options.num_threads + 2

@@ -20,7 +20,7 @@ from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
-from train.contracts.values import Reporter, StepReport, TrainResult
+from train.contracts.values import Reporter, StepReport, TrainResult, to_json
 from train.contracts.world import World
 from train.rank.worker import run_worker
 from train.strategies.horovod import HOROVOD
@@ -156,6 +156,22 @@ REMEMBERED_HYBRID = _remembered(HYBRID)
 REMEMBERED_HOROVOD = _remembered(HOROVOD)
 REMEMBERED_MIRRORED = _remembered(MIRRORED)
 REMEMBERED_MULTI_WORKER_MIRRORED = _remembered(MULTI_WORKER_MIRRORED)
+
+
+def every_rank_tells_what_it_holds(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """With a `REMEMBERED` strategy of PyTorch: the bytes of its tensors when the loop has ended."""
+    result = run_worker(task, world, reporter)
+    [member] = joined
+    learner: Any = member.learner
+    local = learner.layout.local
+    held = {
+        "parameters": sum(local(each).nbytes for each in (*learner.module.parameters(), *learner.module.buffers())),
+        # Those of the last step.
+        "gradients": sum(local(each).nbytes for each in learner.own_gradients()),
+        "optimizer": sum(array.nbytes for array in learner.arrays(StatePart.OPTIMIZER)),
+    }
+    open_store(task.models_uri).put(f"held/rank-{world.rank}.json", to_json(held))
+    return result
 
 
 def every_rank_tells_what_a_failure_leaves(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -19,7 +19,8 @@ from tests.train.test_job import Recorder, tree_of
 from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.host_memory import free_bytes
-from train.planning.memory import Memory, images_at_once, look_at_memory, most_microbatches
+from train.planning.images_at_once import images_at_once, most_microbatches
+from train.planning.memory import Memory, look_at_memory
 from train.planning.memory_record import MemoryRecord
 from train.planning.record import keep_plan
 from train.planning.trainings import TrainingChoice
@@ -34,17 +35,17 @@ LINEAR = "tests.train.torch_models:linear"
 GIB = 2**30
 
 
-def no_windows(config: TrainConfig) -> int:
+def no_input(config: TrainConfig) -> int:
     return 0
 
 
 def keep(choice: TrainingChoice, models: Path, tree: TrainTree, record: MemoryRecord) -> None:
-    plan = resolve(tree.train, tree.spark).with_memory(Memory(record, tree.spark, no_windows))
+    plan = resolve(tree.train, tree.spark).with_memory(Memory(record, tree.spark, no_input))
     keep_plan(open_store(str(models)), choice.training_dir, plan, tree.spark)
 
 
 def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = None) -> Memory:
-    return look_at_memory(config, dataset, SparkConfig(), no_windows, begun=begun, has_begun=False)
+    return look_at_memory(config, dataset, SparkConfig(), no_input, begun=begun, has_begun=False)
 
 
 def test_a_training_short_of_memory_takes_parts_and_continues_with_them(tiny_uri, tmp_path, monkeypatch):
@@ -82,12 +83,12 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     assert memory.fitted(free).config.accumulation_steps == 1
     # Of 48 images on a rank 24 fit, which need as much as 12 in float32.
     record = memory.record
-    shorter_bytes = record.fixed_bytes + config.reading.prefetch_bytes + 14 * record.image_bytes
+    shorter_bytes = record.fixed_bytes + 14 * record.image_bytes
     shorter = replace(memory, record=record.model_copy(update={"rank_bytes": shorter_bytes}))
     assert shorter.fitted(free).config.accumulation_steps == 2
 
     # Where nothing fits any more, it is told what was not tried, unless that is set or cannot be.
-    shortest_bytes = record.fixed_bytes + config.reading.prefetch_bytes + 1
+    shortest_bytes = record.fixed_bytes + 1
     shortest = replace(memory, record=record.model_copy(update={"rank_bytes": shortest_bytes}))
     for more, is_told in [
         ({}, True),

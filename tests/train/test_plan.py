@@ -10,6 +10,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
 from train.planning.estimate import estimate_training, exchange_time
+from train.planning.memory_table import PARTS
 from train.planning.pace import Pace
 from train.tree import TrainTree
 
@@ -84,3 +85,49 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
     assert document["fit"]["choice"] == "at_once" and document["images_per_second"] > 0
     assert document["exchange"]["choice"] in ("exchange_small", "exchange_large")
+
+
+def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_uri, tmp_path):
+    """ViT-Huge, which this machine may not hold, on eight devices of 80 GB."""
+    config = tmp_path / "flowers.toml"
+    config.write_text(f'[dataset]\nuri = "{tiny_uri}"\n[train]\nmodel = "vit_huge"\n')
+    huge = ("plan", str(config), "--world-size", "8")
+    done = shardmill(*huge, "--memory", "80GB", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    rows = {row["strategy"]: row for row in document["strategies"]}
+    assert {"torch_ddp", "zero1", "torch_fsdp", "tensor_parallel", "hybrid"} <= set(rows)
+    assert not {"single", "horovod", "mirrored"} & set(rows), "those cannot train it on 8 ranks"
+    assert document["memory_bytes"] == 80 * 10**9 and document["choice"] == "torch_ddp"
+    assert {name: rows[name]["mesh"] for name in ("torch_ddp", "torch_fsdp", "tensor_parallel", "hybrid")} == {
+        "torch_ddp": "data 8", "torch_fsdp": "fsdp 8", "tensor_parallel": "tensor 8", "hybrid": "fsdp 4 x tensor 2"
+    }  # fmt: skip
+    assert rows["torch_ddp"]["parameters"] == pytest.approx(4 * 631e6, rel=0.01)
+    assert rows["torch_fsdp"]["optimizer"] == pytest.approx(2 * 4 * 631e6 / 8, rel=0.01)
+    for row in rows.values():
+        assert row["fits"] and row["activations"] > 0 and row["input"] > 0
+        assert row["total"] == sum(row[part] for part in PARTS)
+
+    short = shardmill(*huge, "--memory", "6 GB", cwd=tmp_path)
+    assert short.returncode == 0, short.stderr
+    title, header, *lines = short.stdout.splitlines()
+    assert "vit_huge, 8 ranks, 64 images of 16 x 16 x 3 a step" in title
+    assert header.split("\t")[:3] == ["strategy", "mesh", "parameters"] and header.endswith("fits in 5.6 GiB")
+    verdicts = {line.split("\t")[0]: line.rpartition("\t")[2] for line in lines[:-1]}
+    assert verdicts["torch_ddp"] == verdicts["zero1"] == "no" and verdicts["torch_fsdp"].startswith("yes")
+    assert lines[-1].startswith("torch_fsdp\tone device does not hold the model: parameters 2.4 GiB + gradients")
+
+    heads = shardmill(*huge[:3], "6", "--memory", "80GB", cwd=tmp_path)
+    assert "16 heads, and 6 ranks divide each layer" in heads.stdout
+    for wrong in ("80 giga", "0"):
+        refused = shardmill(*huge, "--memory", wrong, cwd=tmp_path)
+        assert refused.returncode == 2 and "expected a size in B, KB" in refused.stderr.splitlines()[-1]
+
+
+def test_a_keras_model_is_measured_for_the_comparison(tiny_uri, tmp_path):
+    done = shardmill("plan", tiny_uri, "--world-size", "2", "--memory", "1GiB", "--json", cwd=tmp_path)
+    rows = {row["strategy"]: row for row in json.loads(done.stdout)["strategies"]}
+    assert {"horovod", "multi_worker_mirrored", "torch_ddp"} <= set(rows) and "torch_fsdp" not in rows
+    horovod = rows["horovod"]
+    assert horovod["parameters"] == horovod["gradients"] > 0 and horovod["activations"] > 0
+    assert horovod["optimizer"] == pytest.approx(2 * horovod["parameters"], rel=0.1)

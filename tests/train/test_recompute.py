@@ -3,6 +3,8 @@
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,8 @@ from train.config import TrainConfig
 from train.identity import settings_that_matter
 from train.planning.host_memory import Limit
 from train.planning.memory import considered, facts_of, record_of
-from train.planning.memory_fit import decided, fit
+from train.planning.memory_fit import MemoryFacts, decided, fit
+from train.planning.memory_record import MemoryRecord
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.settings.memory import MemoryConfig
 from train.training import train_model
@@ -93,6 +96,10 @@ def test_unsupported_settings_are_refused_before_anything_starts(how):
     check_terms(TrainConfig(**how), SparkConfig())
 
 
+def facts_for(config: TrainConfig) -> Callable[[MemoryRecord], MemoryFacts]:
+    return lambda record: facts_of(record, config, 0, SparkConfig())
+
+
 @pytest.mark.drill
 def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     """Measured by two probes of a real model: an image takes a block's activations in place of all blocks'."""
@@ -102,15 +109,15 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
     cost = probe(task)
     measured = record_of(Limit("a machine", 100 * GIB), cost)
-    short = Limit("a machine", measured.fixed_bytes + config.reading.prefetch_bytes + measured.image_bytes * 9 // 10)
-    record = considered(short, task, cost, config, 0, SparkConfig())
+    short = Limit("a machine", measured.fixed_bytes + measured.image_bytes * 9 // 10)
+    record = considered(short, task, cost, config, facts_for(config))
     # Each of twelve blocks keeps 24 MiB of an image, and four times that as it computes.
     assert 12 * 24 <= measured.image_bytes // MIB <= 15 * 24
     assert 4 * 24 <= record.recomputed_image_bytes // MIB <= 6 * 24
     found = fit(facts_of(record, config, 0, SparkConfig()))
     assert found.choice == "activation_checkpointing" and "a step takes longer, and an image takes" in found.reason
     forbidden = config.model_copy(update={"memory": MemoryConfig(activation_checkpointing="off")})
-    assert considered(short, task, cost, forbidden, 0, SparkConfig()).recomputed_image_bytes == 0
+    assert considered(short, task, cost, forbidden, facts_for(forbidden)).recomputed_image_bytes == 0
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
     tree = tree_of(tiny_uri, tmp_path, **sizes, model=DEEP["torch"])
@@ -129,7 +136,7 @@ def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path
     # As if an image took that much.
     cost = StepCost(1, 4, 4, 4, 16, GIB, step_seconds=0.1, process_bytes=GIB, image_bytes=GIB, base_bytes=0)
     short = Limit("a machine", 2 * GIB)
-    record = considered(short, task, cost, config, 0, SparkConfig())
+    record = considered(short, task, cost, config, facts_for(config))
     found = fit(facts_of(record, config, 0, SparkConfig()))
     assert found.choice == "too_large"
     assert "are not recomputed: train.memory.activation_checkpointing" in found.reason

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from shardmill.dataset.dataset import Dataset
@@ -15,8 +16,11 @@ from shardmill.words import counted
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
+from train.planning.divide import with_room
+from train.planning.division import Divisions
 from train.planning.exchange import ExchangeFacts, Weighed, weigh
 from train.planning.host_memory import Limit, limit_of, ranks_here
+from train.planning.input_memory import input_bytes
 from train.planning.make import plan_training
 from train.planning.memory import Memory, measured
 from train.planning.memory_fit import Fit, decided, size_of
@@ -95,7 +99,7 @@ class Estimate:
 def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
     """Plan, check and measure. Raises UsageError for what cannot run."""
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
-    plan = plan_training(tree.train, tree.spark, dataset)
+    plan = with_room(plan_training(tree.train, tree.spark, dataset), tree.spark, dataset)
     config = plan.config
     check_initial(config)
     check_trainable(config, dataset)
@@ -123,19 +127,18 @@ def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
         exchange_seconds=exchange_seconds,
         speed=speed_of(paced, epoch, cost, exchange_seconds),
         host=socket.gethostname(),
-        fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset, windows.bytes_per_rank),
+        fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset),
         exchange=_weighed(config, cost, exchange_seconds, network_gbit),
     )
 
 
-def _fit(
-    limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset, window_bytes: int
-) -> Fit | None:
+def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset) -> Fit | None:
     """By a measurement of its own, as the training will make it: where seconds count, bytes are not exact."""
     if limit is None or silos_of(config):
         return None
-    record = measured(limit, config, dataset, spark, window_bytes)
-    return Memory(record, spark, lambda _: window_bytes).fitted(config).fit
+    division = Divisions(lambda config: model_spec(dataset.manifest, config))
+    record = measured(limit, config, dataset, spark, input_bytes(config, dataset), division(config))
+    return Memory(record, spark, partial(input_bytes, dataset=dataset), division=division).fitted(config).fit
 
 
 def _exchange_seconds(config: TrainConfig, num_bytes: int, network_gbit: float) -> float:

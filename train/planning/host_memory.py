@@ -14,6 +14,11 @@ from train.strategies import roles_of
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
     from train.config import TrainConfig
+    from train.planning.memory_record import MemoryRecord
+
+# What the framework itself keeps on a GPU, and in a process, if that is not measured.
+GPU_FRAMEWORK_BYTES = 2**30
+HOST_FRAMEWORK_BYTES = 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
 def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
     """Ranks that share this machine; 0 if all are elsewhere."""
     return LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), spark)
+
+
+def bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> int:
+    """What one rank may use of it."""
+    return limit.rank_bytes or limit.host_bytes // max(1, ranks_here(config, spark))
 
 
 def free_bytes(root: Path) -> int:

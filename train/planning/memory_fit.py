@@ -41,6 +41,8 @@ class MemoryFacts:
     """Reason, for people, if recomputation was requested."""
     may_ask_to_recompute: bool = False
     """A person can still switch that on; what it would save was not measured."""
+    may_divide: bool = False
+    """A person can still let several ranks hold the model together."""
 
     @property
     def may_be_halved(self) -> bool:
@@ -71,7 +73,12 @@ class MemoryFacts:
 
     def helpful_microbatches(self) -> int:
         """If nothing fits: the maximum number, unless the memory for any batch size is already too large."""
-        return max(self._parts()) if self.fixed_bytes < self.device_bytes else 1
+        return self.most_parts if self.fixed_bytes < self.device_bytes else 1
+
+    @property
+    def most_parts(self) -> int:
+        """The maximum number of microbatches."""
+        return max(self._parts())
 
     def _parts(self) -> Iterator[int]:
         most = min(self.num_images, self.max_microbatches)
@@ -194,6 +201,11 @@ def _way_out(facts: MemoryFacts) -> str:
         way_out = (
             "set train.memory.activation_checkpointing = 'on' (does not start a new run; steps take longer, and the "
             f"saving was not measured); or {way_out}"
+        )
+    if facts.may_divide and facts.fixed_bytes >= facts.device_bytes:
+        way_out = (
+            "set train.strategy = 'torch_fsdp' and more ranks, which then share the model (does not start a new "
+            f"run); or {way_out}"
         )
     if facts.why_not_recomputed:
         way_out += f" (activations are not recomputed: {facts.why_not_recomputed})"

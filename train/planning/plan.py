@@ -90,7 +90,8 @@ class TrainingPlan:
         """Summarize the choice with its main reason, for people."""
         num_ranks = self.spread.num_workers
         ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        why = self.ranks_reason or self.strategy_reason
+        # Numbers come behind the colon.
+        why = self.ranks_reason or self.strategy_reason.partition(": ")[0]
         return f"{self.spread.strategy} on {ranks} by {self.spread.launcher} ({why})"
 
     def with_ranks(self, num_workers: int, reason: str) -> TrainingPlan:

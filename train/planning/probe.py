@@ -24,6 +24,9 @@ from train.strategies.compression import remembered_bytes, sent_bytes
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6
 NUM_STEPS_OF_FEW_IMAGES = 2
+# If bytes are measured: what more images need follows from what few and these need.
+NUM_PROBED_IMAGES = 8
+NUM_PROBED_STEPS = 2
 # Of a single image there are no statistics: PyTorch's batch norms refuse it.
 FEW_IMAGES = 2
 # Of freed blocks below 32 MiB glibc keeps many or few, by the order in which sizes came: a peak was up to twice of what

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from train.backends.torch.layout import (
 from train.backends.torch.losses import loss_weights, per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
-from train.backends.torch.optimizers import clear_state, create_state, norm_of, parameter_groups, state_tensors
+from train.backends.torch.optimizers import clear_state, creates, empty_like, new_optimizer, norm_of, state_tensors
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
@@ -46,7 +47,6 @@ from train.checkpoints.state import arrays_sha256
 from train.config import TrainConfig
 from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
-from train.optimizers import OPTIMIZERS, not_in, optimizer_name
 
 SERVED = "torch_export"
 STATE_FILE = "state_dict.pt"
@@ -58,13 +58,11 @@ class TorchLearner:
     follows_schedule = True
 
     def __init__(self, config: TrainConfig, built: BuiltModule, spec: ModelSpec) -> None:
-        self.config_sha256 = built.config_sha256
-        self.outputs_are_logits = built.outputs_are_logits
+        self.config_sha256, self.outputs_are_logits = built.config_sha256, built.outputs_are_logits
         # A Keras model is exported by Keras on TensorFlow, from the same arrays.
         self.export_backend = "keras" if built.is_keras else "torch"
-        self._config = config
-        self._built = built
-        self._spec = spec
+        creates(config)
+        self._config, self._built, self._spec = config, built, spec
         self.classifier = built.classifier
         self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
         self._draws = SampleDraws(config, built.model, built.is_keras)
@@ -79,14 +77,14 @@ class TorchLearner:
         self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
         # As they are now: what is frozen for some epochs keeps its place among the weights.
         self.weights, self._own = built.parts_of_state()
-        name = optimizer_name(config)
-        create = OPTIMIZERS[name].torch
-        if create is None:
-            raise not_in(name, "torch")
         self._updated = self.layout.updated(self.weights)
-        self._optimizer = create(config, parameter_groups(config, self.weights, built.model, self._updated))
-        create_state(self._optimizer, self._updated)
+        self.__dict__.pop("_optimizer", None)
         self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
+
+    @cached_property
+    def _optimizer(self) -> Any:
+        """With the first use: a rank that will keep a part of the model never has the state of all of it."""
+        return new_optimizer(self._config, self._built.model, self.weights, self._updated)
 
     @property
     def module(self) -> Any:
@@ -315,7 +313,9 @@ class TorchLearner:
         weights = named_weights_of(self._built.model, self.weights)
         if part is StatePart.WEIGHTS:
             return weights
-        remembered = named_state_of(self._optimizer, weights, self._updated)
+        # Of names and shapes only, because it is asked before the weights are placed.
+        empty = empty_like(self._updated)
+        remembered = named_state_of(new_optimizer(self._config, self._built.model, self.weights, empty), weights, empty)
         remembered += [NamedTensor(f"loss_scale/{place}", (), "") for place in range(len(self._precision.state()))]
         return [*remembered, NamedTensor("averages/num_updates", (), ""), *weights] if self._averages else remembered
 

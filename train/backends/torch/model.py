@@ -58,13 +58,9 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     """Build what `train.model` names, with fresh weights from PyTorch's seed. Raises UsageError if it does not fit."""
     torch = import_torch()
     check_labels(config, spec.labels)
-    num_outputs = spec.labels.num_outputs
     if "keras" in imported_packages(config):
         _start_keras(config)
-    if MODELS.is_own(config.model):
-        model = call_factory(config.model, spec.image_shape_HWC, num_outputs)
-    else:
-        model = models_of(config)[config.model](spec.image_shape_HWC, num_outputs)
+    model = create_model(config, spec)
     is_keras = _is_keras(model)
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -78,7 +74,7 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
         from train.backends.keras.build import check_pixels
 
         check_pixels(config, model)
-    classifier = _classifier(model.to(device()), is_keras, spec).to(device())
+    classifier = classifier_of(model.to(device()), is_keras=is_keras, spec=spec).to(device())
     _check_outputs(config.model, classifier, spec)
     if is_keras:
         _refuse_compiled(config, model)
@@ -90,7 +86,15 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity)
 
 
-def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
+def create_model(config: TrainConfig, spec: ModelSpec) -> Any:
+    """What the factory of `train.model` returns. Raises UsageError if it raises."""
+    if MODELS.is_own(config.model):
+        return call_factory(config.model, spec.image_shape_HWC, spec.labels.num_outputs)
+    return models_of(config)[config.model](spec.image_shape_HWC, spec.labels.num_outputs)
+
+
+def classifier_of(model: Any, *, is_keras: bool, spec: ModelSpec) -> Any:
+    """`model` behind the standardization of pixels, as an `nn.Module`."""
     torch = import_torch()
 
     class Classifier(torch.nn.Module):

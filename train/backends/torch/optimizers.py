@@ -4,13 +4,13 @@ restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.backends.torch.runtime import import_torch
 from train.backends.weight_decay import is_decayed
 from train.config import TrainConfig
-from train.optimizers import momentum_of, weight_decay_of
+from train.optimizers import OPTIMIZERS, momentum_of, not_in, optimizer_name, weight_decay_of
 
 # PyTorch's own 1e-8 makes full steps of gradients that are rounding errors. Keras has 1e-7 too, but adds it before the
 # correction of the bias: the backends' Adams agree only where gradients are larger.
@@ -86,6 +86,32 @@ def adamw(config: TrainConfig, groups: list[dict[str, Any]]) -> Any:
 def _is_fused(groups: list[dict[str, Any]]) -> bool | None:
     """One pass over each weight, in place of one for each operation; on a GPU the choice stays with PyTorch."""
     return True if all(weight.device.type == "cpu" for group in groups for weight in group["params"]) else None
+
+
+Create = Callable[[TrainConfig, list[dict[str, Any]]], Any]
+"""`train.optimizers.Optimizer.torch`."""
+
+
+def creates(config: TrainConfig) -> Create:
+    """What creates the optimizer of section `train`. Raises UsageError for one that PyTorch does not have."""
+    name = optimizer_name(config)
+    create = OPTIMIZERS[name].torch
+    if create is None:
+        raise not_in(name, "torch")
+    return create
+
+
+def new_optimizer(config: TrainConfig, model: Any, weights: list[Any], updated: list[Any]) -> Any:
+    """The optimizer of section `train`, with its state. `updated`: what is updated of each weight."""
+    optimizer = creates(config)(config, parameter_groups(config, weights, model, updated))
+    create_state(optimizer, updated)
+    return optimizer
+
+
+def empty_like(weights: list[Any]) -> list[Any]:
+    """Weights of these shapes without numbers, which take no memory."""
+    torch = import_torch()
+    return [torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad) for each in weights]
 
 
 def create_state(optimizer: Any, weights: list[Any]) -> None:

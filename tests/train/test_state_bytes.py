@@ -1,0 +1,143 @@
+"""What `plan` counts of a rank's memory, beside the bytes that ranks have when they train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from shardmill.loader import row_source
+from shardmill.loader.reader import read_batches
+from shardmill.recycled_memory import RecycledMemory
+from tests.train.forked_ranks import launch_forked
+from tests.train.test_backends import SPEC
+from tests.train.test_mesh_training import MODEL
+from tests.train.test_models import THREE
+from tests.train.test_multi_rank import WORKERS, Watcher
+from tests.train.training import task_of
+from train.backends.backend import InputScale, ModelSpec, model_spec
+from train.config import TrainConfig
+from train.contracts.epochs import reader_options
+from train.planning.input_memory import input_bytes
+from train.planning.memory_fit import decided
+from train.planning.probe import ProbeTask, probe
+from train.planning.state_bytes import StateBytes, count_state
+from train.settings.mesh import MeshConfig
+from train.settings.reading import ReadingConfig
+
+SHARDED = ("zero1", "torch_fsdp", "tensor_parallel", "hybrid")
+# Two steps of the 44 rows of the data set `tiny`.
+TWO_STEPS = {"model": MODEL, "num_streams": 4, "global_batch_size": 24, "epochs": 1, "num_workers": 2}
+
+
+@pytest.fixture(scope="module")
+def counted(tiny_uri) -> dict[str, StateBytes]:
+    configs = [TrainConfig(**TWO_STEPS, strategy=name, backend="torch") for name in SHARDED]
+    spec = model_spec(open_dataset(tiny_uri).manifest, configs[0])
+    return dict(zip(SHARDED, count_state(tuple(configs), spec), strict=True))
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_ranks_hold_what_was_counted(tiny_uri, tmp_path, counted, strategy):
+    task = task_of(
+        tiny_uri, tmp_path, launcher="local", **TWO_STEPS, strategy=f"{WORKERS}:REMEMBERED_{strategy.upper()}"
+    )
+    launch_forked(task, Watcher(), f"{WORKERS}:every_rank_tells_what_it_holds")
+    ranks = [json.loads((tmp_path / "held" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    expected = asdict(counted[strategy])
+    for part in ("parameters", "gradients", "optimizer"):
+        assert max(rank[part] for rank in ranks) == pytest.approx(expected[part], rel=0.1), part
+
+
+def test_shares_are_those_of_the_mesh(counted):
+    whole = counted["zero1"].parameters
+    assert counted["zero1"].gradients == whole
+    assert counted["zero1"].optimizer == pytest.approx(whole, rel=0.02), "half of Adam's two moments"
+    assert counted["torch_fsdp"].state == pytest.approx(4 * whole / 2, rel=0.02)
+    # Norms, embeddings and the head are whole.
+    assert 0.5 < counted["tensor_parallel"].parameters / whole < 0.75
+    assert 0 < counted["tensor_parallel"].image < counted["torch_fsdp"].image
+    assert counted["torch_fsdp"].gathered > 0 == counted["tensor_parallel"].gathered
+    assert all(0 < each.recomputed_image < each.image for each in counted.values())
+
+
+def test_a_model_larger_than_this_machine_is_counted_for_more_ranks_than_there_are():
+    """ViT-Huge: 632 M weights; with Adam 10 GB on each rank that has all of it."""
+    strategies = {"torch_ddp": {}, "torch_fsdp": {}, "tensor_parallel": {}, "hybrid": {}, "zero1": {}}
+    strategies["fsdp in two copies"] = {"strategy": "torch_fsdp", "mesh": MeshConfig(data=2)}
+    configs = [
+        TrainConfig(**{"strategy": name, **more}, model="vit_huge", num_workers=8, backend="torch")
+        for name, more in strategies.items()
+    ]
+    spec = ModelSpec((224, 224, 3), THREE, InputScale((0.0,) * 3, (1.0,) * 3))
+    found = dict(zip(strategies, count_state(tuple(configs), spec), strict=True))
+    whole = found["torch_ddp"]
+    assert whole.parameters / 4 == pytest.approx(631e6, rel=0.01) and whole.state == pytest.approx(4 * whole.parameters)
+    assert found["torch_fsdp"].state == pytest.approx(whole.state / 8, rel=0.01)
+    assert found["fsdp in two copies"].state == pytest.approx(whole.state / 4, rel=0.01)
+    assert found["tensor_parallel"].state == pytest.approx(whole.state / 8, rel=0.05)
+    assert found["hybrid"].state == pytest.approx(whole.state / 8, rel=0.05)
+    assert found["zero1"].optimizer == pytest.approx(whole.optimizer / 8, rel=0.01)
+    # 16 heads of 32 blocks: 256 tokens of 1280 numbers are kept about 20 times in each block.
+    assert 0.5 < whole.image / (32 * 256 * 1280 * 4 * 20) < 2
+    # Norms, and what is added to their inputs, are whole.
+    assert found["torch_fsdp"].image == whole.image > 2 * found["tensor_parallel"].image
+
+
+def test_other_optimizers_averages_and_frozen_weights_count():
+    base = {"model": "vit_tiny", "backend": "torch", "num_workers": 2, "strategy": "torch_fsdp"}
+    adam, sgd, averaged, frozen, replicated = count_state(
+        (
+            TrainConfig(**base),
+            TrainConfig(**base, optimizer="sgd"),
+            TrainConfig(**base, ema_decay=0.9),
+            TrainConfig(**base, freeze=("all_but_head",)),
+            TrainConfig(**{**base, "strategy": "torch_ddp"}),
+        ),
+        SPEC,
+    )
+    assert sgd.optimizer == pytest.approx(adam.optimizer / 2, rel=0.01)
+    assert averaged.optimizer == pytest.approx(1.5 * adam.optimizer, rel=0.01)
+    # Frozen parameters stay whole, and have neither gradients nor state.
+    assert frozen.parameters == pytest.approx(replicated.parameters, rel=0.01)
+    assert frozen.gradients + frozen.optimizer < 0.01 * adam.state
+
+
+def test_what_ranks_cannot_divide_is_refused_and_other_strategies_are_counted():
+    configs = [TrainConfig(model=MODEL, num_workers=3, backend="torch", strategy=name) for name in SHARDED[1:3]]
+    fsdp, tensor = count_state(tuple(configs), SPEC)
+    assert fsdp.state > 0 == tensor.state and "4 heads, and 3 ranks" in tensor.refused
+
+
+def test_activations_are_those_of_a_measured_step():
+    """Measured as the peak of a process, which the allocator rounds."""
+    config = TrainConfig(model="vit_small", num_workers=1, strategy="single", backend="torch", accumulation_steps=1)
+    spec = ModelSpec((64, 64, 3), THREE, InputScale((0.0,) * 3, (1.0,) * 3))
+    [counted] = count_state((config,), spec)
+    measured = probe(ProbeTask(decided(config, 1, to_bfloat16=False), spec, 32, 1, 2, for_memory=True))
+    assert counted.image == pytest.approx(measured.image_bytes, rel=0.1)
+
+
+def test_a_reader_keeps_no_more_than_was_planned(tiny_uri, monkeypatch):
+    kept: list[RecycledMemory] = []
+
+    class Watched(RecycledMemory):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(self)
+
+    monkeypatch.setattr(row_source, "RecycledMemory", Watched)
+    dataset = open_dataset(tiny_uri)
+    reading = ReadingConfig(prefetch_bytes=20_000)
+    config = TrainConfig(num_workers=1, strategy="single", num_streams=4, global_batch_size=8, reading=reading)
+    spec = config.plan_spec(dataset)
+    options = reader_options(config, dataset, spec)
+    with read_batches(dataset, dataset.plan_epoch(spec, 0), options=options) as reader:
+        batches = list(reader)
+    bytes_kept = sum(len(array) for memory in kept for array in memory._arrays)
+    # Of each array an eighth may be more than was asked for; it is never written to.
+    assert len(batches) > 5 and len(kept) == 2
+    assert 0 < bytes_kept <= input_bytes(config, dataset) * 9 / 8
