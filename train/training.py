@@ -99,8 +99,7 @@ def train_model(
         return TrainOutcome(choice.result, models.uri, plan, skipped=True)
 
     # It resumes as it was begun, and must be trainable in the memory that there is.
-    plan = plan_training(config, tree.spark, dataset, begun)
-    plan = plan.with_first_weights(init_from)
+    plan = plan_training(config, tree.spark, dataset, begun).with_first_weights(init_from)
     is_new = begun is None and not choice.has_steps(models)
     plan = with_room(plan, tree.spark, dataset) if is_new else plan
     windows = _check(plan, tree, dataset)
@@ -114,8 +113,7 @@ def train_model(
         has_begun=choice.has_steps(models),
     )
     plan = plan.with_memory(memory)
-    if is_new:
-        check_undivided(plan)
+    check_undivided(plan, is_new=is_new)
     choice, plan = resolve_resume(models, choice, plan, dataset, again)
     if choice.resumes:
         # It may have the streams of that training.

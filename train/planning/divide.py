@@ -113,12 +113,12 @@ def with_room(plan: TrainingPlan, spark: SparkConfig, dataset: Dataset) -> Train
     return divided
 
 
-def check_undivided(plan: TrainingPlan) -> None:
+def check_undivided(plan: TrainingPlan, *, is_new: bool) -> None:
     """Raises UsageError for a Keras model whose state alone exceeds the memory of each of several ranks: no strategy
-    that `auto` has for it divides one."""
+    that `auto` has for it divides one. A training that has begun (not `is_new`) goes on."""
     config, memory = plan.config, plan.memory
     record, fitted = (memory.record, plan.fitted) if memory else (None, None)
-    is_open = plan.asked.strategy == AUTO and config.num_workers > 1 and "keras" in imported_packages(config)
+    is_open = is_new and plan.asked.strategy == AUTO and config.num_workers > 1 and "keras" in imported_packages(config)
     if record is None or fitted is None or not is_open or record.state_bytes <= fitted.available_bytes:
         return
     raise UsageError(

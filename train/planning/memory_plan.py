@@ -59,7 +59,7 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, ...]]:
         """The table for people; its first row names the columns."""
         parts = [part for part in PARTS if any(getattr(row, part) for row in self.strategies)]
-        table = [("strategy", "mesh", *parts, "total", f"fits in {size_of(self.memory_bytes)}")]
+        table: list[tuple[str, ...]] = [("strategy", "mesh", *parts, "total", f"fits in {size_of(self.memory_bytes)}")]
         for row in self.strategies:
             sizes = [size_of(getattr(row, part)) for part in parts]
             numbers = [""] * (len(parts) + 1) if row.refused else [*sizes, size_of(row.total)]
