@@ -58,7 +58,8 @@ class RunFolder:
     def result_of(self, stage: str) -> tuple[dict[str, Any], bool]:
         """Ids and digests, for XCom; and whether this run has published something that was not there before."""
         sections = self.record_of(stage).get("sections", {})
-        dataset, promotion = sections.get("dataset") or {}, sections.get("promotion") or {}
+        made = sections.get("predictions") or {}
+        dataset, promotion = made or sections.get("dataset") or {}, sections.get("promotion") or {}
         found = {
             "version": dataset.get("version"),
             "content_digest": dataset.get("content_digest"),
@@ -67,8 +68,9 @@ class RunFolder:
             "current": promotion.get("current"),
         }
         # About the run, not the try: one that died after its commit is followed by one that only finds it.
-        is_published = (sections.get("etl") or {}).get("published") or promotion.get("published")
-        return {name: value for name, value in found.items() if value is not None}, bool(is_published)
+        builds = (sections.get("etl") or {}, made, promotion)
+        is_published = any(section.get("published") for section in builds)
+        return {name: value for name, value in found.items() if value is not None}, is_published
 
 
 def _failure(line: str, exit_code: int) -> AirflowException:

@@ -51,6 +51,7 @@ from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
+from shardmill.row_mapping import RowMapping
 from shardmill.values import DatasetPin
 
 # Each is a version that another writer made, so that all of them together always get on.
@@ -92,33 +93,32 @@ def build_dataset(
     replace_source: bool = False,
     check_labels: Callable[[RowSchema], None] | None = None,
     before_work: Callable[[RowSchema], object] | None = None,
+    mapping: RowMapping | None = None,
 ) -> BuildOutcome:
     """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7).
 
-    `replace_source` allows a version from another source than the latest one's. `check_labels` is given if a training
-    follows: what it raises for the labels that the listing tells, and UsageError for a listing that no classifier can
-    be trained on, is raised before any work starts. So is what `before_work` raises, which is called if there is work.
+    `mapping`: what to store in place of pixels. `replace_source` allows another source than the latest version's.
+    `check_labels` is given if a training follows: what it raises for the labels that the listing tells, and UsageError
+    for a listing that no classifier can learn, is raised before any work. So is what `before_work` raises, if there is.
     """
-    # Workers import what they need while this process lists.
+    started_seconds, observer = time.monotonic(), observer or SilentObserver()
+    # Workers import what they need while this process lists the source and plans the units.
     with ENGINES[tree.etl.engine].opened(_settings(tree)):
-        return _build(
-            tree, run_id, observer or SilentObserver(), check_labels, before_work, replace_source=replace_source
-        )
+        plan = plan_build(tree, run_id=run_id, observer=observer, group=_group_on_engine(tree), mapping=mapping)
+        return _build(plan, tree, observer, check_labels, before_work, started_seconds, replace_source=replace_source)
 
 
 def _build(
+    plan: BuildPlan,
     tree: EtlTree,
-    run_id: str,
     observer: Observer,
     check_labels: Callable[[RowSchema], None] | None,
     before_work: Callable[[RowSchema], object] | None,
+    started_seconds: float,
     *,
     replace_source: bool,
 ) -> BuildOutcome:
-    started_seconds = time.monotonic()
-
-    # List the source and plan the units. What the listing alone refuses may be too much already.
-    plan = plan_build(tree, run_id=run_id, observer=observer, group=_group_on_engine(tree))
+    # What the listing alone refuses may be too much already.
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
     check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)

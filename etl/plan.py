@@ -20,15 +20,17 @@ from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.listing.splits import WithGroupSplits
 from etl.listing.stratify import KnownSplits, WithStratifiedSplits
-from etl.sources import SOURCES, HasParts, Source
+from etl.sources import SOURCES, Source
 from etl.sources.extra import extra_columns, label_type_of
+from etl.sources.places import place_of, with_absolute_uris
 from etl.units.image_size import ImageSize, choose_image_size
+from etl.units.map_rows import deciding, mapped_schema
 from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
 from etl.user_code import with_users_line
 from shardmill.dataset.build import Build
-from shardmill.dataset.index import check_files, in_all_formats, read_shards, shard_file, stored_sizes
+from shardmill.dataset.index import check_files, in_all_formats, intact_shards, read_shards, stored_sizes
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import Manifest, SourceRef
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import rows_file
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.formats.parquet import column_types
@@ -38,9 +40,9 @@ from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
 from shardmill.kernel import resolve_kernel
+from shardmill.row_mapping import RowMapping
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,20 @@ class BuildPlan:
 
 
 @with_users_line("the source")
-def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, group: Group = group_here) -> BuildPlan:
+def plan_build(
+    tree: EtlTree,
+    *,
+    run_id: str,
+    observer: Observer | None = None,
+    group: Group = group_here,
+    mapping: RowMapping | None = None,
+) -> BuildPlan:
     """List the source and do all planning. The observer gets the number of inputs listed so far.
 
     Reads no image, or a few if neither the config nor the latest version says how large stored ones become.
 
-    `group` finds what is listed twice; one of Spark's may leave copies below the dataset while it does.
+    `group` finds what is listed twice; one of Spark's may leave copies below the dataset while it does. `mapping`: what
+    is stored in place of images.
     """
     require_uri("dataset.uri", tree.dataset.uri)
     # `auto` is decided here: executors must not choose anew.
@@ -104,12 +114,13 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, 
         check_places(name, require_uri(name, uri), tree.dataset.uri)
     source = SOURCES[tree.source.kind](tree.source)
     # From here on: an executor has a working directory of its own.
-    section = _with_absolute_uris(tree.source, source)
+    section = with_absolute_uris(tree.source, source)
     label_map = read_label_map(tree.etl.label_map)
     # Asked once, as late as possible: splits that count the images of one version must not come to stand on another.
     latest = cache(lambda: _latest(open_store(tree.dataset.uri)))
     listing = _list(source, tree, label_map, latest, observer or SilentObserver(), group)
-    return _plan_behind(latest(), tree.model_copy(update={"source": section, "etl": etl}), run_id, listing, label_map)
+    decided = tree.model_copy(update={"source": section, "etl": etl})
+    return _plan_behind(latest(), decided, run_id, listing, label_map, mapping)
 
 
 def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
@@ -117,7 +128,9 @@ def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
     # A size that was chosen for want of a version gives way to that of the version.
     etl = plan.task.config.model_copy(update={"image_size": tree.etl.image_size})
     decided = tree.model_copy(update={"source": plan.task.source, "etl": etl})
-    return _plan_behind(_latest(plan.store), decided, plan.build.run_id, plan.listing, plan.label_map)
+    return _plan_behind(
+        _latest(plan.store), decided, plan.build.run_id, plan.listing, plan.label_map, plan.task.mapping
+    )
 
 
 def _latest(store: Store) -> Manifest | None:
@@ -125,11 +138,16 @@ def _latest(store: Store) -> Manifest | None:
 
 
 def _plan_behind(
-    parent: Manifest | None, tree: EtlTree, run_id: str, listing: Listing, label_map: tuple[str, ...]
+    parent: Manifest | None,
+    tree: EtlTree,
+    run_id: str,
+    listing: Listing,
+    label_map: tuple[str, ...],
+    mapping: RowMapping | None,
 ) -> BuildPlan:
     source, store = tree.source, open_store(tree.dataset.uri)
     listed = {"listing_fingerprint": listing.fingerprint, "key_sum": listing.key_sum}
-    found = _place(source).model_copy(update={**listed, "names_splits": listing.has_splits})
+    found = place_of(source).model_copy(update={**listed, "names_splits": listing.has_splits})
     is_continued = parent is not None and (tree.etl.write_mode == "append" or found.continues(parent.source))
     size = choose_image_size(listing, source, tree.etl, parent if is_continued else None)
     config = tree.etl.model_copy(update={"image_size": size.pixels})
@@ -138,8 +156,9 @@ def _plan_behind(
     class_names = grown_label_map(parent if is_continued else None, label_map, listing.class_names)
     extra = extra_columns(source.extra_entries(), listing.extra_types, found.uri)
     label_type = label_type_of(source.label_kinds(), listing.extra_types, found.uri)
-    schema = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra, label_type)
-    config_fingerprint = fingerprint_config(config, schema, fingerprint, source.image_fields())
+    stored = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra, label_type)
+    schema = mapped_schema(stored, mapping)
+    config_fingerprint = fingerprint_config(config, schema, deciding(fingerprint, mapping), source.image_fields())
     build = Build(
         run_id=run_id,
         source=found,
@@ -153,6 +172,7 @@ def _plan_behind(
         decoder_id=decoder_id(normalize),
         config=redacted(config.model_dump(mode="json")),
         config_fingerprint=config_fingerprint,
+        predicted_by=None if mapping is None else mapping.predicted_by,
     )
     task = UnitTask(
         source=source,
@@ -162,6 +182,7 @@ def _plan_behind(
         decoder_id=decoder_id(normalize),
         listing=ListingPlace(str(listing.folder), listing.segments),
         probes=listing.probes,
+        mapping=mapping,
     )
     units = tuple(plan_units(listing, config, _unit_settings(build)))
     return BuildPlan(build, listing, listing, units, task, store, parent, label_map, size)
@@ -195,7 +216,7 @@ def _list(
 
 def _known_splits(store: Store, parent: Manifest | None, section: SourceConfig, source: Source) -> KnownSplits:
     """Of the latest version's images, those of lost shards included, if it is of this source."""
-    if parent is None or not _place(_with_absolute_uris(section, source)).continues(parent.source):
+    if parent is None or not place_of(with_absolute_uris(section, source)).continues(parent.source):
         return KnownSplits.of(store, ())
     copies, sizes = in_all_formats(read_shards(store, parent)), stored_sizes(store)
     rows = (next((shard for shard in group if rows_file(shard).path in sizes), None) for group in copies)
@@ -217,7 +238,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
         check_files(plan.store, shards)
         groups = in_all_formats(shards)
     elif _extends(plan, parent):
-        groups = _intact_shards(plan.store, parent)
+        groups = intact_shards(plan.store, parent)
     else:
         return None
     refused = partial(read_rejections, plan.store, parent)
@@ -225,7 +246,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
     config = plan.task.config
-    rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, config)
+    rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, config, plan.task.mapping)
     compared = Compared(groups, rows, refused, plan.listing, is_same_source=is_same_source)
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
@@ -251,25 +272,13 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     return replace(plan, build=replace(build, operation="incremental"), work=work, units=units, task=task), changes
 
 
-def _intact_shards(store: Store, manifest: Manifest) -> list[tuple[ShardInfo, ...]]:
-    """Those of which no file is lost or cut, in all formats."""
-    sizes = stored_sizes(store)
-    return [
-        group
-        for group in in_all_formats(read_shards(store, manifest))
-        if all(
-            sizes.get(file.path) == file.size_bytes for each in group for file in (shard_file(each), rows_file(each))
-        )
-    ]
-
-
 def _extends(plan: BuildPlan, parent: Manifest) -> bool:
     """Whether rows of the parent may be reused in the new version: same source, and config but for the label map."""
     build = plan.build
     with_its_names = fingerprint_config(
         plan.task.config,
         replace(plan.row_schema, class_names=parent.class_names),
-        build.normalization_fingerprint,
+        deciding(build.normalization_fingerprint, plan.task.mapping),
         plan.task.source.image_fields(),
     )
     made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
@@ -285,16 +294,3 @@ def _unit_settings(build: Build) -> str:
     Two tables of one name in two folders may list equal facts for different files.
     """
     return f"{build.config_fingerprint}\0{build.source.kind}\0{build.source.described}"
-
-
-def _place(section: SourceConfig) -> SourceRef:
-    """Return the location of a source, before it is listed."""
-    parts = {name: part.uri for name, part in section.parts.items()}
-    uri = section.uri or ", ".join(parts)
-    return SourceRef(uri=uri, kind=section.kind, parts=parts, listing_fingerprint="", key_sum="0" * 64)
-
-
-def _with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:
-    if isinstance(source, HasParts):
-        return section.at({f"source.parts.{name}.uri": uri for name, uri in source.part_uris.items()})
-    return section.at({"source.uri": source.uri})

@@ -56,7 +56,9 @@ def are_types_known(columns: Mapping[str, str], ours: Collection[str]) -> bool:
     """Whether a record's columns beside `ours` have types of this module, and labels too."""
     label = columns.get(LABEL, LABEL_TYPES["class"])
     is_label = label in LABEL_TYPES.values() or re.fullmatch(r"float32\[[1-9][0-9]{0,6}\]", label) is not None
-    return is_label and all(kind in ARROW_TYPES for name, kind in columns.items() if name not in ours)
+    return is_label and all(
+        kind in ARROW_TYPES or vector_size(kind) for name, kind in columns.items() if name not in ours
+    )
 
 
 def vector_size(label_type: str) -> int:

@@ -271,6 +271,26 @@ class DatasetPin:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedBy:
+    """The model whose answers a version holds in place of images."""
+
+    models_uri: str
+    export: int
+    weights_sha256: str
+    trained_on: DatasetPin
+    columns: tuple[str, ...]
+    """The columns that it has made; the others are those of any dataset, or of the source."""
+    top: int
+    layer: str
+    """Layer whose output each row holds as `embedding`; empty for none."""
+    predicted: DatasetPin | None = None
+    """The dataset version of which every image was predicted; None for another source."""
+
+    def __str__(self) -> str:
+        return f"{self.models_uri}@{self.export}"
+
+
+@dataclass(frozen=True, slots=True)
 class Nonce:
     """A file that only its driver knows of; plain text, so that it travels to ranks and tasks as JSON."""
 

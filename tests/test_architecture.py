@@ -34,6 +34,7 @@ HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn",
 MAY_BE_HEAVY = {
     "airflow_dags/shardmill_dag.py": {"airflow"},
     "airflow_dags/operators.py": {"airflow"},
+    "airflow_dags/predictions.py": {"airflow"},
     "airflow_dags/run_folder.py": {"airflow"},
     "airflow_dags/spark_hook.py": {"airflow"},
     # What a user's model imports beside its framework.

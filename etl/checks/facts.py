@@ -42,7 +42,10 @@ def is_up_to_date(plan: BuildPlan, parent: Manifest) -> bool:
 
 def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     """Raise UsageError if the build would drop another source's images: to overwrite follows one source."""
-    if replace_source or plan.parent is None or plan.is_append:
+    if replace_source or plan.parent is None:
+        return
+    _check_same_kind(plan, plan.parent)
+    if plan.is_append:
         return
     before, now = plan.parent.source, plan.build.source
     places = (*plan.parent.other_sources, before)
@@ -64,6 +67,17 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
         )
 
 
+def _check_same_kind(plan: BuildPlan, parent: Manifest) -> None:
+    if (parent.predicted_by is None) != (plan.task.mapping is None):
+        kinds = ("images", "predictions")
+        held, made = kinds if plan.task.mapping is not None else kinds[::-1]
+        raise UsageError(
+            f"{plan.store.uri}@{parent.version} holds {held}",
+            f"expected a folder for {made} alone",
+            "name another folder, or give --replace-source",
+        )
+
+
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
     config, by_split = plan.task.config, images_by_split(plan)
@@ -76,6 +90,7 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
         "classes": name_some(plan.build.class_names) or _no_classes(plan),
         "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
         "image": f"{shape}, {config.encoding}, resized by {config.resize_mode}",
+        **({} if plan.build.predicted_by is None else {"model": str(plan.build.predicted_by)}),
         "formats": ", ".join(config.formats),
         "dataset": plan.store.uri,
     }
@@ -110,8 +125,8 @@ def check_classes(plan: BuildPlan) -> None:
 
 def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     """One sentence for each thing in the listing that looks wrong, before any work is done."""
-    # What is appended says little of the splits and classes of the whole.
-    if not plan.is_append or plan.parent is None:
+    # What is appended says little of the splits and classes of the whole, and predictions are no training data.
+    if plan.task.mapping is None and (not plan.is_append or plan.parent is None):
         yield from _thin_parts(plan)
     yield from plan.listing.warnings
     if plan.listing.rejections.by_reason[RejectReason.DAMAGED_CONTAINER]:

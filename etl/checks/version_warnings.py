@@ -16,8 +16,11 @@ from shardmill.storage import Store
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     """One sentence for each thing that looks wrong once the images have been read."""
-    yield from _untested_classes(manifest)
     counts = manifest.counts
+    if manifest.predicted_by is not None:
+        yield from lost_by_decoding(counts.by_note)
+        return
+    yield from _untested_classes(manifest)
     yield from lost_by_decoding(counts.by_note)
     yield from _enlarged(manifest)
     if not counts.conflicting_label and not counts.leaked_content:

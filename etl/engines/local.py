@@ -16,8 +16,9 @@ from etl.listing.grouping import group_here
 from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 
-# Processes for each worker: while one of them stores a unit, another decodes the next one.
-_PROCESSES_PER_WORKER = 2
+# Processes for each worker: while one of them stores a unit, another decodes the next one. What a mapping stores is
+# small, and each process would hold its model.
+_PROCESSES_PER_WORKER, _MAPPING_PROCESSES_PER_WORKER = 2, 1
 
 _server: ForkServer | None = None
 
@@ -38,6 +39,7 @@ def run_locally(units: Sequence[WorkUnit | CopyUnit], task: UnitTask, settings: 
     """Each unit's result as it finishes. Raises the first error that a unit raised, after ending all processes."""
     waiting = deque(map(encode_unit, units))
     num_workers = settings.num_workers or len(os.sched_getaffinity(0))
+    max_busy = num_workers * (_PROCESSES_PER_WORKER if task.mapping is None else _MAPPING_PROCESSES_PER_WORKER)
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         server = stack.enter_context(nullcontext(_server) if _server is not None else closing(ForkServer()))
         idle: list[UnitRunner] = []
@@ -45,7 +47,7 @@ def run_locally(units: Sequence[WorkUnit | CopyUnit], task: UnitTask, settings: 
         task_json = encode_task(task)
         while waiting or busy:
             num_decoding = sum(runner.is_decoding for runner in busy)
-            if waiting and num_decoding < num_workers and len(busy) < _PROCESSES_PER_WORKER * num_workers:
+            if waiting and num_decoding < num_workers and len(busy) < max_busy:
                 if not idle:
                     idle.append(UnitRunner(task_json, server.start_worker))
                     stack.callback(idle[-1].close)

@@ -20,12 +20,14 @@ import pyarrow.compute as pc
 from etl.listing.segments import fact_limbs, find_sorted, key_digests
 from etl.listing.splits import split_of_digest
 from etl.sources.listed import SPLITS
+from etl.units.map_rows import listed_values
 from shardmill.dataset.row_segments import read_rows
 
 if TYPE_CHECKING:
     from etl.config import EtlConfig
     from etl.listing.listing import Listing
     from shardmill.formats.rows import RowSchema
+    from shardmill.row_mapping import RowMapping
     from shardmill.storage import Store
     from shardmill.values import ShardInfo
 
@@ -46,8 +48,10 @@ class OlderRows:
         schema: RowSchema,
         listing: Listing,
         config: EtlConfig,
+        mapping: RowMapping | None = None,
     ) -> None:
-        """`shards` are those of the older version; the listing says whether splits have to be compared.
+        """`shards` are those of the older version; the listing says whether splits have to be compared, and `mapping`
+        which values no source lists.
 
         Raises IntegrityError for a missing or altered row segment.
         """
@@ -59,7 +63,7 @@ class OlderRows:
         columns = (*_COMPARED_COLUMNS, "source_sha256") if needs_digests else _COMPARED_COLUMNS
         for copies in shards:
             rows = read_rows(store, copies[0], schema, columns)
-            images = _as_listed(rows, schema)
+            images = _as_listed(rows, schema, mapping)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)
             if splits is not None:
@@ -142,11 +146,13 @@ class _Sorted:
         return self._rows_N[places_N] if len(self._rows_N) else places_N, found_N
 
 
-def _as_listed(rows: pa.Table, schema: RowSchema) -> pa.Table:
+def _as_listed(rows: pa.Table, schema: RowSchema, mapping: RowMapping | None) -> pa.Table:
     """Return the listed facts of the rows' sources, except their splits."""
     names = pa.array([*schema.class_names, None], pa.string())
     labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
     extra = rows.column("extra") if schema.has_values else pa.array([""] * rows.num_rows, pa.string())
+    if mapping is not None:
+        extra = pa.array([listed_values(text, mapping) for text in extra.to_pylist()], pa.string())
     columns = [rows.column(name) for name in _LISTED]
     # An id that another image had taken is a fact: without that image it is another one.
     return pa.table([*columns, labels, extra, rows.column("sample_id")], names=["key", *_FACTS, "sample_id"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from etl.sources.listed import ListingBatch
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from etl.config import SourceConfig
+    from shardmill.options import NormalizeOptions
+    from shardmill.values import ImageSample
 
 
 class SourceReader(Protocol):
@@ -67,6 +69,20 @@ class HasParts(Protocol):
     part_uris: dict[str, str]
     """Name -> absolute URI."""
 
+
+@runtime_checkable
+class Unpacks(Protocol):
+    """A reader of images that are normalized already: it decodes what it reads, in place of the unit's decoder."""
+
+    def decode(
+        self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
+    ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+        """Each image as its pixels, in order."""
+        ...
+
+
+COMMITTED = "etl.sources.committed:CommittedSource"
+"""The `source.kind` of a dataset version, which `predict` takes as DATASET[@N]."""
 
 SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     "source.kind",

@@ -20,6 +20,7 @@ from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes
 from shardmill.mix import mix64_array
 from shardmill.options import ENCODINGS, NormalizeOptions
+from shardmill.row_mapping import RowMapping
 from shardmill.stores import open_store
 from shardmill.values import Nonce, ShardInfo, SourceImage
 
@@ -86,6 +87,13 @@ class UnitTask:
     """Read back by every task; None for units that run on the driver's host."""
     is_check: bool = False
     """Read and decode only: nothing is stored, and results have no shards."""
+    mapping: RowMapping | None = None
+    """What is stored of each image in place of its pixels; None to store these."""
+
+    @property
+    def decode_options(self) -> NormalizeOptions:
+        """Options of the images that the task decodes."""
+        return self.config.normalize_options() if self.mapping is None else self.mapping.decode_options
 
 
 def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> list[WorkUnit]:

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from etl.config import EtlConfig
 from etl.listing.splits import split_of
-from etl.sources import SOURCES, SourceReader
+from etl.sources import SOURCES, SourceReader, Unpacks
 from etl.units.decoders import check_decoders, decoders_here
+from etl.units.map_rows import map_rows
 from etl.units.pending import keep_result
 from etl.units.read_ahead import read_ahead
 from etl.units.read_source import check_source, in_reading_order, is_reading_order, places_of, read_source
@@ -126,7 +127,10 @@ def _rows(
                     failpoint("decode")
                 yield image, data
 
-    for image, outcome in decoder.decode(readable(), task.config.normalize_options()):
+    # What a dataset stores needs no decoder that an image may end.
+    decoder = reader if isinstance(reader, Unpacks) else decoder
+    outcomes = decoder.decode(readable(), task.decode_options)
+    for image, outcome in outcomes if task.mapping is None else map_rows(outcomes, task.mapping):
         if isinstance(outcome, Rejection):
             ended.rejections.append(outcome)
         else:

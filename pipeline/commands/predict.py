@@ -1,4 +1,6 @@
-"""`shardmill predict`: predictions as rows for people, as CSV for spreadsheets, and as an exit code."""
+"""`shardmill predict`: predictions as rows for people, as CSV for spreadsheets, and as an exit code; or, with --out, a
+batch job (`pipeline.commands.predict_batch`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import command
+from pipeline.cli_options import ReplaceSource, command
 from pipeline.output.printing import plain, print_result
 from shardmill.errors import UsageError
 from shardmill.printable import printable, without_surrogates
@@ -22,18 +24,42 @@ if TYPE_CHECKING:
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
-@command("overrides", "workdir", "run_id")
+@command()
 def predict(
     context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export.")
     ],
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="IMAGE...", help="Image files, or folders of them. With --out one source, or TOML file."
+        ),
+    ],
     top: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of most probable classes to print for each image.")
+        int, typer.Option(metavar="N", min=1, help="Number of most probable classes to give for each image.")
     ] = 1,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    out: Annotated[
+        str,
+        typer.Option(metavar="DIR", help="Predict a whole source, and commit the predictions to this folder or URI."),
+    ] = "",
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="With --out: what runs the work, local or spark (etl.engine).")
+    ] = "",
+    layer: Annotated[
+        str, typer.Option(metavar="NAME", help="With --out: also store the output of this layer of the model.")
+    ] = "",
+    replace_source: ReplaceSource = False,
 ) -> None:
+    if out:
+        from pipeline.commands.predict_batch import BatchJob, predict_batch
+
+        return predict_batch(context.obj, BatchJob(model, tuple(images), out, engine, top, layer, replace_source))
+    if engine or layer or replace_source:
+        raise UsageError(
+            "--engine, --layer and --replace-source belong to a batch job", "expected --out DIR", "name its folder"
+        )
     from train.published.predict import exact_name, predict_images
 
     export = exact_name(model)

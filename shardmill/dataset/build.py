@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.dataset.manifest import Operation, SourceRef
 from shardmill.options import NormalizeOptions
+from shardmill.values import PredictedBy
 
 if TYPE_CHECKING:
     from shardmill.dataset.rejection_log import RejectionLog
@@ -32,3 +33,5 @@ class Build:
     operation: Operation = "full"
     other_sources: tuple[SourceRef, ...] = ()
     """For an append: the sources of existing images."""
+    predicted_by: PredictedBy | None = None
+    """For predictions: what makes them."""

@@ -97,7 +97,7 @@ def _features(manifest: Manifest) -> Iterator[str]:
     """The types of all columns in the order of a shard, as `datasets` writes them itself."""
     yield from ("dataset_info:", "  config_name: default", "  features:")
     others = sorted(set(manifest.columns).difference(OWN_COLUMNS))
-    for name in (*OWN_COLUMNS, *others):
+    for name in (*(name for name in OWN_COLUMNS if name in manifest.columns), *others):
         yield f"  - name: {_quoted(name)}"
         yield from _feature(manifest, name)
 
@@ -119,14 +119,11 @@ def _feature(manifest: Manifest, name: str) -> list[str]:
 
 
 def _description(name: str, manifest: Manifest, *, is_named: bool) -> Iterator[str]:
-    options = manifest.normalize
-    size = f"{options.image_size} x {options.image_size} pixels" if options.one_shape_HWC else "different sizes"
     classes = f", {len(manifest.class_names)} classes" if manifest.class_names else ""
     yield from (
         f"# {' '.join(name.split())}",
         "",
-        f"Version {manifest.version} of a dataset of shardmill: {options.color} images of {size} as {options.encoding}"
-        f"{classes}.",
+        f"Version {manifest.version} of a dataset of shardmill: {_content(manifest)}{classes}.",
         "",
         "| split | images | shards |",
         "|---|---|---|",
@@ -138,6 +135,14 @@ def _description(name: str, manifest: Manifest, *, is_named: bool) -> Iterator[s
         yield "`datasets.load_dataset(FOLDER)` of Hugging Face reads the same images, classes and splits, unverified."
     else:
         yield "Other tools get their files from `shardmill inspect FOLDER --files`."
+
+
+def _content(manifest: Manifest) -> str:
+    if manifest.predicted_by is not None:
+        return f"predictions of the model {manifest.predicted_by}"
+    options = manifest.normalize
+    size = f"{options.image_size} x {options.image_size} pixels" if options.one_shape_HWC else "different sizes"
+    return f"{options.color} images of {size} as {options.encoding}"
 
 
 def _quoted(text: str) -> str:

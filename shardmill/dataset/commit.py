@@ -166,6 +166,7 @@ def _draft(
         index_segments=write_index(store, (shard for result in results for shard in result.shards)),
         ledger_segments=write_ledger(store, rejections),
         ledger_digest=rejections.digest,
+        predicted_by=build.predicted_by,
     )
 
 

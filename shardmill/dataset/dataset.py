@@ -64,6 +64,15 @@ class Dataset:
         """URIs of a split's shards, for other tools; never give those the folder: it holds other versions too."""
         return [join_uri(self.store.uri, path) for path in self.index(split, format).paths]
 
+    def require_images(self) -> None:
+        """Raise UsageError for a version of predictions."""
+        if self.manifest.predicted_by is not None:
+            raise UsageError(
+                f"{self.pin.uri}@{self.pin.version} holds predictions, and no images",
+                "expected a dataset of images",
+                "read its Parquet files: `shardmill inspect DATASET --files`",
+            )
+
     def plan_spec(
         self, split: str, *, seed: int, global_batch_size: int, num_streams: int,
         window_budget_bytes: int = 256_000_000, shuffle: bool = True,
@@ -71,6 +80,7 @@ class Dataset:
         """Return the values that determine every epoch over `split`; equal in every format. Raises UsageError for an
         impossible plan.
         """
+        self.require_images()
         index = self.index(split)
         return PlanSpec(
             layout_digest=self.manifest.layout_digest,

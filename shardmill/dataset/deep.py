@@ -83,6 +83,8 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
             require(
                 same, (f"{where}: {row['source']!r} has {name} = {column[place]!r}, its row segment a different value")
             )
+        if not schema.has_images:
+            continue
         image_HWC = decode_row(rows.images[place], options)
         if options.one_shape_HWC is None:
             size = {"height": image_HWC.shape[0], "width": image_HWC.shape[1]}

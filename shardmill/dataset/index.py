@@ -219,6 +219,18 @@ def has_all_files(store: Store, manifest: Manifest) -> bool:
     return True
 
 
+def intact_shards(store: Store, manifest: Manifest) -> list[tuple[ShardInfo, ...]]:
+    """The shards of which no file is lost or cut, in all formats."""
+    sizes = stored_sizes(store)
+    return [
+        group
+        for group in in_all_formats(read_shards(store, manifest))
+        if all(
+            sizes.get(file.path) == file.size_bytes for each in group for file in (shard_file(each), rows_file(each))
+        )
+    ]
+
+
 def _check_totals(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> None:
     found: dict[tuple[str, str], list[ShardInfo]] = {}
     for shard in shards:

@@ -11,12 +11,13 @@ from pydantic import Field, ValidationError, field_validator
 from shardmill.checksummed import ChecksummedFile, check_relative_path
 from shardmill.dataset.statistics import ChannelSums, ImageSizes
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import OWN_COLUMNS, RowSchema
+from shardmill.formats.rows import NO_IMAGES, OWN_COLUMNS, VECTOR, RowSchema
 from shardmill.ids import canonical_digest
 from shardmill.options import NormalizeOptions
 from shardmill.section import Section
 from shardmill.storage import join_uri
-from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_known
+from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_known, vector_size
+from shardmill.values import PredictedBy
 
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
@@ -143,6 +144,8 @@ class Manifest(Section):
     ledger_segments: tuple[ChecksummedFile, ...]
     ledger_digest: str
     """Order-free digest of (key, reason) of every rejection."""
+    predicted_by: PredictedBy | None = None
+    """Of predictions, which have no images: what made them."""
 
     @field_validator("columns")
     @classmethod
@@ -177,13 +180,14 @@ class Manifest(Section):
     @property
     def row_schema(self) -> RowSchema:
         """The schema that all rows of the version share."""
-        extra = (ExtraColumn(name, kind) for name, kind in self.columns.items() if name not in OWN_COLUMNS)
+        extra = (each for each in self.columns.items() if each[0] not in OWN_COLUMNS and not vector_size(each[1]))
         return RowSchema(
-            self.normalize.encoding,
+            self.normalize.encoding if "image" in self.columns else NO_IMAGES,
             self.normalize.one_shape_HWC,
             self.class_names,
-            extra=tuple(sorted(extra)),
+            extra=tuple(ExtraColumn(*each) for each in sorted(extra)),
             label_type=self.columns.get(LABEL, LABEL_TYPES["class"]),
+            vector_size=vector_size(self.columns.get(VECTOR, "")),
         )
 
     @property
@@ -207,7 +211,7 @@ class Manifest(Section):
             digests = (each.content_digest, each.layout_digest, each.ledger_digest)
             # Equal content leaks equally; an older shardmill has not counted it.
             counts = each.counts.model_copy(update={"leaked_content": None})
-            return (*digests, sorted(each.formats), counts, each.expired_versions)
+            return (*digests, sorted(each.formats), counts, each.expired_versions, each.predicted_by)
 
         return visible(self) == visible(other)
 
@@ -223,7 +227,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Not an envelope of `shardmill.checksummed`: people read and compare manifests line by line, and a pin is the SHA-256
     of the whole file.
     """
-    body = manifest.model_dump(mode="json")
+    # Older versions of shardmill read the manifest of a dataset.
+    body = manifest.model_dump(mode="json", exclude=None if manifest.predicted_by else {"predicted_by"})
     body["manifest_digest"] = canonical_digest(body)
     return _canonical(body)
 

@@ -20,7 +20,17 @@ import pyarrow.parquet as pq
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.parquet_pages import find_page
-from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, Slices, StoredRow, Texts, WrittenShard
+from shardmill.formats.rows import (
+    VECTOR,
+    ByteRange,
+    ChunkRows,
+    RowSchema,
+    ShardFormat,
+    Slices,
+    StoredRow,
+    Texts,
+    WrittenShard,
+)
 from shardmill.options import ENCODINGS
 from shardmill.typed_columns import ARROW_TYPES, arrow_type, decode_values, label_array
 
@@ -37,19 +47,17 @@ _READ_COLUMNS = {"image": 0, "sample_id": 1, "label": 2, "source": 5}
 
 def parquet_schema(schema: RowSchema) -> pa.Schema:
     """Columns that pandas, Spark and Petastorm read as they are (so no unsigned integers)."""
+    if not schema.has_images:
+        return _schema_of_predictions(schema)
     image = pa.binary()
     if ENCODINGS[schema.encoding].is_fixed_size and schema.one_shape_HWC is not None:
         image = pa.binary(math.prod(schema.one_shape_HWC))
     fields = [
         pa.field("image", image, nullable=False),
-        pa.field("sample_id", pa.int64(), nullable=False),
-        pa.field("label", arrow_type(schema.label_type), nullable=schema.has_class and not schema.class_names),
+        *_id_and_label(schema),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        pa.field("source_sha256", pa.string(), nullable=False),
-        pa.field("notes", pa.string(), nullable=False),
-        *(pa.field(column.name, ARROW_TYPES[column.type]) for column in schema.extra),
+        *_source_and_extra(schema),
     ]
     # So that a file alone explains the numbers in `label` and the bytes in `image`.
     metadata = {
@@ -59,9 +67,31 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
     return pa.schema(fields, metadata=metadata)
 
 
+def _schema_of_predictions(schema: RowSchema) -> pa.Schema:
+    vector = [pa.field(VECTOR, pa.list_(pa.float32()), nullable=False)] if schema.vector_size else []
+    fields = [*_id_and_label(schema), *_source_and_extra(schema), *vector]
+    return pa.schema(fields, metadata={CLASS_NAMES_KEY: json.dumps(schema.class_names, ensure_ascii=False)})
+
+
+def _id_and_label(schema: RowSchema) -> list[pa.Field]:
+    return [
+        pa.field("sample_id", pa.int64(), nullable=False),
+        pa.field("label", arrow_type(schema.label_type), nullable=schema.has_class and not schema.class_names),
+    ]
+
+
+def _source_and_extra(schema: RowSchema) -> list[pa.Field]:
+    return [
+        *(pa.field(name, pa.string(), nullable=False) for name in ("source", "source_sha256", "notes")),
+        *(pa.field(column.name, ARROW_TYPES[column.type]) for column in schema.extra),
+    ]
+
+
 def column_types(schema: RowSchema) -> dict[str, str]:
     """The columns of a dataset and the names of their types, as its manifest has them."""
     ours = {field.name: str(field.type) for field in parquet_schema(replace(schema, extra=()))}
+    if schema.vector_size:
+        ours[VECTOR] = f"float32[{schema.vector_size}]"
     return ours | {"label": schema.label_type} | {column.name: column.type for column in schema.extra}
 
 
@@ -80,7 +110,7 @@ def write_shard(file: IO[bytes], chunks: Sequence[Sequence[StoredRow]], schema: 
     ) as writer:
         for chunk in chunks:
             writer.write_table(_table(chunk, arrow_schema, schema), row_group_size=len(chunk))
-    return _locate(file, len(chunks))
+    return _locate(file, len(chunks), arrow_schema.names[0])
 
 
 def open_footer(footer: ByteRange, data: bytes) -> object:
@@ -96,6 +126,8 @@ def read_chunk(
 ) -> ChunkRows:
     """Decode one row group from its bytes; images are views of `data`."""
     assert isinstance(footer, pq.FileMetaData)
+    if not schema.has_images:
+        return _read_predictions(footer, chunk_in_shard, place, data, schema)
     try:
         pages = {
             name: find_page(footer, chunk_in_shard, place, data, number, name) for name, number in _READ_COLUMNS.items()
@@ -115,6 +147,31 @@ def read_chunk(
         sample_ids_N=sample_id.integers() if sample_id else table["sample_id"].to_numpy(),
         sources=Texts(source.slices, source.num_values) if source else table["source"].to_pylist(),
         extra={column.name: table[column.name].to_pylist() for column in schema.extra},
+    )
+
+
+def _read_predictions(
+    footer: pq.FileMetaData, row_group: int, place: ByteRange, data: bytes | memoryview, schema: RowSchema
+) -> ChunkRows:
+    """Like `read_chunk`; the bytes of a row's vector are in place of an image."""
+    extra, vector = [column.name for column in schema.extra], [VECTOR] if schema.vector_size else []
+    try:
+        table = _read_columns(footer, row_group, place, data, ["sample_id", "label", "source", *extra, *vector])
+    except (pa.ArrowException, OSError) as error:
+        raise IntegrityError(f"Parquet row group {row_group} does not parse: {error}") from None
+    num_rows = len(table["sample_id"])
+    numbers_N = np.empty(0, "<f4")
+    if vector:
+        numbers_N = table[VECTOR].combine_chunks().flatten().to_numpy().astype("<f4", copy=False)
+        if len(numbers_N) != num_rows * schema.vector_size:
+            raise IntegrityError(f"Parquet row group {row_group} has vectors of another length")
+    bounds = np.arange(num_rows + 1, dtype=np.int64) * (4 * schema.vector_size)
+    return ChunkRows(
+        images=Slices(numbers_N.tobytes(), bounds[:-1], bounds[1:]),
+        labels_N=_labels(table["label"], schema),
+        sample_ids_N=table["sample_id"].to_numpy(),
+        sources=table["source"].to_pylist(),
+        extra={name: table[name].to_pylist() for name in extra},
     )
 
 
@@ -153,22 +210,24 @@ def _table(chunk: Sequence[StoredRow], schema: pa.Schema, rows: RowSchema) -> pa
         "source_sha256": [sample.source_sha256 for sample in samples],
         "notes": [",".join(sample.notes) for sample in samples],
     }
-    if len(schema) > len(columns):
+    if rows.vector_size:
+        columns[VECTOR] = list(np.frombuffer(b"".join(columns["image"]), "<f4").reshape(len(chunk), -1))
+    if rows.extra:
         values = [decode_values(row.source.extra) for row in chunk]
         columns |= {name: [each.get(name) for each in values] for name in schema.names if name not in columns}
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
-def _locate(file: IO[bytes], num_chunks: int) -> WrittenShard:
+def _locate(file: IO[bytes], num_chunks: int, first_column: str) -> WrittenShard:
     """Byte ranges of row groups and footer, from the file's own metadata."""
     metadata = pq.read_metadata(file)
     file_bytes = file.seek(0, io.SEEK_END)
     # The file ends with the footer, its length in 4 bytes, and the magic.
     footer_start = file_bytes - 2 * _MAGIC_BYTES - metadata.serialized_size
-    images = [metadata.row_group(number).column(0) for number in range(num_chunks)]
+    firsts = [metadata.row_group(number).column(0) for number in range(num_chunks)]
     # A row group reaches to the next one: pyarrow may leave a copy of a column's metadata behind the column.
-    bounds = [image.data_page_offset for image in images] + [footer_start]
-    assert bounds[0] == _MAGIC_BYTES and all(image.path_in_schema == "image" for image in images)
+    bounds = [first.data_page_offset for first in firsts] + [footer_start]
+    assert bounds[0] == _MAGIC_BYTES and all(first.path_in_schema == first_column for first in firsts)
     places = [ByteRange(start, stop - start) for start, stop in itertools.pairwise(bounds)]
     return WrittenShard(tuple(places), ByteRange(footer_start, file_bytes - footer_start))
 

@@ -19,6 +19,12 @@ from shardmill.values import ImageSample, LabelKind, SourceImage, Value
 
 OWN_COLUMNS = ("image", "sample_id", "label", "height", "width", "source", "source_sha256", "notes")
 """The columns that every dataset has; all others are the user's."""
+VECTOR = "embedding"
+"""Of predictions: the column of each row's vector, whose bytes are in the place of an image's."""
+NO_IMAGES = ""
+"""In place of an encoding: rows of predictions."""
+# What a row without image and vector takes at least, for the rule that cuts rows.
+_ROW_BYTES = 128
 
 OWN_FEATURES = (
     "image/encoded", "image/format", "image/height", "image/width", "image/channels", "image/filename",
@@ -61,6 +67,13 @@ class RowSchema:
     """The user's own columns, sorted by name."""
     label_type: str = LABEL_TYPES["class"]
     """Type of the column `label`; see `LABEL_TYPES`."""
+    vector_size: int = 0
+    """Of rows without images: the length of each row's vector."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows hold images; else they are predictions."""
+        return self.encoding != NO_IMAGES
 
     @property
     def has_class(self) -> bool:
@@ -235,7 +248,7 @@ class ChunkCutter:
     def add(self, row: StoredRow) -> list[StoredRow]:
         """The chunk that this row closes; empty if it closes none."""
         self._rows.append(row)
-        self._num_bytes += row.image_bytes
+        self._num_bytes += row.image_bytes or _ROW_BYTES
         return self.rest() if self._num_bytes >= self._chunk_bytes else []
 
     def rest(self) -> list[StoredRow]:
@@ -259,7 +272,7 @@ def cut_shards(chunks: Iterable[list[StoredRow]], shard_max_bytes: int) -> Itera
     shard: list[list[StoredRow]] = []
     size = 0
     for chunk in chunks:
-        chunk_size = sum(row.image_bytes for row in chunk)
+        chunk_size = sum(row.image_bytes or _ROW_BYTES for row in chunk)
         if shard and size + chunk_size > shard_max_bytes:
             yield shard
             shard, size = [], 0

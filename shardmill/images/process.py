@@ -60,7 +60,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         raise Refused(RejectReason.TOO_SMALL, f"{len(data)} bytes; min_source_bytes is {options.min_source_bytes}")
     format_name, decoded = decode_image(data, options)
     image_HWC = normalize(decoded.pixels_HWC, options)
-    sums, square_sums = _channel_sums(image_HWC)
+    sums, square_sums = channel_sums(image_HWC)
     notes = list(decoded.notes)
     if has_other_extension(source.key, format_name):
         notes.append("extension_mismatch")
@@ -96,7 +96,7 @@ def _bytes_to_keep(
     return decoded.bare_file
 
 
-def _channel_sums(image_HWC: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def channel_sums(image_HWC: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the values, and of their squares: the same exact integers in any order of addition."""
     if _native_sums is not None:
         return _native_sums(np.ascontiguousarray(image_HWC))

@@ -65,6 +65,7 @@ class Samples:
 
     def _open(self, dataset: Dataset, split: str, format: str) -> None:
         self._dataset, self._split, self._format, self._pid = dataset, split, format, os.getpid()
+        dataset.require_images()
         index = dataset.index(split, format)
         self._fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
         self._starts = np.concatenate([[0], np.cumsum(index.chunk_rows, dtype=np.int64)])
@@ -141,6 +142,7 @@ def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]
 
 def iterate_samples(dataset: Dataset, split: str, format: str = "auto") -> Iterator[StoredSample]:
     """Every row of a split in layout order, verified and decoded, one chunk in memory."""
+    dataset.require_images()
     index = dataset.index(split, format)
     fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
     for chunk in range(index.num_chunks):

@@ -31,6 +31,20 @@ Predict = Callable[[np.ndarray], np.ndarray]
 """images_NHWC uint8 -> answers_NK float32: probabilities of classes, or the numbers that labels are."""
 
 
+PredictWithLayer = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""images_NHWC uint8 -> answers_NK as `Predict` gives them, and the output of a layer, flat: layer_ND float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutput:
+    """Loads the model of an export with the output of one of its layers."""
+
+    file: str
+    """The file or folder of an export that `load` reads."""
+    load: Callable[[Path, str], PredictWithLayer]
+    """(that file or folder, name of the layer). Raises UsageError if there is none of that name."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The functions inside an export."""
@@ -244,6 +258,8 @@ class Backend(Protocol):
 
     served: str
     """The folder of an export that holds the form that `load_served` reads."""
+    layer_output: str
+    """`package.module:object`: the `LayerOutput` of its exports."""
     recomputes_sync_batch_norm: bool
     """Whether activation checkpointing works with `train.sync_batch_norm`: a block may sum its moments twice."""
 

@@ -219,6 +219,7 @@ def _check_batch_norm(config: TrainConfig) -> None:
 
 def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | None = None) -> None:
     """Raises UsageError for a dataset that this training, or the gate behind it, cannot use."""
+    dataset.require_images()
     where = f"{dataset.pin.uri}@{dataset.pin.version}"
     splits = dataset.manifest.splits
     labels = LabelSpec.of(dataset.manifest)

@@ -72,14 +72,18 @@ def open_model(model: str) -> ExportedModel:
     """
     uri, _, number = exact_name(model).rpartition("@")
     exported = load_exported(uri, int(number))
-    record = exported.export.record
+    check_served(model, exported.export.record)
+    return exported
+
+
+def check_served(model: str, record: ExportRecord) -> None:
+    """Raises UsageError if this machine decodes images differently than the model's training did."""
     if not is_served(record.normalize, record.normalization_fingerprint):
         raise UsageError(
             f"{model} was trained on images decoded by {record.decoder_id}",
             f"this machine decodes with {decoder_id(record.normalize)}",
             "install the versions in `uv.lock`, or train again",
         )
-    return exported
 
 
 def predict_images(model: str, paths: Sequence[str], num_top: int = 1) -> list[Prediction]:

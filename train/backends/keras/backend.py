@@ -178,6 +178,7 @@ class KerasBackend:
     """`train.backends.backend.Backend` of Keras 3 on TensorFlow."""
 
     served = SAVED_MODEL
+    layer_output = "train.backends.keras.layer_output:LAYER_OUTPUT"
     recomputes_sync_batch_norm = False
 
     def start(self, world: World, seed: int) -> None:

@@ -329,7 +329,7 @@ class TorchLearner:
 class TorchBackend:
     """`train.backends.backend.Backend` of PyTorch."""
 
-    served = SERVED
+    served, layer_output = SERVED, "train.backends.torch.layer_output:LAYER_OUTPUT"
     recomputes_sync_batch_norm = True
 
     def start(self, world: World, seed: int) -> None:

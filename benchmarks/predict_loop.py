@@ -1,0 +1,86 @@
+"""The bare loop of `predict_batch.py`: one of N processes that read, decode and predict every Nth file, and keep
+nothing but the labels; with `--spark`, the same kernels in Spark's own `predict_batch_udf`.
+
+python benchmarks/predict_loop.py MODELS FOLDER PLACE N [--spark]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shardmill.augment.one_image import centre_of
+from shardmill.formats.encodings import decode_stored
+from shardmill.images.process import process_image
+from shardmill.row_mapping import sample_encoding
+from shardmill.values import ImageSample, SourceImage
+from train.backends import BACKENDS
+from train.contracts.world import World
+from train.published.load import current_export, load_exported
+
+BATCH_SIZE = 64
+
+
+def loaded(models: str) -> Callable[[Sequence[bytes]], np.ndarray]:
+    """Files -> class numbers, by the model on one core."""
+    export = current_export(models)
+    record = export.record
+    BACKENDS[record.backend].start(World(ranks_per_node=len(os.sched_getaffinity(0))), 0)
+    predict = load_exported(models, export.number).predict
+    options = record.normalize.model_copy(update={"encoding": sample_encoding(record.normalize)})
+
+    def pixels(data: bytes) -> np.ndarray:
+        sample = process_image(SourceImage("x.jpg", len(data)), data, options)
+        assert isinstance(sample, ImageSample)
+        return centre_of(decode_stored(sample.image, options.encoding, options.image_shape_HWC), record.size)
+
+    def labels(files: Sequence[bytes]) -> np.ndarray:
+        images_NHWC = np.zeros((BATCH_SIZE, *record.image_shape_HWC), np.uint8)
+        for place, data in enumerate(files):
+            images_NHWC[place] = pixels(data)
+        return predict(images_NHWC)[: len(files)].argmax(axis=1)
+
+    return labels
+
+
+def loop(models: str, folder: str, place: int, num_processes: int) -> int:
+    """The number of predicted files."""
+    labels, num_done = loaded(models), 0
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())[place::num_processes]
+    for start in range(0, len(files), BATCH_SIZE):
+        num_done += len(labels([file.read_bytes() for file in files[start : start + BATCH_SIZE]]))
+    return num_done
+
+
+def udf(models: str, folder: str, num_slots: int) -> int:
+    """The same by `pyspark.ml.functions.predict_batch_udf`, written to Parquet by Spark."""
+    from pyspark.ml.functions import predict_batch_udf
+    from pyspark.sql import SparkSession
+    from pyspark.sql.types import IntegerType
+
+    def make() -> Callable[[np.ndarray], np.ndarray]:
+        known = loaded(models)
+        return lambda contents: np.concatenate(
+            [known(contents[start : start + BATCH_SIZE]) for start in range(0, len(contents), BATCH_SIZE)]
+        ).astype(np.int32)
+
+    spark = SparkSession.builder.master(f"local[{num_slots}]").config("spark.ui.enabled", "false").getOrCreate()
+    predict = predict_batch_udf(make, return_type=IntegerType(), batch_size=BATCH_SIZE)
+    files = spark.read.format("binaryFile").option("recursiveFileLookup", "true").load(folder)
+    out = f"{folder}-udf"
+    files.select("path", predict("content").alias("label")).write.mode("overwrite").parquet(out)
+    return spark.read.parquet(out).count()
+
+
+def main() -> None:
+    models, folder, place, num_processes, *spark = sys.argv[1:]
+    count = udf(models, folder, int(num_processes)) if spark else loop(models, folder, int(place), int(num_processes))
+    sys.stdout.write(f"{count}\n")
+
+
+if __name__ == "__main__":
+    main()
