@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ class Memory:
     """Available memory, if nothing was measured; None if unknown."""
     ample: Callable[[TrainConfig], str] = _not_known
     """See `Fitted`."""
-    division: Callable[[TrainConfig], Division | None] = _undivided
+    division: Callable[[TrainConfig], Division | None] = field(default=_undivided, compare=False)
     """What a rank holds of a model that ranks hold together; None if each has all of it."""
 
     def fitted(self, config: TrainConfig) -> Fitted:
