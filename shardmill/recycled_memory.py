@@ -7,14 +7,16 @@ stored as they are as much as reading and hashing them.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING
 
+import google_crc32c
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 # Of small arrays a pool holds thousands, and asking each of them would take longer than to clear new memory.
 _MAX_QUESTIONS = 64
@@ -22,6 +24,8 @@ _MAX_QUESTIONS = 64
 _MAX_WASTE = 4
 # JAX and TensorFlow share memory that begins at a multiple of it, and copy other memory; NumPy's begins anywhere.
 _ALIGNMENT = 64
+# Less than a processor's second cache: what was read is hashed before it leaves it.
+_BLOCK_BYTES = 1 << 18
 
 
 def _num_references(arrays: list[np.ndarray], place: int) -> int:
@@ -41,6 +45,24 @@ def pageable(shape: tuple[int, ...]) -> np.ndarray:
     begin = -memory.ctypes.data % _ALIGNMENT
     # Not a view of `memory`: views of it would refer to `memory` alone, where a pool does not look.
     return np.asarray(memory.data[begin : begin + num_bytes].cast("B", shape))
+
+
+def read_blocks(descriptor: int, start: int, num_bytes: int, take: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+    """Of an open file: what `ReadsIntoMemory.read_blocks` of `shardmill.storage` gives of a stored one."""
+    left = max(0, os.fstat(descriptor).st_size - start)
+    target, filled = take(min(num_bytes, left)), 0
+    while count := os.preadv(descriptor, [target[filled : filled + _BLOCK_BYTES].data], start + filled):
+        filled += count
+        yield target[:filled]
+
+
+def hashed(blocks: Iterable[np.ndarray]) -> tuple[memoryview, int]:
+    """All bytes of `read_blocks`, and their CRC-32C: each block is hashed while it is in a processor's cache."""
+    data, crc32c, num_hashed = np.empty(0, np.uint8), 0, 0
+    for data in blocks:
+        crc32c = google_crc32c.extend(crc32c, data[num_hashed:])
+        num_hashed = len(data)
+    return data.data.toreadonly(), crc32c
 
 
 class RecycledMemory:

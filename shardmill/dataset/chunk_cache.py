@@ -20,14 +20,19 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import google_crc32c
+import numpy as np
 
 from shardmill.dataset.cache_room import CacheRoom, is_same_file, try_lock
 from shardmill.failpoints import failpoint
+from shardmill.recycled_memory import hashed, read_blocks
 from shardmill.storage import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import ByteRange
+
+Data = bytes | memoryview
+Take = Callable[[int], np.ndarray]
+"""Gives memory of so many bytes."""
 
 # Longer than any fetch but one that is retried. A stopped process holds its locks: others then fetch for themselves.
 WAIT_SECONDS = 30.0
@@ -82,9 +87,11 @@ class ChunkCache:
         with self._lock:
             return self._counts
 
-    def read(self, content: str, place: ByteRange, crc32c: int, fetch: Callable[[], bytes]) -> bytes:
+    def read(
+        self, content: str, place: ByteRange, crc32c: int, fetch: Callable[[], Data], take: Take | None = None
+    ) -> Data:
         """A run of bytes of the shard with the digest `content`: as they are here and verified, or those of `fetch`,
-        which verifies what it gives.
+        which verifies what it gives. `take`: memory for those that are here.
 
         Raises what `fetch` raises; a disk that refuses only ends the caching.
         """
@@ -92,13 +99,13 @@ class ChunkCache:
         name = f"{hashlib.sha256(content.encode()).hexdigest()}-{int(place.start)}"
         temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
         entry = _Entry(self._folder / name, temporary, place.num_bytes, crc32c)
-        data, is_damaged = self._find(entry)
+        data, is_damaged = self._find(entry, take)
         if data is not None:
             return self._hit(data)
         descriptor = self._lock_entry(entry, is_damaged=is_damaged)
         try:
             # Another process may have fetched it while this one waited.
-            data, is_damaged = self._find(entry)
+            data, is_damaged = self._find(entry, take)
             if data is not None:
                 return self._hit(data)
             if is_damaged and descriptor is not None:
@@ -113,15 +120,17 @@ class ChunkCache:
             if descriptor is not None:
                 self._unlock(descriptor, entry)
 
-    def _find(self, entry: _Entry) -> tuple[bytes | None, bool]:
+    def _find(self, entry: _Entry, take: Take | None) -> tuple[Data | None, bool]:
         """The verified bytes of an entry, if it is there; and whether it is there and damaged."""
         try:
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return None, False
         try:
-            data = _read_all(descriptor, entry.num_bytes)
-            if len(data) != entry.num_bytes or google_crc32c.value(data) != entry.crc32c:
+            if os.fstat(descriptor).st_size != entry.num_bytes:
+                return None, True
+            data, crc32c = hashed(read_blocks(descriptor, 0, entry.num_bytes, take or _new_memory))
+            if len(data) != entry.num_bytes or crc32c != entry.crc32c:
                 return None, True
             # What was not used for longest is evicted first.
             os.utime(descriptor)
@@ -129,7 +138,7 @@ class ChunkCache:
             return None, True
         finally:
             os.close(descriptor)
-        return data, False
+        return (data if take else bytes(data)), False
 
     def _lock_entry(self, entry: _Entry, *, is_damaged: bool) -> int | None:
         """A descriptor of the entry's temporary file, which this thread alone has locked.
@@ -157,7 +166,7 @@ class ChunkCache:
                 os.unlink(entry.temporary)
         os.close(descriptor)
 
-    def _keep(self, descriptor: int, entry: _Entry, data: bytes) -> None:
+    def _keep(self, descriptor: int, entry: _Entry, data: Data) -> None:
         try:
             # A killed process may have left more than this.
             os.ftruncate(descriptor, 0)
@@ -184,7 +193,7 @@ class ChunkCache:
                 stacklevel=2,
             )
 
-    def _hit(self, data: bytes) -> bytes:
+    def _hit(self, data: Data) -> Data:
         self._count(CacheCounts(hits=1, hit_bytes=len(data)))
         return data
 
@@ -207,12 +216,5 @@ def _open_locked(path: Path) -> int | None:
     return None
 
 
-def _read_all(descriptor: int, num_bytes: int) -> bytes:
-    """One byte more than there should be is asked for; it is no good if it comes."""
-    data = os.read(descriptor, num_bytes + 1)
-    if not 0 < len(data) < num_bytes:
-        return data
-    pieces = [data]
-    while piece := os.read(descriptor, num_bytes + 1):
-        pieces.append(piece)
-    return b"".join(pieces)
+def _new_memory(num_bytes: int) -> np.ndarray:
+    return np.empty(num_bytes, np.uint8)

@@ -9,18 +9,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
-import numpy as np
 
 from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema
+from shardmill.recycled_memory import hashed
 from shardmill.storage import ReadsIntoMemory, Store, join_uri
 from shardmill.values import ShardFile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
     from shardmill.dataset.chunk_cache import ChunkCache
-    from shardmill.dataset.split_index import ChunkPlace, SplitIndex
+    from shardmill.dataset.split_index import SplitIndex
     from shardmill.recycled_memory import RecycledMemory
 
 
@@ -47,7 +51,7 @@ class ChunkFetcher:
         self._schema = schema
         self._store = store
         self._format = SHARD_FORMATS[index.format]
-        self._memory = memory if cache is None and self._format.takes_views else None
+        self._take = memory.take if memory is not None and self._format.takes_views else None
         self._lock = threading.Lock()
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
         """The shards that were used last, the newest at the end."""
@@ -58,10 +62,7 @@ class ChunkFetcher:
         """The rows of chunk number `chunk`. Raises IntegrityError naming shard and chunk, for any altered byte."""
         known = self.index.chunk(chunk)
         shard, footer = self._open(known.shard)
-        if self._memory is not None and isinstance(self._store, ReadsIntoMemory):
-            data = self._recycled(self._memory, self._store, shard, known)
-        else:
-            data = self._bytes(shard, known.place, known.crc32c, f"chunk {known.number}")
+        data = self._bytes(shard, known.place, known.crc32c, f"chunk {known.number}", take=self._take)
         rows = self._format.read_chunk(footer, known.number, known.place, data, self._schema)
         if len(rows.images) != known.num_rows:
             raise IntegrityError(
@@ -84,7 +85,7 @@ class ChunkFetcher:
             shard = self.index.shard(number)
             place = ByteRange(shard.footer_start, shard.footer_bytes)
             data = self._bytes(shard, place, shard.footer_crc32c, "footer", is_last=True)
-            opened = _Opened(shard, self._format.open_footer(place, data))
+            opened = _Opened(shard, self._format.open_footer(place, bytes(data)))
             with self._lock:
                 # Evicted and read by another thread meanwhile, it is there already.
                 if number not in self._opened:
@@ -101,28 +102,29 @@ class ChunkFetcher:
             self._opened.move_to_end(number)
         return self._opened.get(number)
 
-    def _bytes(self, shard: ShardFile, place: ByteRange, crc32c: int, what: str, *, is_last: bool = False) -> bytes:
-        def fetch() -> bytes:
-            # One byte more than the index names: it must not be there if the file ends where its footer ends.
-            with _named(self._store, shard):
-                # What the file holds is allocated, not what is asked for: a size that an index invents costs nothing.
-                data = self._store.read_range(shard.path, place.start, place.num_bytes + is_last)
-            self._verify(shard, place, len(data), google_crc32c.value(data), crc32c, what)
+    def _bytes(
+        self, shard: ShardFile, place: ByteRange, crc32c: int, what: str, *,
+        is_last: bool = False, take: Callable[[int], np.ndarray] | None = None,
+    ) -> bytes | memoryview:  # fmt: skip
+        """Verified bytes, from the cache or the storage. `take`: memory for them that is used again when nothing refers
+        to them any more; a client of a remote storage makes its own.
+        """
+        store = self._store
+
+        def fetch() -> bytes | memoryview:
+            with _named(store, shard):
+                if take is not None and isinstance(store, ReadsIntoMemory):
+                    data, actual = hashed(store.read_blocks(shard.path, place.start, place.num_bytes, take))
+                else:
+                    # One byte more than the index names: it must not be there if the file ends where its footer ends.
+                    # What the file holds is allocated, not what is asked for: a size that an index invents costs
+                    # nothing.
+                    data = store.read_range(shard.path, place.start, place.num_bytes + is_last)
+                    actual = google_crc32c.value(data)
+            self._verify(shard, place, len(data), actual, crc32c, what)
             return data
 
-        return fetch() if self._cache is None else self._cache.read(shard.sha256, place, crc32c, fetch)
-
-    def _recycled(
-        self, memory: RecycledMemory, store: ReadsIntoMemory, shard: ShardFile, known: ChunkPlace
-    ) -> memoryview:
-        """The bytes of a chunk, in memory that is used again when nothing refers to them any more."""
-        data, actual, num_hashed = np.empty(0, np.uint8), 0, 0
-        with _named(self._store, shard):
-            for data in store.read_blocks(shard.path, known.place.start, known.place.num_bytes, memory.take):
-                actual = google_crc32c.extend(actual, data[num_hashed:])
-                num_hashed = len(data)
-        self._verify(shard, known.place, num_hashed, actual, known.crc32c, f"chunk {known.number}")
-        return data.data.toreadonly()
+        return fetch() if self._cache is None else self._cache.read(shard.sha256, place, crc32c, fetch, take)
 
     def _verify(
         self, shard: ShardFile, place: ByteRange, num_bytes: int, actual: int, crc32c: int, what: str

@@ -241,8 +241,6 @@ def read_batches(
         raise UsageError(
             f"streams = {streams}", f"expected some of the plan's {num_streams}, as streams_of_rank gives them"
         )
-    if not 0 <= first_step <= plan.num_steps:
-        raise UsageError(f"first_step = {first_step}", f"expected 0 to {plan.num_steps}, the steps of the epoch")
     source = RowSource(
         dataset,
         plan.spec,
@@ -250,6 +248,13 @@ def read_batches(
         options=options or ReaderOptions(),
         rows=RowOptions(augment or NO_CHANGES),
     )
+    return read_epoch(source, plan, first_step)
+
+
+def read_epoch(source: RowSource, plan: EpochPlan, first_step: int = 0) -> BatchReader[Batch]:
+    """As `read_batches`, for epoch after epoch: what `source` keeps of one is used by the next."""
+    if not 0 <= first_step <= plan.num_steps:
+        raise UsageError(f"first_step = {first_step}", f"expected 0 to {plan.num_steps}, the steps of the epoch")
     return BatchReader(source, plan, first_step=first_step, finish=lambda batch, origins: batch)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from shardmill.errors import AccessDenied, StorageError
+from shardmill.recycled_memory import read_blocks
 from shardmill.storage import TEMPORARY_PREFIX, StoredFile
 from shardmill.storage_errors import as_storage_error
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MAX_TRIES = 100
-# Less than a processor's second cache: what was read is hashed before it leaves it.
-_BLOCK_BYTES = 1 << 18
 
 
 class LocalStore:
@@ -59,11 +58,7 @@ class LocalStore:
     ) -> Iterator[np.ndarray]:
         name = self._prefix + path
         with as_storage_error(name), open(name, "rb", buffering=0) as file:
-            left = max(0, os.fstat(file.fileno()).st_size - start)
-            target, filled = take(min(num_bytes, left)), 0
-            while count := os.preadv(file.fileno(), [target[filled : filled + _BLOCK_BYTES].data], start + filled):
-                filled += count
-                yield target[:filled]
+            yield from read_blocks(file.fileno(), start, num_bytes, take)
 
     def put(self, path: str, data: bytes) -> None:
         target = self._root / path

@@ -103,7 +103,7 @@ def test_a_chunk_that_could_not_be_read_is_read_again_in_the_next_epoch(uri: str
 
 
 def test_blocks_are_the_bytes_of_a_range_and_take_no_more_memory_than_the_file_has(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardmill.stores.local._BLOCK_BYTES", 4)
+    monkeypatch.setattr("shardmill.recycled_memory._BLOCK_BYTES", 4)
     (tmp_path / "data").write_bytes(b"0123456789")
     store, taken = LocalStore(str(tmp_path)), []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import Counter
 from itertools import chain
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from shardmill import recycled_memory
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.samples import read_samples
@@ -180,6 +182,56 @@ def test_the_default_leaves_old_trainings_what_they_were():
 
     assert "reader" not in settings_that_matter(config_of("shardmill"))
     assert settings_that_matter(config_of("petastorm"))["reader"] == '"petastorm"'
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote with a cache"])
+def test_twenty_epochs_of_a_training_take_the_memory_of_one(
+    is_remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 10 MB of pixels an epoch, in windows of a fifth of it."""
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    uri = make_dataset(tmp_path, num_images=300, image_size=128, encoding="raw", chunk_bytes=500_000)
+    reading = {"prefetch_bytes": 1, "window_budget_bytes": 2_000_000, "threads": 2}
+    cache = {"dir": str(tmp_path / "cache")} if is_remote else {}
+    config = config_of("shardmill", num_workers=1, num_streams=2, reading=reading, cache=cache)
+    opened = Epochs(
+        READERS["shardmill"], open_dataset(f"{SCHEME}://{uri}" if is_remote else uri), config,
+        Mesh.of(config).data_index(0),
+    )  # fmt: skip
+    assert opened[0].num_steps == opened.num_steps and not (tmp_path / "cache").exists(), "made when an epoch is read"
+    addresses, resident, taken = set(), [], []
+    monkeypatch.setattr(
+        recycled_memory.RecycledMemory, "_new", lambda *given, new=recycled_memory.RecycledMemory._new: (
+            taken.append(given[1]), new(*given)
+        )[1]
+    )  # fmt: skip
+    for number in range(20):
+        with opened[number].read(0) as batches:
+            for batch in batches:
+                addresses.add(batch.images_NHWC.ctypes.data)
+        resident.append((resident_mb(), len(taken)))
+    assert len(addresses) <= 2 + 4, "the batches in the queue and the threads, those of the loop"
+    assert resident[-1][1] - resident[4][1] <= 2, f"new memory in late epochs: {resident}"
+    assert resident[-1][0] - resident[4][0] < 8, resident
+
+
+def test_a_split_within_the_windows_is_read_once_for_all_epochs_of_a_training(many_uri: str, monkeypatch):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    config = config_of("shardmill", num_workers=1)
+    opened = Epochs(READERS["shardmill"], open_dataset(f"{SCHEME}://{many_uri}"), config, Mesh.of(config).data_index(0))
+    orders = []
+    for number in range(3):
+        BYTES_READ.clear()
+        with opened[number].read(0) as batches:
+            orders.append([batch.sample_ids_N.tolist() for batch in batches])
+        assert any(path.startswith("shards/") for path in BYTES_READ) == (number == 0)
+    assert orders[0] != orders[1] != orders[2]
+    with opened[1].read(2) as batches:
+        assert [batch.sample_ids_N.tolist() for batch in batches] == orders[1][2:]
 
 
 def test_ranks_keep_chunks_of_a_remote_dataset(many_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

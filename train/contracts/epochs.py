@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from shardmill.loader.caching import CacheOptions, open_cache
-from shardmill.loader.reader import ReaderOptions
+from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
@@ -68,6 +68,14 @@ def reader_options(config: TrainConfig, dataset: Dataset, spec: PlanSpec) -> Rea
             known[key] = open_cache(dataset, spec, config.format, options)
         cache = known[key]
     return ReaderOptions(config.format, config.reading.threads, config.reading.prefetch_bytes, (cache,))
+
+
+def row_source(config: TrainConfig, dataset: Dataset, spec: PlanSpec, streams: range) -> RowSource:
+    """Return what all epochs of `spec` read their rows from, for a member with these streams; its memory is that of one
+    epoch. Raises as `open_cache` does.
+    """
+    options = reader_options(config, dataset, spec)
+    return RowSource(dataset, spec, streams, options=options, rows=RowOptions(config.augmentation))
 
 
 @functools.cache

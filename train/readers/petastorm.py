@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,8 +192,8 @@ class Petastorm:
             "of ranks, and verifies none; an interrupted training resumes at the start of its epoch"
         )
 
-    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
-        return PetastormEpoch(dataset, config, number, data)
+    def epochs(self, dataset: Dataset, config: TrainConfig, data: DataIndex) -> Callable[[int], Epoch]:
+        return lambda number: PetastormEpoch(dataset, config, number, data)
 
 
 def _open(dataset: Dataset, key: list[int], data: DataIndex) -> Any:

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardmill.augment.mixing import check_streams
 from shardmill.epoch_plan import EpochPlan
-from shardmill.loader.reader import BatchReader, read_batches
-from train.contracts.epochs import reader_options
+from shardmill.loader.reader import BatchReader, read_epoch
+from train.contracts.epochs import row_source
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
+    from shardmill.loader.row_source import RowSource
     from train.config import TrainConfig
-    from train.contracts.epochs import Epoch
     from train.contracts.mesh import DataIndex
 
 
 class PlannedEpoch:
     """`Epoch` of a plan."""
 
-    def __init__(self, dataset: Dataset, config: TrainConfig, plan: EpochPlan, streams: range) -> None:
+    def __init__(self, plan: EpochPlan, epochs: PlannedEpochs) -> None:
         self.num_steps = plan.num_steps
         self.num_rows = plan.num_rows
         self.num_rows_of_step = plan.num_rows_of_step
-        self._dataset, self._config, self._plan, self._streams = dataset, config, plan, streams
+        self._plan, self._epochs = plan, epochs
 
     def read(self, first_step: int) -> BatchReader:
-        config = self._config
-        return read_batches(
-            self._dataset,
-            self._plan,
-            streams=self._streams,
-            first_step=first_step,
-            options=reader_options(config, self._dataset, self._plan.spec),
-            augment=config.augmentation,
-        )
+        return read_epoch(self._epochs.source, self._plan, first_step)
+
+
+@dataclass(frozen=True)
+class PlannedEpochs:
+    """Opens the epochs of a plan for a rank's streams; all of them read from one source."""
+
+    dataset: Dataset
+    config: TrainConfig
+    streams: range
+
+    def __call__(self, number: int) -> PlannedEpoch:
+        return PlannedEpoch(self.dataset.plan_epoch(self.config.plan_spec(self.dataset), number), self)
+
+    @cached_property
+    def source(self) -> RowSource:
+        """Made when an epoch is read: then its cache is opened, too."""
+        return row_source(self.config, self.dataset, self.config.plan_spec(self.dataset), self.streams)
 
 
 class Planned:
@@ -50,8 +61,8 @@ class Planned:
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:
         return ""
 
-    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
-        return PlannedEpoch(dataset, config, dataset.plan_epoch(config.plan_spec(dataset), number), data.streams)
+    def epochs(self, dataset: Dataset, config: TrainConfig, data: DataIndex) -> PlannedEpochs:
+        return PlannedEpochs(dataset, config, data.streams)
 
 
 PLANNED = Planned()

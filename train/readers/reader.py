@@ -1,4 +1,4 @@
-"""The interface of readers: a reader opens each epoch for a rank, and declares its guarantees."""
+"""The interface of readers: a reader opens the epochs of a rank, and declares its guarantees."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from train.contracts.activities import Activity, reading
 from train.strategies.member import SiloIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
     from train.contracts.epochs import Epoch
@@ -35,8 +37,11 @@ class TrainReader(Protocol):
         """Describe the limits of this training's epochs, with numbers; empty if there are none."""
         ...
 
-    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
-        """Epoch `number` for the member with this share of the data."""
+    def epochs(self, dataset: Dataset, config: TrainConfig, data: DataIndex) -> Callable[[int], Epoch]:
+        """What opens an epoch by its number, for the member with this share of the data.
+
+        It may keep memory from one epoch for the next; nothing is read before an epoch is.
+        """
         ...
 
 
@@ -50,7 +55,11 @@ class Epochs:
     data: DataIndex
 
     def __getitem__(self, number: int) -> Epoch:
-        return self.reader.epoch(self.dataset, self.config, number, self.data)
+        return self._open(number)
+
+    @cached_property
+    def _open(self) -> Callable[[int], Epoch]:
+        return self.reader.epochs(self.dataset, self.config, self.data)
 
     @cached_property
     def num_steps(self) -> int:

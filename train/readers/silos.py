@@ -11,17 +11,18 @@ import numpy as np
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.loader.reader import BatchReader, ReaderSeconds, read_batches
-from train.contracts.epochs import reader_options
+from shardmill.loader.reader import BatchReader, ReaderSeconds, read_epoch
+from train.contracts.epochs import row_source
 from train.contracts.mesh import DataIndex
 from train.labels import LabelSpec
 from train.strategies.member import SiloIndex
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
+    from shardmill.epoch_plan import EpochPlan
+    from shardmill.loader.row_source import RowSource
     from shardmill.values import Batch
     from train.config import TrainConfig
-    from train.readers.reader import Epoch
 
 
 @dataclass(frozen=True)
@@ -49,31 +50,45 @@ class SiloSteps:
 class SiloEpoch:
     """`train.readers.reader.Epoch` of one silo."""
 
-    def __init__(self, pinned: Dataset, config: TrainConfig, number: int, data: SiloIndex) -> None:
-        self._config = config
-        self._silo = open_dataset(data.uri)
-        self._class_of_own = _classes_in(pinned, self._silo, data.uri)
-        self._num_classes = len(pinned.manifest.class_names)
-        steps = SiloSteps(data.rows_of_silos, config.global_batch_size)
-        spec = self._silo.plan_spec(
-            "train",
-            seed=config.seed,
-            global_batch_size=steps.local_batch_sizes[data.index],
-            num_streams=1,
-            window_budget_bytes=config.reading.window_budget_bytes,
-        )
-        self._plan = self._silo.plan_epoch(spec, number)
-        self.num_steps = steps.num_steps
-        self.num_rows = sum(data.rows_of_silos)
-        self.num_rows_of_step = steps.num_rows_of_step
+    def __init__(self, plan: EpochPlan, epochs: SiloEpochs) -> None:
+        self._plan, self._epochs = plan, epochs
+        self.num_steps = epochs.steps.num_steps
+        self.num_rows = sum(epochs.steps.rows_of_silos)
+        self.num_rows_of_step = epochs.steps.num_rows_of_step
 
     def read(self, first_step: int) -> SiloBatches:
         # A silo whose samples are used up takes part with padding: for that it reads its last batch.
         start = min(first_step, self._plan.num_steps - 1)
-        options = reader_options(self._config, self._silo, self._plan.spec)
-        augment = self._config.augmentation
-        reader = read_batches(self._silo, self._plan, first_step=start, options=options, augment=augment)
-        return SiloBatches(reader, first_step, self.num_steps, self._class_of_own, self._num_classes)
+        reader = read_epoch(self._epochs.source, self._plan, start)
+        return SiloBatches(
+            reader, first_step, self.num_steps, self._epochs.class_of_own, len(self._epochs.pinned.manifest.class_names)
+        )
+
+
+class SiloEpochs:
+    """Opens the epochs of one silo; all of them read from one source."""
+
+    def __init__(self, pinned: Dataset, config: TrainConfig, data: SiloIndex) -> None:
+        self.pinned = pinned
+        self.steps = SiloSteps(data.rows_of_silos, config.global_batch_size)
+        self._config = config
+        self._silo = open_dataset(data.uri)
+        self.class_of_own = _classes_in(pinned, self._silo, data.uri)
+        self._spec = self._silo.plan_spec(
+            "train",
+            seed=config.seed,
+            global_batch_size=self.steps.local_batch_sizes[data.index],
+            num_streams=1,
+            window_budget_bytes=config.reading.window_budget_bytes,
+        )
+
+    def __call__(self, number: int) -> SiloEpoch:
+        return SiloEpoch(self._silo.plan_epoch(self._spec, number), self)
+
+    @cached_property
+    def source(self) -> RowSource:
+        """Made when an epoch is read."""
+        return row_source(self._config, self._silo, self._spec, range(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +149,9 @@ class Silos:
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:
         return ""
 
-    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
+    def epochs(self, dataset: Dataset, config: TrainConfig, data: DataIndex) -> SiloEpochs:
         assert isinstance(data, SiloIndex), data
-        return SiloEpoch(dataset, config, number, data)
+        return SiloEpochs(dataset, config, data)
 
 
 SILOS = Silos()

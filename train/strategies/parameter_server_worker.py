@@ -16,13 +16,14 @@ import numpy as np
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
-from shardmill.loader.reader import BatchReader, ReaderSeconds, read_batches
+from shardmill.loader.reader import BatchReader, ReaderSeconds, read_epoch
+from shardmill.loader.row_source import RowSource
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.contracts.activities import during, reading, waiting
-from train.contracts.epochs import reader_options
+from train.contracts.epochs import row_source
 from train.contracts.stopwatch import Stopwatch
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter
@@ -41,6 +42,7 @@ class StepReader:
         self._lock = threading.Lock()
         self._epoch = -1
         self._num_steps = 0
+        self._source: RowSource | None = None
         self._reader: BatchReader | None = None
         self._ahead: dict[int, Future[Batch]] = {}
         self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -78,10 +80,10 @@ class StepReader:
     def _open(self, epoch: int) -> None:
         if self._reader is not None:
             self._reader.close()
-        config = self._config
-        plan = self._dataset.plan_epoch(self._plan_spec, epoch)
-        options = reader_options(config, self._dataset, plan.spec)
-        self._reader = read_batches(self._dataset, plan, options=options, augment=config.augmentation)
+        spec = self._plan_spec
+        plan = self._dataset.plan_epoch(spec, epoch)
+        self._source = self._source or row_source(self._config, self._dataset, spec, range(spec.num_streams))
+        self._reader = read_epoch(self._source, plan)
         self._epoch, self._num_steps, self._ahead = epoch, plan.num_steps, {}
 
 
