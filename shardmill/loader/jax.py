@@ -10,7 +10,7 @@ import numpy as np
 from shardmill.epoch_plan import num_streams_choices, num_streams_for
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
-from shardmill.loader.ranks import Ranks
+from shardmill.loader.ranks import Ranks, gather_by_jax
 from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class DevicePlacement:
                 "expected a sharding of the batch axis alone, whose parts divide the batch",
                 f"change one of them; JAX says: {str(error).splitlines()[0]}",
             ) from None
-        return cls(sharding, global_batch_size, _ranks(rows_of_device, global_batch_size, jax.process_index()))
+        ranks = _ranks(rows_of_device, global_batch_size, jax.process_index())
+        if 1 < jax.process_count() == len({device.process_index for device in rows_of_device}):
+            # A process that has no device of the sharding makes no loader: to wait for it would have no end.
+            ranks = replace(ranks, gather=gather_by_jax)
+        return cls(sharding, global_batch_size, ranks)
 
     def num_streams(self, given: int | None) -> int:
         """A number of streams of which every rank gets as many. Raises UsageError if `given` is none."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from shardmill.environments import find_place
 from shardmill.errors import UsageError
 
@@ -21,7 +23,7 @@ class Ranks:
     rank: int
     world_size: int
     gather: Callable[[str], list[str]] | None = None
-    """The text of every rank, in rank order, through the framework's process group; None if there is no group."""
+    """The text of every process, through the framework's group of them; None if there is no group."""
     are_given: bool = False
     """The caller has passed them."""
 
@@ -71,7 +73,8 @@ def _of_frameworks() -> Ranks | None:
     # Asking JAX for its process index before `jax.distributed.initialize` would start it as one process for good.
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
-        return Ranks(jax.process_index(), jax.process_count())
+        count = jax.process_count()
+        return Ranks(jax.process_index(), count, gather_by_jax if count > 1 else None)
     return None
 
 
@@ -79,6 +82,18 @@ def _gather_by_torch(distributed: Any, text: str) -> list[str]:
     texts = [""] * distributed.get_world_size()
     distributed.all_gather_object(texts, text)
     return texts
+
+
+def gather_by_jax(text: str) -> list[str]:
+    """The text of every process of JAX: two small computations over all devices, which every process takes part in."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(process_allgather(np.array([len(data)], np.int32))).reshape(-1)
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(data)] = data
+    rows = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 def _of_tf_config(text: str) -> Ranks:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def check_same_plan(ranks: Ranks, spec: PlanSpec, pins: Mapping[DatasetPin, bool]) -> None:
-    """Compare the plans through the process group, if there is one; every rank of it makes the loader then.
+    """Compare the plans through the process group, if there is one; every process of it makes the loader then, those
+    that read the same rows, too.
 
     `pins`: the datasets, each with whether it was opened as `URI@N`. Without a group, all must be: each rank has looked
     up a latest version on its own.
     Ranks that were passed to the loader are not checked. Raises UsageError, on every rank.
     """
-    if ranks.world_size == 1 or ranks.are_given:
+    if ranks.are_given or (ranks.world_size == 1 and ranks.gather is None):
         return
     versions = [f"{pin.uri}@{pin.version}" for pin in pins]
     if ranks.gather is None:
@@ -44,5 +45,6 @@ def check_same_plan(ranks: Ranks, spec: PlanSpec, pins: Mapping[DatasetPin, bool
         raise UsageError(
             f"the ranks have different plans: rank 0 {plans[0]}; rank {other} {plans[other]}",
             "expected the same dataset version and the same arguments on every rank",
-            f"open {next(iter(pins)).uri}@N; for a loader on one rank only, pass rank = 0 and world_size = 1",
+            f"open {next(iter(pins)).uri}@N; for a loader on one rank only, pass rank = 0 and world_size = 1, or to "
+            "jax_loader a sharding over that rank's devices",
         )

@@ -41,10 +41,15 @@ for batch in loader:
             "types": [str(each.dtype) for each in (batch.images, batch.labels, batch.weights)],
         }
     )
-refused = ""
-if int(num_processes) > 1:
-    try:
-        open_dataset(uri.partition("@")[0]).jax_loader("train", global_batch_size=24, sharding=places["batch"])
-    except UsageError as error:
-        refused = str(error)
+refused = []
+for given in ({"seed": 3}, {"seed": int(process)}):
+    latest = open_dataset(uri.partition("@")[0])
+    for make, place in ((latest.jax_loader, {"sharding": places[mesh]}), (latest.batches, {})):
+        try:
+            make("train", global_batch_size=24, **given, **place)
+        except UsageError as error:
+            refused.append(str(error))
+local = NamedSharding(Mesh(np.array(jax.local_devices()), ("batch",)), PartitionSpec("batch"))
+alone = open_dataset(uri).jax_loader("train", global_batch_size=24, seed=int(process), sharding=local)
+assert len(list(alone)) == len(found), "nobody else makes this one"
 print(json.dumps({"batches": found, "state": loader.state_dict(), "refused": refused}))

@@ -227,6 +227,14 @@ def test_the_rank_is_jaxs_once_it_is_initialised(dataset, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "jax", jax)
     assert dataset.batches("train", **BATCH).streams == range(8)
     is_initialized.append(True)
+    gathered = []
+    monkeypatch.setattr(
+        "shardmill.loader.ranks.gather_by_jax", lambda text: gathered.append(text) or [text, text, other, text]
+    )
+    other = "of another seed"
+    with pytest.raises(UsageError, match="the ranks have different plans: rank 0 .*; rank 2 of another seed; expected"):
+        dataset.batches("train", **BATCH)
+    other = gathered[0]
     assert dataset.batches("train", **BATCH).streams == range(6, 8)
 
 
