@@ -28,6 +28,7 @@ FAILPOINTS = {
     "checkpoint_marker": "all files of a checkpoint are written, but its marker is not",
     "checkpoint_done": "the marker is written, but older checkpoints are not deleted yet",
     "cache_keep": "a chunk is in a temporary file of the cache, but is no entry of it yet",
+    "tar_record": "a tar file of an export is recorded, but not published",
     "gc_delete": "gc is about to delete a file that nothing refers to",
 }
 

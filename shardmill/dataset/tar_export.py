@@ -1,6 +1,7 @@
 """Writes a dataset version as WebDataset shards: tar files of `KEY.jpg`, `KEY.cls` and `KEY.json`, for other readers.
 
 Every row is verified when it is read, and counted; `export.json` is written last, and says that the export is whole.
+`shardmill.dataset.tar_progress` says how a killed one is continued.
 """
 
 from __future__ import annotations
@@ -8,82 +9,75 @@ from __future__ import annotations
 import json
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.leases import reading
 from shardmill.dataset.manifest import Manifest
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.dataset.tar_progress import (
+    EXPORT,
+    PROGRESS,
+    Progress,
+    RecordedTar,
+    TarExport,
+    TarShard,
+    continued_export,
+    finished_export,
+)
+from shardmill.errors import IntegrityError
+from shardmill.failpoints import failpoint
 from shardmill.formats.encodings import decode_row, encode_image
 from shardmill.formats.rows import StoredRow
 from shardmill.ids import add_digests, format_digest, format_sample_id
-from shardmill.storage import Store
+from shardmill.storage import Store, is_temporary
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, decode_values
 
-EXPORT = "export.json"
 _SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 Members = list[tuple[str, bytes]]
 """The files of one sample: name and content."""
 
 
-@dataclass(frozen=True, slots=True)
-class TarShard:
-    """One published tar file."""
-
-    split: str
-    path: str
-    num_rows: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TarExport:
-    """What `export_tar` wrote."""
-
-    dataset: str
-    """`URI@N`."""
-    target: str
-    class_names: tuple[str, ...]
-    shards: tuple[TarShard, ...]
-
-    def document(self) -> dict[str, Any]:
-        """The content of `export.json`, and of `export-tar --json`."""
-        return {**asdict(self), "num_rows": sum(shard.num_rows for shard in self.shards)}
-
-
 def export_tar(
     dataset: Dataset, target: Store, max_bytes: int,
     on_shard: Callable[[TarShard], object] = lambda shard: None,
+    on_resumed: Callable[[list[TarShard]], object] = lambda shards: None,
 ) -> TarExport:  # fmt: skip
     """Write all splits to an empty folder, `SPLIT-000000.tar` and so on: no file is larger than `max_bytes`, unless it
     holds a single row.
 
-    Equal versions give equal tar files. Raises UsageError for a folder that is not empty, IntegrityError for an altered
-    or missing row; then there is no `export.json`.
+    Equal versions give equal tar files. An export that was interrupted is continued: `on_resumed` gets the files that
+    are there, `on_shard` each further one. Raises UsageError for a folder that holds anything else, IntegrityError for
+    an altered or missing row; then there is no `export.json`.
     """
-    if found := next(iter(target.list("")), None):
-        raise UsageError(
-            f"{target.uri} is not empty: it contains {found.path}",
-            "expected an empty folder, or none",
-            f"give another folder; an export without {EXPORT} was interrupted: delete it",
-        )
     name = f"{dataset.pin.uri}@{dataset.pin.version}"
-    shards: list[TarShard] = []
+    if (finished := finished_export(target, name, max_bytes)) is not None:
+        on_resumed(list(finished.shards))
+        # It may have been killed here.
+        _sweep(target, finished.shards)
+        return finished
+    begun = Progress(dataset=name, manifest_sha256=dataset.pin.manifest_sha256, max_bytes=max_bytes)
+    progress = continued_export(target, begun)
+    if progress.tars:
+        on_resumed([tar.shard for tar in progress.tars])
     # The lease keeps `gc` away from the version; the temporary folder holds one tar file at a time.
     with reading(dataset.store, dataset.pin.version, f"export-tar of {name}"), _temporary_folder() as folder:
         for split in dataset.manifest.splits:
-            for shard in _export_split(dataset, split, target, folder, max_bytes):
-                shards.append(shard)
-                on_shard(shard)
-    export = TarExport(name, target.uri, dataset.manifest.class_names, tuple(shards))
+            for tar in _export_split(dataset, split, progress.of_split(split), Path(folder), max_bytes):
+                progress = progress.recorded(target, tar)
+                failpoint("tar_record")
+                target.put_file(tar.shard.path, Path(folder, tar.shard.path))
+                Path(folder, tar.shard.path).unlink()
+                on_shard(tar.shard)
+    shards = tuple(tar.shard for tar in progress.tars)
+    export = TarExport(name, target.uri, dataset.manifest.class_names, shards, max_bytes)
     target.put(EXPORT, json.dumps(export.document(), indent=1).encode() + b"\n")
+    _sweep(target, shards)
     return export
 
 
@@ -92,24 +86,37 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="shardmill-tar-")
 
 
-def _export_split(dataset: Dataset, split: str, target: Store, folder: str, max_bytes: int) -> Iterator[TarShard]:
-    """The tar files of one split, each once it is published. Raises IntegrityError unless its rows are exactly those
-    that the manifest counts.
+def _sweep(target: Store, shards: Sequence[TarShard]) -> None:
+    """Delete what only an unfinished export needs, and half files of killed ones."""
+    target.delete(PROGRESS)
+    ours = {shard.path for shard in shards}
+    for file in target.list_unpublished(""):
+        if is_temporary(file.path) or file.path in ours:
+            target.delete_unpublished(file)
+
+
+def _export_split(
+    dataset: Dataset, split: str, done: Sequence[RecordedTar], folder: Path, max_bytes: int
+) -> Iterator[RecordedTar]:
+    """The tar files of one split that follow those that are done, each once it lies closed in `folder`.
+
+    Raises IntegrityError unless its rows are exactly those that the manifest counts.
     """
     manifest = dataset.manifest
-    num_rows = digest_sum = num_tars = 0
+    num_rows = sum(each.shard.num_rows for each in done)
+    digest_sum = add_digests(*(int(each.row_digest_sum, 16) for each in done))
+    num_tars = len(done)
     tar: _OpenTar | None = None
-    for stored in dataset.shards_of(split):
-        for row in read_stored_rows(dataset.store, stored, manifest.row_schema):
-            num_rows, digest_sum = num_rows + 1, add_digests(digest_sum, int.from_bytes(row.digest, "big"))
-            members = sample_members(row, manifest)
-            if tar is not None and tar.size_with(members) > max_bytes:
-                yield tar.publish(target)
-                tar = None
-            if tar is None:
-                tar = _OpenTar(Path(folder), split, num_tars)
-                num_tars += 1
-            tar.add(members)
+    for row in _rows_from(dataset, split, num_rows):
+        num_rows, digest_sum = num_rows + 1, add_digests(digest_sum, int.from_bytes(row.digest, "big"))
+        members = sample_members(row, manifest)
+        if tar is not None and tar.size_with(members) > max_bytes:
+            yield tar.close()
+            tar = None
+        if tar is None:
+            tar = _OpenTar(folder, split, num_tars)
+            num_tars += 1
+        tar.add(members, row.digest)
     info = manifest.splits[split]
     if (num_rows, format_digest(digest_sum)) != (info.num_rows, info.row_digest_sum):
         raise IntegrityError(
@@ -118,7 +125,15 @@ def _export_split(dataset: Dataset, split: str, target: Store, folder: str, max_
             "run `shardmill verify`",
         )
     if tar is not None:
-        yield tar.publish(target)
+        yield tar.close()
+
+
+def _rows_from(dataset: Dataset, split: str, first: int) -> Iterator[StoredRow]:
+    """The rows of a split from number `first` on; shards before it are not read."""
+    for shard in dataset.shards_of(split):
+        if first < shard.num_rows:
+            yield from islice(read_stored_rows(dataset.store, shard, dataset.manifest.row_schema), first, None)
+        first = max(0, first - shard.num_rows)
 
 
 def sample_members(row: StoredRow, manifest: Manifest) -> Members:
@@ -152,15 +167,15 @@ def sample_members(row: StoredRow, manifest: Manifest) -> Members:
 
 
 class _OpenTar:
-    """A tar file that is written to a local disk, and published when it is full."""
+    """A tar file that is written to a local disk, until it is full."""
 
     def __init__(self, folder: Path, split: str, number: int) -> None:
         self._split = split
         self._file = folder / f"{split}-{number:06d}.tar"
         with as_storage_error(self._file):
             # The plain format of POSIX: our names are short, and every reader knows it.
-            self._tar = tarfile.open(self._file, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  `publish` closes it
-        self._num_rows = 0
+            self._tar = tarfile.open(self._file, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  `close` does it
+        self._num_rows = self._digest_sum = 0
 
     def size_with(self, members: Members) -> int:
         """Size of the file if it were closed after these."""
@@ -168,21 +183,21 @@ class _OpenTar:
         # Two empty blocks end it, and its size is a multiple of a record.
         return -(-(size + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
-    def add(self, members: Members) -> None:
+    def add(self, members: Members, row_digest: bytes) -> None:
         for name, data in members:
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(data), 0o644
             with as_storage_error(self._file, len(data)):
                 self._tar.addfile(entry, BytesIO(data))
         self._num_rows += 1
+        self._digest_sum = add_digests(self._digest_sum, int.from_bytes(row_digest, "big"))
 
-    def publish(self, target: Store) -> TarShard:
+    def close(self) -> RecordedTar:
+        """It lies in the folder, whole."""
         with as_storage_error(self._file):
             self._tar.close()
         shard = TarShard(self._split, self._file.name, self._num_rows, self._file.stat().st_size)
-        target.put_file(shard.path, self._file)
-        self._file.unlink()
-        return shard
+        return RecordedTar(shard, format_digest(self._digest_sum))
 
 
 def _in_blocks(num_bytes: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -14,13 +16,15 @@ import webdataset
 
 from etl.config import EtlConfig, SourceConfig
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.tar_export import EXPORT, TarExport, export_tar
+from shardmill.dataset.tar_export import export_tar
+from shardmill.dataset.tar_progress import EXPORT, PROGRESS, TarExport
 from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.failpoints import VARIABLE
 from shardmill.ids import format_sample_id
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
-from tests.pipeline.command import last_line, shardmill
+from tests.pipeline.command import BIN, ENVIRONMENT, last_line, shardmill
 from tests.support import build_here, make_dataset
 
 ALL = 10**6
@@ -164,6 +168,75 @@ def test_an_altered_row_or_a_store_that_fails_leaves_no_whole_export(tmp_path: P
     assert all(read_tars(tmp_path / "full", split) for split in ("test", "train"))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def without_target(document: bytes) -> dict:
+    return {**json.loads(document), "target": ""}
+
+
+@pytest.mark.parametrize("nth", [1, 3, 7])
+def test_a_killed_export_is_continued_by_the_same_command(uri: str, tmp_path: Path, nth: int):
+    export(uri, tmp_path / "whole", max_bytes=60_000)
+    command = ("export-tar", uri, "tars", "--max-bytes", "60000")
+    environment = {**ENVIRONMENT, VARIABLE: f"tar_record:{nth}"}
+    killed = subprocess.run([BIN / "shardmill", *command], cwd=tmp_path, env=environment, check=False, timeout=150)
+    assert killed.returncode == -signal.SIGKILL and not (tmp_path / "tars" / EXPORT).exists()
+    (tmp_path / "tars" / ".tmp-left").write_bytes(b"half of a file")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "tars").glob("*.tar")}
+    assert len(before) == nth - 1
+    done = shardmill(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (f"{nth - 1} tar file" in done.stderr and "there already" in done.stderr) == (nth > 1)
+    found, expected = contents(tmp_path / "tars"), contents(tmp_path / "whole")
+    assert without_target(found.pop(EXPORT)) == without_target(expected.pop(EXPORT)) and found == expected
+    for name, time in before.items():
+        assert (tmp_path / "tars" / name).stat().st_mtime_ns == time, "a finished file is not written again"
+        assert f"export-tar: {name}, " not in done.stderr
+    # And a finished one is what it is.
+    again = shardmill(*command, "--json", cwd=tmp_path)
+    assert again.returncode == 0 and json.loads(again.stdout) == json.loads((tmp_path / "tars" / EXPORT).read_bytes())
+
+
+def test_only_what_this_export_has_written_is_continued(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    put_file = LocalStore.put_file
+
+    def fail(self: LocalStore, path: str, local_file: Path) -> None:
+        if path.startswith("validation"):
+            raise StorageError("no space")
+        put_file(self, path, local_file)
+
+    with monkeypatch.context() as patched, pytest.raises(StorageError):
+        patched.setattr(LocalStore, "put_file", fail)
+        export(uri, tmp_path / "tars", max_bytes=60_000)
+    whole = contents(tmp_path / "tars")
+    with pytest.raises(
+        UsageError, match="an unfinished export of .*@1 with --max-bytes 60000; expected .* 70000; give"
+    ):
+        export(uri, tmp_path / "tars", max_bytes=70_000)
+    (tmp_path / "tars" / "mine.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"is not empty: it contains mine\.txt"):
+        export(uri, tmp_path / "tars", max_bytes=60_000)
+    (tmp_path / "tars" / "mine.txt").unlink()
+    (tmp_path / "tars" / PROGRESS).write_bytes(whole[PROGRESS].replace(b"60000", b"60001"))
+    with pytest.raises(IntegrityError, match=f"{PROGRESS} was altered"):
+        export(uri, tmp_path / "tars", max_bytes=60_000)
+    (tmp_path / "tars" / PROGRESS).write_bytes(whole[PROGRESS])
+    # From the first file that is not as it was.
+    (tmp_path / "tars" / "train-000001.tar").write_bytes(whole["train-000001.tar"][:-512])
+    done = export(uri, tmp_path / "tars", max_bytes=60_000)
+    found = contents(tmp_path / "tars")
+    assert PROGRESS not in found and {name: found[name] for name in whole if name != PROGRESS} == {
+        name: data for name, data in whole.items() if name != PROGRESS
+    }
+    with pytest.raises(UsageError, match="contains an export of .* with --max-bytes 60000; expected .* 70000"):
+        export(uri, tmp_path / "tars", max_bytes=70_000)
+    (tmp_path / "tars" / done.shards[-1].path).unlink()
+    with pytest.raises(UsageError, match=f"lacks {done.shards[-1].path}, .*; delete the export"):
+        export(uri, tmp_path / "tars", max_bytes=60_000)
+
+
 def test_the_command_prints_a_table_or_its_document(uri: str, tmp_path: Path):
     done = shardmill("export-tar", f"{uri}@1", "tars", "--max-bytes", "60000", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -175,5 +248,4 @@ def test_an_export_goes_to_an_object_store(s3_bucket: str, uri: str, tmp_path: P
     target = open_store(f"{s3_bucket}/tars")
     done = export_tar(open_dataset(uri), target, 10**8)
     assert {file.path: file.size_bytes for file in target.list("")}.keys() == {EXPORT, *(e.path for e in done.shards)}
-    with pytest.raises(UsageError, match="is not empty"):
-        export_tar(open_dataset(uri), target, 10**8)
+    assert export_tar(open_dataset(uri), target, 10**8) == done
