@@ -36,44 +36,51 @@ def open_cache(dataset: Dataset, spec: PlanSpec, format: str, options: CacheOpti
 
     Raises UsageError for a limit that one window does not fit into, StorageError for a disk that cannot hold it.
     """
-    folder, limit = options.named
-    if dataset.store.local_root is not None:
-        warnings.warn(
-            f"{folder} = {options.folder!r} is not used: {dataset.pin.uri} is a folder of this machine already",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    if "://" in options.folder:
-        raise UsageError(
-            f"{folder} = {options.folder!r}", "expected a folder on a local disk", "name one, or omit it for no cache"
-        )
-    if options.limit_bytes is not None:
-        check_limit([dataset], spec, format, options.limit_bytes, limit)
-    split_bytes = int(dataset.index(spec.split, format).stored_bytes.sum())
-    room = open_room(options.folder, options.limit_bytes, split_bytes, named=folder)
-    if options.limit_bytes is None:
-        check_limit([dataset], spec, format, room.limit_bytes, f"{limit} (half of what the disk has free)")
-    return ChunkCache(room, dataset.store.uri)
+    [cache] = _open((dataset,), spec, format, options)
+    return cache
 
 
 def open_caches(
     datasets: Sequence[Dataset], spec: PlanSpec, format: str, folder: str | Path | None, limit_bytes: int | None
 ) -> tuple[ChunkCache | None, ...]:
-    """The caches of a loader's datasets, as `open_cache` opens each. They share the folder and the limit, and windows
-    of a mix hold chunks of all. No folder: no caches.
-    """
+    """The cache of each of a loader's datasets, as `open_cache` opens one. No folder: no caches."""
     if folder is None:
         if limit_bytes is not None:
             raise UsageError(
                 f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
             )
         return (None,) * len(datasets)
-    options = CacheOptions(str(folder), limit_bytes)
-    remote = [dataset for dataset in datasets if dataset.store.local_root is None]
-    if options.limit_bytes is not None and len(remote) > 1:
-        check_limit(remote, spec, format, options.limit_bytes, options.named[1])
-    return tuple(open_cache(dataset, spec, format, options) for dataset in datasets)
+    return _open(datasets, spec, format, CacheOptions(str(folder), limit_bytes))
+
+
+def _open(
+    datasets: Sequence[Dataset], spec: PlanSpec, format: str, options: CacheOptions
+) -> tuple[ChunkCache | None, ...]:
+    """The remote ones share the folder and its limit, because windows of a mix hold chunks of all."""
+    folder, limit = options.named
+    remote = list({dataset.pin: dataset for dataset in datasets if dataset.store.local_root is None}.values())
+    for dataset in datasets:
+        if dataset.store.local_root is not None:
+            warnings.warn(
+                f"{folder} = {options.folder!r} is not used: {dataset.pin.uri} is a folder of this machine already",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    if not remote:
+        return (None,) * len(datasets)
+    if "://" in options.folder:
+        raise UsageError(
+            f"{folder} = {options.folder!r}", "expected a folder on a local disk", "name one, or omit it for no cache"
+        )
+    if options.limit_bytes is not None:
+        check_limit(remote, spec, format, options.limit_bytes, limit)
+    split_bytes = sum(int(dataset.index(spec.split, format).stored_bytes.sum()) for dataset in remote)
+    room = open_room(options.folder, options.limit_bytes, split_bytes, named=folder)
+    if options.limit_bytes is None:
+        check_limit(remote, spec, format, room.limit_bytes, f"{limit} (half of what the disk has free)")
+    return tuple(
+        ChunkCache(room, dataset.store.uri) if dataset.store.local_root is None else None for dataset in datasets
+    )
 
 
 def check_limit(
