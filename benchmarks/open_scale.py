@@ -9,6 +9,7 @@ functions that a build uses. The dataset of `--rows` is a real one, of raw image
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import resource
@@ -49,14 +50,20 @@ def main() -> None:
         if arguments.chunks:
             print(
                 "| chunks | manifest, s | index, s | plan of an epoch, s | all, s | its CPU s | peak RSS, MB | "
-                "before opening, MB |"
+                "before opening, MB | index, bytes a chunk | private of a second process: before, index, plan, MB |"
             )
-            print("|---|---|---|---|---|---|---|---|", flush=True)
+            print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
         for num_chunks in arguments.chunks:
             uri = write_index(Path(folder) / str(num_chunks), num_chunks)
             found = median(arguments.repeat, "open", uri)
             seconds = " | ".join(f"{found[name]:.2f}" for name in ("manifest", "index", "plan", "all", "cpu"))
-            print(f"| {num_chunks:,} | {seconds} | {found['peak_mb']:,.0f} | {found['before_mb']:,.0f} |", flush=True)
+            print(
+                f"| {num_chunks:,} | {seconds} | {found['peak_mb']:,.0f} | {found['before_mb']:,.0f} | "
+                f"{found['held']:.1f} | "
+                + ", ".join(f"{found[name]:,.0f}" for name in ("private_before", "private_index", "private_plan"))
+                + " |",
+                flush=True,
+            )
             shutil.rmtree(uri)
         if arguments.rows:
             print("| rows | at step | import, s | open, s | loader, s | first batch, s | from open on, s | its CPU s |")
@@ -84,7 +91,8 @@ def median(repeat: int, *what: str) -> dict[str, float]:
 
 
 def opened(uri: str) -> dict[str, float]:
-    """Seconds from the URI to a plan, and the peak of memory."""
+    """Seconds from the URI to a plan, the peak of memory, and what of it is this process's own afterwards."""
+    private_before = _private_mb()
     before_mb, cpu, started = _peak_mb(), time.process_time(), time.perf_counter()
     dataset = open_dataset(uri)
     manifest = time.perf_counter()
@@ -92,9 +100,14 @@ def opened(uri: str) -> dict[str, float]:
     chunk_rows = index.chunk_rows
     _ = index.max_chunk_bytes
     read = time.perf_counter()
+    private_index = _private_mb()
+    began = time.perf_counter()
     spec = dataset.plan_spec("train", seed=0, global_batch_size=1024, num_streams=64)
-    assert plan_epoch(spec, chunk_rows, 3).num_rows == int(chunk_rows.sum())
-    done = time.perf_counter()
+    plan = plan_epoch(spec, chunk_rows, 3)
+    assert plan.num_rows == int(chunk_rows.sum())
+    done = time.perf_counter() - (began - read)
+    columns = (index.chunk_starts, index.stored_bytes, chunk_rows, index.image_bytes, index.chunk_crc32c)
+    held = sum(column.nbytes for column in columns) + index.shards.nbytes + index.chunks_of_shard.nbytes
     return {
         "manifest": manifest - started,
         "index": read - manifest,
@@ -103,6 +116,10 @@ def opened(uri: str) -> dict[str, float]:
         "cpu": time.process_time() - cpu,
         "peak_mb": _peak_mb(),
         "before_mb": before_mb,
+        "held": held / index.num_chunks,
+        "private_before": private_before,
+        "private_index": private_index,
+        "private_plan": _private_mb(),
     }
 
 
@@ -199,6 +216,14 @@ def _table(numbers: np.ndarray, sizes: np.ndarray, rows: np.ndarray, image_bytes
 
 def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+def _private_mb() -> float:
+    """What no other process shares; memory that allocators could give back is not counted."""
+    pa.default_memory_pool().release_unused()
+    ctypes.CDLL(None).malloc_trim(0)
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_")) / 1000
 
 
 if __name__ == "__main__":

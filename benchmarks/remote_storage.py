@@ -24,7 +24,8 @@ from benchmarks.servers import hdfs_root, s3_root
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
-from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.stores import open_store
 from tests.services.s3 import s3_client
 from tests.support import upload

@@ -56,7 +56,7 @@ class PlanSpec:
                     "expected a batch that the streams divide evenly, because each contributes the same number of "
                     "rows to a step"
                 ),
-                f"use {max(1, round(self.global_batch_size / max(1, self.num_streams))) * self.num_streams}",
+                f"use a batch of {_near_multiple(self.global_batch_size, self.num_streams)}, or streams that divide it",
             )
         assert self.window_chunks >= 1
 
@@ -79,6 +79,11 @@ class PlanSpec:
             del fields["selection"]
         text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _near_multiple(number: int, of: int) -> int:
+    of = max(1, of)
+    return max(1, round(number / of)) * of
 
 
 class StepRows(NamedTuple):
@@ -216,7 +221,7 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
         raise UsageError(
             f"{world_size} ranks for {num_streams} streams",
             f"expected 1 to {num_streams} ranks, because each owns at least one stream",
-            f"set train.num_streams to {world_size} or a multiple of it",
+            f"set num_streams (train.num_streams) to {world_size} or more, to a divisor of the batch",
         )
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} of {world_size}", f"expected 0 to {world_size - 1}", "ranks are counted from 0")

@@ -17,7 +17,8 @@ from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig
-from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.stores import open_store
 
 

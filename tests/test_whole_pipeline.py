@@ -16,7 +16,8 @@ from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.encodings import decode_stored
-from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.loader.samples import read_samples
 from tests.demo import Demo
 

@@ -21,6 +21,9 @@ class Dataset:
         self.pin = pin
         self.manifest = manifest
 
+    def __repr__(self) -> str:
+        return f"<dataset {self.pin.uri}@{self.pin.version}>"
+
     @cached_property
     def _indexes(self) -> dict[tuple[str, str], SplitIndex]:
         return read_index(self.store, self.manifest)

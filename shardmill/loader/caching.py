@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ def open_caches(
                 f"cache_limit_bytes = {limit_bytes} without cache_dir", "expected the folder of the cache", "give both"
             )
         return (None,) * len(datasets)
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise UsageError(f"cache_dir = {folder!r}", "expected a folder on a local disk", "omit it for no cache")
     return _open(datasets, spec, format, CacheOptions(str(folder), limit_bytes))
 
 

@@ -21,16 +21,16 @@ from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.dataset_mix import mix_datasets
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.loader import Loader
-from shardmill.loader.metadata import read_metadata
+from shardmill.loader.metadata import check_names, read_metadata
 from shardmill.loader.place import InMemory, Place
 from shardmill.loader.ranks import Ranks, find_ranks
-from shardmill.loader.reader import ReaderOptions, RowOptions
+from shardmill.loader.row_source import ReaderOptions, RowOptions
 from shardmill.loader.same_plan import check_same_plan
 from shardmill.loader.samples import Samples
 from shardmill.loader.sampling import ONCE, Sample, select_rows
 from shardmill.loader.torch import Layout, as_tensors, require_torch
 from shardmill.loader.torch_device import place_on
-from shardmill.loader.transform import HandOver
+from shardmill.loader.transform import HandOver, check_transform
 from shardmill.loader.whole_number import whole_number
 from shardmill.typed_columns import label_shape
 
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch
 
-_LEAST = {"global_batch_size": 1, "num_threads": 1}
+_LEAST = {"global_batch_size": 1, "num_threads": 1, "num_streams": 1, "world_size": 1, "cache_limit_bytes": 1}
+_WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size", "cache_limit_bytes")
 
 
 class Reading(TypedDict, total=False):
@@ -219,6 +220,12 @@ class LoadableDataset(Dataset):
         for dataset in datasets:
             dataset.index(split, options.format)
         ranks = ranks or find_ranks(reading.get("rank"), reading.get("world_size"))
+        if ranks.world_size > global_batch_size:
+            raise UsageError(
+                f"global_batch_size = {global_batch_size} on {ranks.world_size} ranks",
+                "expected a sample for each rank in every step",
+                f"use {ranks.world_size} or more",
+            )
         num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
         seed = reading.get("seed", 0)
         specs = [
@@ -240,15 +247,14 @@ class LoadableDataset(Dataset):
         place = place or InMemory()
         options = replace(options, caches=caches, allocate=place.allocate)
         streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
-        if (transform := reading.get("transform")) is not None and not callable(transform):
-            raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
-        if (is_per_sample := reading.get("per_sample", False)) and transform is None:
-            raise UsageError("per_sample = True without a transform", "expected a function of a sample", "give both")
+        transform, is_per_sample = reading.get("transform"), reading.get("per_sample", False)
+        check_transform(transform, is_per_sample=is_per_sample)
         finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, place)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
 
     def _row_options(self, split: str, reading: Reading) -> RowOptions:
         columns, known = reading.get("columns"), [column.name for column in self.manifest.row_schema.extra]
+        check_names("columns", columns)
         if unknown := sorted(set(columns or ()).difference(known)):
             raise UsageError(
                 f"columns = {list(columns or ())!r}: there is no extra column {', '.join(unknown)}",
@@ -267,9 +273,9 @@ class LoadableDataset(Dataset):
 
 def _with_whole_numbers(reading: Reading) -> Reading:
     """Raises UsageError for what is none, for a batch or threads below 1, and for a choice but True and False."""
-    given: dict[str, Any] = {"global_batch_size": 0, **reading}
-    for name in ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size"):
-        if given.get(name) is not None:
+    given: dict[str, Any] = {"global_batch_size": None, **reading}
+    for name in _WHOLE:
+        if given.get(name) is not None or name == "global_batch_size":
             given[name] = whole_number(name, given[name], least=_LEAST.get(name))
     for name in ("shuffle", "per_sample"):
         # "no" would count as True.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Amount = float | tuple[str, float]
 """A share of an epoch's rows, `("repeat", times)` or `("choose", rows)`."""
+_NUMBERS = int | float | np.integer | np.floating
 Mix = Sequence[tuple[Dataset, Amount]]
 
 DATASET = "dataset"
@@ -164,10 +165,10 @@ def _check_pairs(mix: Mix) -> None:
 def _is_amount(amount: object) -> bool:
     if isinstance(amount, tuple):
         kind, value = amount if len(amount) == 2 else (None, None)
-        return (kind == "repeat" and isinstance(value, int | float) and 0 < value <= MAX_REPEATS) or (
-            kind == "choose" and isinstance(value, int) and value >= 1
+        return bool(kind == "repeat" and isinstance(value, _NUMBERS) and 0 < value <= MAX_REPEATS) or (
+            kind == "choose" and isinstance(value, int | np.integer) and value >= 1
         )
-    return isinstance(amount, int | float) and amount > 0
+    return isinstance(amount, _NUMBERS) and bool(amount > 0)
 
 
 def _check_columns(own: Dataset, columns: Sequence[str] | None) -> None:

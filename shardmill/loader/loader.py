@@ -146,9 +146,10 @@ class Loader:
 
         Raises UsageError for the state of another dataset, split, seed, batch size, number of streams or window.
         """
-        if state.get("version") != STATE_VERSION:
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != STATE_VERSION:
             raise UsageError(
-                f"a loader state of version {state.get('version')!r}",
+                f"a loader state of version {version!r}" if version else f"{str(state)[:60]!r} is no loader state",
                 f"expected version {STATE_VERSION}",
                 "load what `state_dict` of this version of shardmill gave",
             )
@@ -189,8 +190,7 @@ class Loader:
 
         The loader stays where it is. Raises UsageError for less than one batch.
         """
-        if num_batches < 1:
-            raise UsageError(f"cached({num_batches})", "expected at least one batch", "pass, for example, 10")
+        num_batches = whole_number("num_batches", num_batches, least=1)
         with self._open(plan_epoch(self.spec, self._chunk_rows, self._epoch), self._step) as reader:
             return CachedBatches(tuple(map(self._hand_over.place.take, islice(reader, num_batches))), self._num_steps)
 

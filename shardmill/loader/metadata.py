@@ -36,6 +36,7 @@ def read_metadata(dataset: Dataset, split: str, columns: Collection[str] | None 
     """
     schema = dataset.manifest.row_schema
     known = metadata_columns(schema)
+    check_names("columns", columns)
     wanted = known if columns is None else tuple(name for name in known if name in columns)
     if unknown := sorted(set(columns or ()).difference(known)):
         raise UsageError(
@@ -46,6 +47,12 @@ def read_metadata(dataset: Dataset, split: str, columns: Collection[str] | None 
     index = dataset.index(split)
     shards = map(index.shard, range(index.num_shards))
     return pa.concat_tables([_of_shard(dataset, shard, wanted) for shard in shards])
+
+
+def check_names(argument: str, names: Collection[str] | None) -> None:
+    """Raises UsageError for one text in place of several: each of its letters would be a name."""
+    if isinstance(names, str):
+        raise UsageError(f"{argument} = {names!r}", "expected a list of names", f"pass [{names!r}]")
 
 
 def _of_shard(dataset: Dataset, shard: ShardFile, wanted: tuple[str, ...]) -> pa.Table:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardmill.errors import UsageError
-from shardmill.loader.metadata import read_metadata
+from shardmill.loader.metadata import metadata_columns, read_metadata
 from shardmill.loader.selection import Selection, select
 from shardmill.loader.where import rows_where
 from shardmill.typed_columns import LABEL
@@ -95,6 +95,14 @@ def _shared(labels_N: np.ndarray, totals: np.ndarray) -> np.ndarray:
 
 def _by_column(dataset: Dataset, split: str, chosen: np.ndarray, name: str) -> np.ndarray:
     """Weights of rows as repeats: their sums from the first row on are those of the weights, rounded down."""
+    known = metadata_columns(dataset.manifest.row_schema)
+    if name not in known:
+        near = difflib.get_close_matches(name, (ONCE, BALANCED, *known), n=1)
+        raise UsageError(
+            f"sample = {name!r}",
+            f"expected {ONCE!r}, {BALANCED!r}, a dict of classes, or a metadata column of numbers among "
+            f"{', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        )
     column = read_metadata(dataset, split, [name]).column(name)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise UsageError(f"sample = {name!r}, a column of {column.type}", f"expected numbers, {ONCE!r} or {BALANCED!r}")

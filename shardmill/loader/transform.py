@@ -70,6 +70,14 @@ class HandOver:
         return _checked(before, changed, len(batch.weights_N), lambda: _place(batch, sources()))
 
 
+def check_transform(transform: object, *, is_per_sample: bool) -> None:
+    """Raises UsageError for what is no function, and for `per_sample` without one."""
+    if transform is not None and not callable(transform):
+        raise UsageError(f"transform = {transform!r}", "expected a function of a batch and a NumPy generator")
+    if is_per_sample and transform is None:
+        raise UsageError("per_sample = True without a transform", "expected a function of a sample", "give both")
+
+
 def _checked(before: LoaderBatch, changed: object, num_rows: int, place: Callable[[], str]) -> LoaderBatch:
     if isinstance(changed, Mapping) and not isinstance(changed, LoaderBatch):
         extra = {name: value for name, value in changed.items() if name not in NAMES}
@@ -83,7 +91,7 @@ def _checked(before: LoaderBatch, changed: object, num_rows: int, place: Callabl
         )
     for name, values in changed.items():
         if not hasattr(values, "__len__") or len(values) != num_rows:
-            found = f"{len(values)} rows" if hasattr(values, "__len__") else f"a {type(values).__name__}"
+            found = f"{len(values)} rows" if hasattr(values, "__len__") else f"as {type(values).__name__}"
             raise UsageError(
                 f"the transform gave {name} {found} at {place()}",
                 f"expected {num_rows}, as the batch had, because all ranks take equal steps",

@@ -5,7 +5,8 @@ import sys
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.loader.reader import ReaderOptions, read_batches, read_split
+from shardmill.loader.reader import read_batches, read_split
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.loader.samples import iterate_samples
 
 dataset = open_dataset(sys.argv[1])

@@ -7,7 +7,8 @@ import pyarrow
 
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
-from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 
 dataset = open_dataset(sys.argv[1])
 spec = dataset.plan_spec("train", seed=1, global_batch_size=16, num_streams=4)

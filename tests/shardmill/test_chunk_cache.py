@@ -17,13 +17,9 @@ import numpy as np
 import pytest
 
 import shardmill
-from shardmill.dataset.cache_room import FOLDER, CacheRoom, open_room
-from shardmill.dataset.chunk_cache import ChunkCache
-from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.cache_room import FOLDER, CacheRoom
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE
-from shardmill.formats import SHARD_FORMATS
-from shardmill.recycled_memory import RecycledMemory
 from shardmill.stores import STORES
 from tests.counting_store import BYTES_READ
 from tests.far_store import ENTRY, SCHEME
@@ -86,25 +82,6 @@ def test_a_second_epoch_asks_the_storage_for_no_chunk(far: str, tmp_path: Path, 
         pass
     num_chunks = shardmill.open_dataset(far).index("train", format).num_chunks
     assert second.report().cache.hits == again.hits + num_chunks, "counted over epochs"
-
-
-@pytest.mark.parametrize("format", ["parquet", "tfrecord"])
-def test_chunks_in_the_cache_are_read_to_memory_that_is_used_again(far: str, tmp_path: Path, format: str):
-    dataset = shardmill.open_dataset(far)
-    index, schema = dataset.index("train", format), dataset.manifest.row_schema
-    taken, memory = [], RecycledMemory(2)
-    take, memory.take = memory.take, lambda num_bytes: taken.append(num_bytes) or take(num_bytes)
-    cache = ChunkCache(open_room(str(tmp_path), None, 0), far)
-    fetcher = ChunkFetcher(dataset.store, index, schema, cache, memory)
-    plain = ChunkFetcher(dataset.store, index, schema)
-    for _ in range(3):
-        for chunk in range(index.num_chunks):
-            found, expected = fetcher.read_chunk(chunk), plain.read_chunk(chunk)
-            assert [bytes(image) for image in found.images] == [bytes(image) for image in expected.images]
-            del found
-    assert cache.counts.misses == num_entries(far, format) and len(memory._arrays) <= 2
-    takes_views = SHARD_FORMATS[format].takes_views
-    assert taken == (2 * index.stored_bytes.tolist() if takes_views else []), "the first time a client made its own"
 
 
 def test_an_altered_entry_is_fetched_once_more_and_never_used(far: str, tmp_path: Path):

@@ -105,16 +105,6 @@ def test_set_epoch_keeps_a_resumed_step_and_repeats_an_order(dataset):
         next(iterator)
 
 
-def test_a_state_of_another_plan_is_refused(dataset):
-    state = dataset.batches("train", **BATCH).state_dict()
-    for other in ({"seed": 8}, {"global_batch_size": 48}, {"num_streams": 4}):
-        with pytest.raises(UsageError, match="belongs to another plan"):
-            dataset.batches("train", **{**BATCH, **other}).load_state_dict(state)
-    for step in (-1, len(dataset.batches("train", **BATCH))):
-        with pytest.raises(UsageError, match="expected an epoch from 0 and a step from 0 to"):
-            dataset.batches("train", **BATCH).load_state_dict({**state, "step": step})
-
-
 def test_a_batch_has_attributes_and_is_a_mapping_of_them(dataset):
     batch = next(iter(dataset.batches("validation", global_batch_size=16)))
     assert list(batch) == ["images", "labels", "weights", "sample_ids"] and len(batch) == 4
@@ -135,26 +125,6 @@ def test_no_thread_is_left_of_an_iteration(dataset):
     with dataset.batches("train", **BATCH) as loader:
         next(iter(loader))
     assert threading.active_count() == before
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"rank": 1}, "expected both"),
-        ({"rank": 2, "world_size": 2}, "expected a rank from 0 to world_size - 1"),
-        ({"rank": 0, "world_size": 9}, "9 ranks for 8 streams"),
-        ({"global_batch_size": 0}, "global_batch_size = 0; expected a whole number from 1 on"),
-        ({"num_threads": 0}, "num_threads = 0; expected a whole number from 1 on"),
-        ({"seed": 1.5}, "seed = 1.5; expected a whole number"),
-        ({"augment": {"hue": 0.1}}, "augment = .*expected AugmentOptions or one of"),
-        ({"global_batch_size": 20}, "global_batch_size = 20 with num_streams = 8"),
-        ({"format": "arrow"}, "no arrow shards"),
-        ({"batch_size": 4}, "a loader with batch_size; expected some of global_batch_size, seed"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_before_the_first_batch(given, said, dataset):
-    with pytest.raises(UsageError, match=said):
-        dataset.batches("train", **{**BATCH, **given})
 
 
 def clear_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_a_transform_that_fails_names_the_samples_and_keeps_its_cause(dataset):
     ("transform", "said"),
     [
         (lambda batch, rng: {"images": batch.images[:5]}, "gave images 5 rows at epoch 0, step 0, .*expected 24"),
-        (lambda batch, rng: {"boxes": 3}, "gave boxes a int at epoch 0"),
+        (lambda batch, rng: {"boxes": 3}, "gave boxes as int at epoch 0"),
         (lambda batch, rng: None, "returned NoneType at epoch 0"),
     ],
 )

@@ -12,7 +12,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import load_tree
-from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.registry import Entry
 from tests.support import make_dataset
 

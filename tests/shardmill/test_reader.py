@@ -17,7 +17,8 @@ from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.encodings import decode_stored
-from shardmill.loader.reader import ReaderOptions, read_batches
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.loader.samples import read_samples
 from shardmill.values import Batch
 from tests.support import make_dataset

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shardmill
+from shardmill.dataset.cache_room import open_room
+from shardmill.dataset.chunk_cache import ChunkCache
+from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.errors import IntegrityError
+from shardmill.formats import SHARD_FORMATS
 from shardmill.loader.reader import BatchReader, read_batches
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
+from shardmill.recycled_memory import RecycledMemory
+from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch
+from tests.far_store import ENTRY, SCHEME
 from tests.support import make_dataset
 
 BATCH = {"global_batch_size": 8, "seed": 5}
@@ -100,6 +108,28 @@ def test_a_chunk_that_could_not_be_read_is_read_again_in_the_next_epoch(uri: str
         list(loader)
     loader.seek(0)
     assert all(map(np.array_equal, [batch.images for batch in loader], expected))
+
+
+@pytest.mark.parametrize("format", ["parquet", "tfrecord"])
+def test_chunks_in_the_cache_are_read_to_memory_that_is_used_again(
+    uri: str, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    dataset = shardmill.open_dataset(f"{SCHEME}://{uri}")
+    index, schema = dataset.index("train", format), dataset.manifest.row_schema
+    taken, memory = [], RecycledMemory(2)
+    take, memory.take = memory.take, lambda num_bytes: taken.append(num_bytes) or take(num_bytes)
+    cache = ChunkCache(open_room(str(tmp_path), None, 0), dataset.store.uri)
+    fetcher = ChunkFetcher(dataset.store, index, schema, cache, memory)
+    plain = ChunkFetcher(dataset.store, index, schema)
+    for _ in range(3):
+        for chunk in range(index.num_chunks):
+            found, expected = fetcher.read_chunk(chunk), plain.read_chunk(chunk)
+            assert [bytes(image) for image in found.images] == [bytes(image) for image in expected.images]
+            del found
+    assert cache.counts.misses == index.num_chunks + index.num_shards and len(memory._arrays) <= 2
+    takes_views = SHARD_FORMATS[format].takes_views
+    assert taken == (2 * index.stored_bytes.tolist() if takes_views else []), "the first time a client made its own"
 
 
 def test_blocks_are_the_bytes_of_a_range_and_take_no_more_memory_than_the_file_has(tmp_path, monkeypatch):
