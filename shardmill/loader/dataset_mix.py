@@ -165,9 +165,9 @@ def _check_pairs(mix: Mix) -> None:
 def _is_amount(amount: object) -> bool:
     if isinstance(amount, tuple):
         kind, value = amount if len(amount) == 2 else (None, None)
-        return bool(kind == "repeat" and isinstance(value, _NUMBERS) and 0 < value <= MAX_REPEATS) or (
-            kind == "choose" and isinstance(value, int | np.integer) and value >= 1
-        )
+        if kind == "repeat":
+            return isinstance(value, _NUMBERS) and bool(0 < value <= MAX_REPEATS)
+        return kind == "choose" and isinstance(value, int | np.integer) and bool(value >= 1)
     return isinstance(amount, _NUMBERS) and bool(amount > 0)
 
 
