@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from train.strategies.horovod import HOROVOD
 from train.strategies.member import Member
 from train.strategies.mirrored import MIRRORED
 from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
-from train.strategies.sharded.strategies import HYBRID, TENSOR_PARALLEL, TORCH_FSDP, ZERO1
+from train.strategies.sharded.strategies import HYBRID, PIPELINE_PARALLEL, TENSOR_PARALLEL, TORCH_FSDP, ZERO1
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 
@@ -136,6 +137,31 @@ def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Repor
     return result
 
 
+def every_rank_tells_its_order(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Of a pipeline: what it computes, one after the other, as PyTorch's stages are called."""
+    from torch.distributed.pipelining import PipelineStage
+
+    told: list[tuple[str, int, int]] = []
+
+    def telling(name: str, kind_of: Callable[[dict[str, Any]], str]) -> None:
+        sound = getattr(PipelineStage, name)
+
+        def call(stage: Any, number: int, *arguments: Any, **named: Any) -> Any:
+            told.append((kind_of(named), stage.stage_index, number))
+            return sound(stage, number, *arguments, **named)
+
+        setattr(PipelineStage, name, call)
+
+    telling("forward_one_chunk", lambda named: "FORWARD")
+    telling(
+        "backward_one_chunk", lambda named: "FULL_BACKWARD" if named.get("full_backward", True) else "BACKWARD_INPUT"
+    )
+    telling("backward_weight_one_chunk", lambda named: "BACKWARD_WEIGHT")
+    result = run_worker(task, world, reporter)
+    open_store(task.models_uri).put(f"order/rank-{world.rank}.json", json.dumps(told).encode())
+    return result
+
+
 joined: list[Member] = []
 """That of this process."""
 
@@ -153,6 +179,7 @@ REMEMBERED_ZERO1 = _remembered(ZERO1)
 REMEMBERED_TORCH_FSDP = _remembered(TORCH_FSDP)
 REMEMBERED_TENSOR_PARALLEL = _remembered(TENSOR_PARALLEL)
 REMEMBERED_HYBRID = _remembered(HYBRID)
+REMEMBERED_PIPELINE_PARALLEL = _remembered(PIPELINE_PARALLEL)
 REMEMBERED_HOROVOD = _remembered(HOROVOD)
 REMEMBERED_MIRRORED = _remembered(MIRRORED)
 REMEMBERED_MULTI_WORKER_MIRRORED = _remembered(MULTI_WORKER_MIRRORED)

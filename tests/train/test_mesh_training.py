@@ -6,6 +6,7 @@ The starting weights are those of one process, whatever the layout; dropout is d
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -23,17 +24,34 @@ from train.strategies import STRATEGIES
 MODEL = "tests.train.torch_models:tiny_vit"
 BASE = {"model": MODEL, "num_streams": 12, "global_batch_size": 24, "epochs": 3, "label_smoothing": 0.1,
         "record_samples": True, "checkpoint_every_steps": 3, "gradient_clip_norm": 1.0}  # fmt: skip
-LAYOUTS = {
+
+
+def pipeline(schedule: str, num_microbatches: int = 0, **config: Any) -> dict[str, Any]:
+    options = {"schedule": schedule, "num_microbatches": num_microbatches}
+    return {"strategy": "pipeline_parallel", "num_workers": 2, **config, "pipeline_parallel": options}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"strategy": "zero1", "num_workers": 3},
     "torch_fsdp": {"strategy": "torch_fsdp", "num_workers": 2},
     "fsdp in two copies": {"strategy": "torch_fsdp", "num_workers": 4, "mesh": {"data": 2}},
     "tensor_parallel": {"strategy": "tensor_parallel", "num_workers": 2},
     "layers divided in two copies": {"strategy": "tensor_parallel", "num_workers": 4, "mesh": {"data": 2}},
     "hybrid": {"strategy": "hybrid", "num_workers": 4},
+    "gpipe": pipeline("gpipe"),
+    "1f1b": pipeline("1f1b", num_microbatches=6, accumulation_steps=2),
+    "interleaved_1f1b": pipeline("interleaved_1f1b"),
+    "zero_bubble": pipeline("zero_bubble"),
+    "1f1b in two copies": pipeline("1f1b", num_workers=4, mesh={"data": 2}),
+    "zero_bubble in two copies": pipeline("zero_bubble", num_workers=4, mesh={"pipeline": 2}),
+    "four stages": pipeline("1f1b", num_workers=4),
 }
+DRILLS = {"interleaved_1f1b", "zero_bubble", "1f1b in two copies", "zero_bubble in two copies", "four stages"}
 # What a rank holds of the weights, at most: norms and position embeddings stay whole without FSDP.
 SHARES = {"zero1": 1.0, "torch_fsdp": 0.52, "fsdp in two copies": 0.52, "tensor_parallel": 0.75, "hybrid": 0.4,
-          "layers divided in two copies": 0.75}  # fmt: skip
+          "layers divided in two copies": 0.75, "four stages": 0.45}  # fmt: skip
+# Two blocks and their neighbours do not divide evenly.
+SHARE_OF_TWO_STAGES = 0.6
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +61,9 @@ def alone(tiny_uri, tmp_path_factory):
     return result, {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.drill) if name in DRILLS else name for name in LAYOUTS]
+)
 def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_path, alone, name):
     layout = dict(LAYOUTS[name])
     one_result, one = alone
@@ -55,17 +75,22 @@ def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_pat
         whole = sum(math.prod(shard.shape) for shard in index.whole(part))
         for shards in index.of_ranks:
             # Under zero1 a rank updates a third of what it holds; each weight's number of steps is everywhere.
-            share = 0.36 if name == "zero1" and part == OPTIMIZER_PART else SHARES[name]
+            share = 0.36 if name == "zero1" and part == OPTIMIZER_PART else SHARES.get(name, SHARE_OF_TWO_STAGES)
             assert sum(math.prod(each.shape) for each in shards if each.part == part) <= share * whole
 
 
 @pytest.mark.drill
 def test_a_training_goes_on_in_other_layouts(tiny_uri, tmp_path, monkeypatch, alone):
-    """Sharded over four ranks, then by two with divided layers, by three that shard updates, and by one rank alone."""
+    """Sharded over four ranks, then by two with divided layers, by three that shard updates, in a pipeline with two
+    stages on each of two ranks, and by one rank alone."""
     _, one = alone
     losses: dict[tuple[int, int], str] = {}
-    for strategy, num_ranks, killed_at in (("torch_fsdp", 4, 4), ("tensor_parallel", 2, 7), ("zero1", 3, 10)):
-        config = {**BASE, "strategy": strategy}
+    layouts = {
+        "torch_fsdp": (4, 4, {}), "tensor_parallel": (2, 7, {}), "zero1": (3, 9, {}),
+        "pipeline_parallel": (2, 11, {"pipeline_parallel": {"schedule": "interleaved_1f1b"}}),
+    }  # fmt: skip
+    for strategy, (num_ranks, killed_at, options) in layouts.items():
+        config = {**BASE, "strategy": strategy, **options}
         losses |= kill_on_ranks(tiny_uri, tmp_path, num_ranks, config, monkeypatch, killed_at).losses
     rest = Recorder()
     result = train_here(tiny_uri, tmp_path, rest, **BASE)

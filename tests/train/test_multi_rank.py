@@ -76,6 +76,9 @@ OF_STRATEGY: dict[str, dict] = {
 
 def stateful(strategy: str) -> dict:
     model = STATEFUL_MODEL[STRATEGIES[strategy].backends[0]]
+    if strategy == "pipeline_parallel":
+        # It takes no batch norm.
+        model = "tests.train.torch_chain_models:stateful_chain"
     # Where the model has batch norms; the others keep statistics of their own.
     shared = {"sync_batch_norm": strategy == "horovod"}
     return {**STATEFUL, **OF_STRATEGY.get(strategy, {}), **shared, "strategy": strategy, "model": model}

@@ -158,6 +158,7 @@ ON_TWO: dict[str, dict] = {
     "torch_fsdp": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
     "tensor_parallel": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
     "hybrid": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
+    "pipeline_parallel": {"num_workers": 2, "model": f"{NON_FINITE}:steep_chain"},
     "local_sgd": {"num_workers": 2, "local_sgd": {"local_steps": 2}},
     "parameter_server": {"num_workers": 2, "parameter_server": {"num_servers": 1}},
 }

@@ -65,6 +65,8 @@ class ShardIndex:
     of_ranks: tuple[tuple[Shard, ...], ...]
     is_replicated: bool = False
     """Whether one rank has written all, into `REPLICATED_FILES`."""
+    arrays: tuple[Shard, ...] = ()
+    """Every array as one box, in the order of `Learner.arrays`; empty if rank 0 has something of each in this order."""
 
     def file(self, part: str, rank: int) -> str:
         """The file with a rank's boxes of a part."""
@@ -101,7 +103,9 @@ class ShardIndex:
         ]
 
     def whole(self, part: str) -> list[Shard]:
-        """The whole arrays of a part, in rank 0's order: each as a box of its own."""
+        """The whole arrays of a part, in the order of `Learner.arrays`: each as a box of its own."""
+        if self.arrays:
+            return [shard for shard in self.arrays if shard.part == part]
         shapes = {shard.name: shard.global_shape for shards in self.of_ranks for shard in shards if shard.part == part}
         return [Shard(part, name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
 

@@ -116,6 +116,13 @@ class Block(nn.Module):
         return tokens_NPE + self.dropout2(self.fc2(hidden))
 
 
+class MeanOfTokens(nn.Module):
+    """tokens_NPE -> their mean_NE."""
+
+    def forward(self, tokens_NPE: torch.Tensor) -> torch.Tensor:
+        return tokens_NPE.mean(1)
+
+
 class VisionTransformer(nn.Module):
     """images_NCHW of one size -> logits_NK, from the mean of the tokens behind the last block.
 
@@ -155,6 +162,10 @@ class VisionTransformer(nn.Module):
     def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
         tokens_NPE = self.blocks(self.dropout(self.embedding(images_NCHW)))
         return self.head(self.norm(tokens_NPE).mean(1))
+
+    def stages(self) -> list[nn.Module]:
+        """What `forward` computes in a row: a pipeline may cut it between any two (train/backends/torch/chain.py)."""
+        return [self.embedding, self.dropout, *self.blocks, self.norm, MeanOfTokens(), self.head]
 
 
 def _dropout(rate: float) -> nn.Module:

@@ -57,7 +57,8 @@ class Built:
 def may_not_build(config: TrainConfig) -> bool:
     """Whether there is anything to try: our own models build, unless something is asked for that they may not have."""
     is_asked = config.freeze or config.sync_batch_norm or config.memory.activation_checkpointing == "on"
-    divides_layers = mesh_of(config).tensor > 1
+    mesh = mesh_of(config)
+    divides_layers = mesh.tensor * mesh.pipeline > 1
     return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked) or divides_layers
 
 
@@ -90,7 +91,7 @@ def build(task: BuildTask) -> int:
     backend = BACKENDS[task.config.backend]
     backend.start(World(), task.config.seed)
     learner = backend.build(task.config, task.spec)
-    STRATEGIES[task.config.strategy].check_module(task.config, getattr(learner, "module", None))
+    STRATEGIES[task.config.strategy].check_learner(task.config, learner)
     learner.check_exportable()
     return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))
 

@@ -74,6 +74,13 @@ STRATEGIES: Registry[Strategy] = Registry(
             extra="torch",
             packages=("torch",),
         ),
+        "pipeline_parallel": Entry(
+            "train.strategies.sharded.strategies:PIPELINE_PARALLEL",
+            "each rank computes some layers in a row, microbatch after microbatch",
+            extra="torch",
+            packages=("torch",),
+            options="train.strategies.sharded.pipeline_schedules:PipelineOptions",
+        ),
         "local_sgd": Entry(
             "train.strategies.local_sgd:LOCAL_SGD",
             "several local updates per step, then weights are averaged",

@@ -79,7 +79,7 @@ def _takes_all(config: TrainConfig) -> None:
     return
 
 
-def _takes_any(config: TrainConfig, module: Any) -> None:
+def _takes_any(config: TrainConfig, learner: Any) -> None:
     return
 
 
@@ -112,8 +112,8 @@ class Strategy:
     """Matches an error, or the last output, of a rank that only lost its peer: the cause is another rank's fault."""
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it does not support, without importing a framework."""
-    check_module: Callable[[TrainConfig, Any], None] = _takes_any
-    """Raises UsageError for a module that its ranks cannot divide; called before the ETL, and on each rank."""
+    check_learner: Callable[[TrainConfig, Any], None] = _takes_any
+    """Raises UsageError for a learner whose module its ranks cannot divide; called before the ETL, and on each rank."""
     compressions: tuple[str, ...] = ("none",)
     """Supported values of `train.compression`."""
     syncs_batch_norm: bool = False
@@ -136,7 +136,7 @@ class Strategy:
     held: Callable[[TrainConfig, Any], Held] = holds_all
     """(config, an `nn.Module` whose tensors have shapes and no numbers) -> what the rank that holds most has of it.
     Called in a process that stands for one rank of as many as there are, and exchanges nothing
-    (train/backends/torch/imagined_ranks.py). Raises as `check_module` does."""
+    (train/backends/torch/imagined_ranks.py). Raises as `check_learner` does."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

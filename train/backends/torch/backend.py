@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.microbatches import microbatches_of
 from train.backends.torch.averages import WeightAverages
-from train.backends.torch.freeze import freeze
 from train.backends.torch.layout import (
     NamedTensor,
     Place,
@@ -26,10 +25,11 @@ from train.backends.torch.layout import (
     named_state_of,
     named_weights_of,
 )
-from train.backends.torch.losses import loss_weights, per_sample_losses, right_of
+from train.backends.torch.losses import Loss
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
 from train.backends.torch.optimizers import clear_state, creates, empty_like, new_optimizer, norm_of, state_tensors
+from train.backends.torch.passes import MakePasses, Objective, Parts, Passes, WholeModel, on_device
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
@@ -65,9 +65,12 @@ class TorchLearner:
         self._config, self._built, self._spec = config, built, spec
         self.classifier = built.classifier
         self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
-        self._draws = SampleDraws(config, built.model, built.is_keras)
         self._recomputed = Recomputed(config, built.model, built.is_keras)
         self._precision = Precision(config.mixed_precision)
+        draws = SampleDraws(config, built.model, built.is_keras)
+        self.parts = Parts(built.classifier, spec.image_shape_HWC, draws, self._recomputed, self._precision)
+        self._passes: Passes = WholeModel(self.parts)
+        self._loss = Loss(spec.labels.kind, built.outputs_are_logits, config.label_smoothing, spec.class_weights)
         self.layout: TensorLayout = WholeTensors()
         self._take_weights()
 
@@ -91,11 +94,12 @@ class TorchLearner:
         """The `nn.Module` that `train.model` has built."""
         return self._built.model
 
-    def place(self, place: Place, layout: TensorLayout) -> None:
-        """Give the weights another layout; the optimizer starts anew."""
+    def place(self, place: Place, layout: TensorLayout, make_passes: MakePasses | None = None) -> None:
+        """Give the weights another layout, and compute as that needs it; the optimizer starts anew."""
         place(self._built.model, kept_whole(self._built.model))
         self.layout = layout
-        self._built = replace(self._built, frozen=freeze(self._config, self._built.model, self._built.is_keras))
+        self._passes = (make_passes or WholeModel)(self.parts)
+        self._built = replace(self._built, frozen=self._built.frozen.placed(self._built.model))
         self._take_weights()
 
     @property
@@ -125,32 +129,29 @@ class TorchLearner:
         microbatches = list(microbatches_of(batch, self._config.num_microbatches))
         figures = torch.zeros(2, device=device())
         for microbatch in microbatches:
-            with self._draws.of(microbatch):
-                loss, num_correct = self._loss(microbatch, global_weight, share_of_streams / len(microbatches))
-                figures += torch.stack([loss.detach(), num_correct]).float()
-                if microbatch is microbatches[-1]:
-                    before_last(figures)
-                self._precision.objective(loss).backward()
+            is_last = microbatch is microbatches[-1]
+            labels_N, weights_N = on_device(microbatch.labels_N), on_device(microbatch.weights_N)
+            share = share_of_streams / len(microbatches)
+            objective = self._objective(labels_N, weights_N, global_weight, share, figures)
+            before_backward = partial(before_last, figures) if is_last else lambda: None
+            self._passes.differentiate(microbatch, weights_N, objective, before_backward)
         return figures
 
-    def _loss(self, batch: Batch, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
-        """-> the microbatch's addend to the global batch's loss, ready for the backward pass; its number correct."""
-        torch = import_torch()
-        images_NHWC, labels_N, weights_N = (
-            torch.from_numpy(array).to(device(), non_blocking=True)
-            for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
-        )
-        with self._precision.computing(), self._recomputed.forward(weights_N):
-            outputs_NK = self.classifier(images_NHWC).float()
-        kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
-        losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
-        if self._spec.class_weights:
-            losses_N = losses_N * loss_weights(self._spec.class_weights, labels_N)
-        # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
-        loss = (weights_N * losses_N).sum() / global_weight
-        if self._built.is_keras and self._built.model.losses:
-            loss = loss + sum(self._built.model.losses) * share_of_streams
-        return loss, (weights_N * right_of(kind, outputs_NK, labels_N, are_logits)).sum()
+    def _objective(
+        self, labels_N: Any, weights_N: Any, global_weight: int, share_of_streams: float, figures: Any
+    ) -> Objective:
+        """That of a microbatch; loss and number correct are added to `figures`."""
+
+        def objective(outputs_NK: Any, places: Any) -> Any:
+            total, num_correct = self._loss.sums(outputs_NK, labels_N[places], weights_N[places])
+            # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
+            loss = total / global_weight
+            if self._built.is_keras and self._built.model.losses:
+                loss = loss + sum(self._built.model.losses) * share_of_streams
+            figures.add_(import_torch().stack([loss.detach(), num_correct]).float())
+            return self._precision.objective(loss)
+
+        return objective
 
     def own_gradients(self) -> list[Any]:
         """The gradients that `differentiate` has left at the weights, in the layout of the weights."""
@@ -189,7 +190,7 @@ class TorchLearner:
         torch = import_torch()
         self.classifier.eval()
         with torch.no_grad(), self._precision.computing():
-            outputs_NK = self.classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
+            outputs_NK = self._passes.outputs(on_device(images_NHWC)).cpu().numpy()
         self.layout.forget(self._built.model)
         return outputs_NK
 
@@ -276,8 +277,7 @@ class TorchLearner:
     def weights_sha256(self) -> str:
         if self._built.is_keras:
             return arrays_sha256(weight.value.detach().cpu().numpy() for weight in self._built.model.weights)
-        whole = map(self.layout.whole, self._built.model.state_dict().values())
-        return arrays_sha256(tensor.cpu().numpy() for tensor in whole)
+        return arrays_sha256(tensor.cpu().numpy() for tensor in self.layout.state_of(self._built.model))
 
     def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()

@@ -5,7 +5,7 @@ What a Keras model on PyTorch trains is what Keras says; it tells PyTorch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from train.backends.freezing import frozen_names
@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 class Frozen:
     """The weights that `train.freeze` names; none if it is empty."""
 
+    names: frozenset[str] = frozenset()
     parameters: tuple[Any, ...] = ()
     modules: tuple[Any, ...] = ()
     """Modules without other trainable parameters: they compute as in inference, so that batch norms keep their
     statistics.
     """
     of_keras: FrozenOfKeras | None = None
+
+    def placed(self, model: Any) -> Frozen:
+        """The same of a module whose parameters were exchanged for this rank's."""
+        parameters = tuple(each for name, each in model.named_parameters() if name in self.names)
+        return replace(self, parameters=parameters)
 
     def set_trainable(self, is_trainable: bool) -> None:
         """Whether gradients of them are computed. The modules are put to inference by who puts all to training."""
@@ -66,4 +72,5 @@ def _of_module(config: TrainConfig, model: Any) -> Frozen:
         # What has parts may hold some that are trained in training's own way.
         if own and not list(module.children()) and all(name in names for name in own):
             modules.append(module)
-    return Frozen(tuple(trainable[name] for name in trainable if name in names), tuple(modules))
+    frozen = tuple(trainable[name] for name in trainable if name in names)
+    return Frozen(frozenset(names), frozen, tuple(modules))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,18 +34,22 @@ class NamedTensor:
     """The weight beside whose elements its own lie; empty if every rank has all of it."""
     is_state: bool = False
     """Whether the optimizer has it: only who updates an element needs that."""
+    of: str = ""
+    """The weight without which a rank does not have it; empty if every rank has it."""
 
 
 def named_weights_of(model: Any, weights: Sequence[Any]) -> list[NamedTensor]:
     """Weights of a module, by their names in it."""
     named = {id(weight): name for name, weight in model.named_parameters()}
-    return [NamedTensor(named[id(each)], tuple(each.shape), named[id(each)]) for each in weights]
+    return [NamedTensor(name, tuple(each.shape), name, of=name) for each in weights for name in [named[id(each)]]]
 
 
 def named_state_of(optimizer: Any, named: Sequence[NamedTensor], weights: Sequence[Any]) -> list[NamedTensor]:
     """What an optimizer remembers of each weight: a number of steps, or what lies where the weight lies."""
     return [
-        NamedTensor(f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "", True)
+        NamedTensor(
+            f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "", True, of.name
+        )
         for of, weight in zip(named, weights, strict=True)
         for key, tensor in tensors_of_state(optimizer, weight).items()
     ]
@@ -64,6 +68,11 @@ class TensorLayout(Protocol):
 
     def whole(self, tensor: Any) -> Any:
         """All elements. Every rank calls it, for one tensor after the other in the same order."""
+        ...
+
+    def state_of(self, module: Any) -> Iterator[Any]:
+        """The tensors of the whole module's state_dict, in its order, each whole while it is looked at. Every rank
+        takes all of them."""
         ...
 
     def box(self, tensor: Any) -> Box:
@@ -117,6 +126,9 @@ class WholeTensors(_UpdatesAllItHolds):
     def forget(self, module: Any) -> None:
         return
 
+    def state_of(self, module: Any) -> Iterator[Any]:
+        return map(self.whole, module.state_dict().values())
+
     def local(self, tensor: Any) -> Any:
         return tensor.detach()
 
@@ -148,6 +160,9 @@ class ShardedTensors(_UpdatesAllItHolds):
         # FSDP keeps what it has gathered for its outermost module until a backward pass.
         if hasattr(module, "reshard"):
             module.reshard()
+
+    def state_of(self, module: Any) -> Iterator[Any]:
+        return map(self.whole, module.state_dict().values())
 
     def whole(self, tensor: Any) -> Any:
         tensor = tensor.detach()

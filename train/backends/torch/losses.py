@@ -6,6 +6,7 @@ Where rows are mixed, classes are shares (N, K).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from shardmill.values import LabelKind
@@ -13,6 +14,25 @@ from train.backends.torch.runtime import import_torch
 
 # As in train/backends/keras/losses.py.
 SMALLEST_PROBABILITY = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """That of a training."""
+
+    kind: LabelKind
+    are_logits: bool
+    label_smoothing: float
+    class_weights: tuple[float, ...]
+    """Empty if all are equal."""
+
+    def sums(self, outputs_NK: Any, labels: Any, weights_N: Any) -> tuple[Any, Any]:
+        """-> the weighted sum of the losses, and the number correct."""
+        losses_N = per_sample_losses(self.kind, outputs_NK, labels, self.are_logits, self.label_smoothing)
+        if self.class_weights:
+            losses_N = losses_N * loss_weights(self.class_weights, labels)
+        is_right_N = right_of(self.kind, outputs_NK, labels, self.are_logits)
+        return (weights_N * losses_N).sum(), (weights_N * is_right_N).sum()
 
 
 def per_sample_losses(kind: LabelKind, outputs_NK: Any, labels: Any, are_logits: bool, label_smoothing: float) -> Any:

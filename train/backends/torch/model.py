@@ -113,12 +113,18 @@ def classifier_of(model: Any, *, is_keras: bool, spec: ModelSpec) -> Any:
                 self.register_buffer(name, of_row, persistent=False)
 
         def forward(self, images_NHWC: Any) -> Any:
-            rows = images_NHWC.to(torch.float32).flatten(2)
-            images_NHWC = ((rows - self.mean) / self.std).unflatten(2, self.pixels_WC)
             if is_keras:
                 with as_layers_raised_them():
-                    return self.model(images_NHWC, training=self.training).float()
-            return self.model(images_NHWC.permute(0, 3, 1, 2)).float()
+                    return self.model(self._standardized(images_NHWC), training=self.training).float()
+            return self.model(self.inputs_of(images_NHWC)).float()
+
+        def inputs_of(self, images_NHWC: Any) -> Any:
+            """What a module is given: images_NCHW."""
+            return self._standardized(images_NHWC).permute(0, 3, 1, 2)
+
+        def _standardized(self, images_NHWC: Any) -> Any:
+            rows = images_NHWC.to(torch.float32).flatten(2)
+            return ((rows - self.mean) / self.std).unflatten(2, self.pixels_WC)
 
         def train(self, mode: bool = True) -> Any:
             super().train(mode)

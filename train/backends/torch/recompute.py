@@ -8,9 +8,10 @@ gradients, moving statistics and dropout's masks have the bits that they have wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from train.backends.batch_norms import replaced
@@ -32,6 +33,7 @@ class Recomputed:
         self._of_keras = None
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._forwards: list[tuple[Any, partial[Any]]] = []
+        self._is_on = config.memory.activation_checkpointing == "on" and not is_keras
         if config.memory.activation_checkpointing != "on":
             return
         if is_keras:
@@ -44,15 +46,36 @@ class Recomputed:
             raise nothing_to_recompute(config.model, "a module class that it uses more than once, or an nn.Sequential")
 
     @contextmanager
-    def forward(self, weights_N: Any) -> Iterator[None]:
-        """Around the forward pass of a batch, with synchronized batch norms if there are some."""
+    def forward(
+        self, weights_N: Any, drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Iterator[None]:
+        """Around the forward pass of a batch, with synchronized batch norms if there are some.
+
+        `drawing`: the random bits of the batch, if others are in use by the time of its backward pass.
+        """
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with drawing(), self.norms.synchronized(weights_N):
+                yield
+
         # The backward pass, which may run in another thread, enters it again.
-        self._around = partial(self.norms.synchronized, weights_N)
+        self._around = around
         # Keras exchanges its own variables.
         compute = partial(self._compute, modules=[])
         of_keras = self._of_keras.replaced(compute) if self._of_keras else nullcontext()
         with self._around(), of_keras, replaced("forward", self._forwards):
             yield
+
+    def chain(self, layers: Sequence[Any]) -> list[Callable[[Any], Any]]:
+        """What computes `layers` in a row: several single layers at a time, as those of an `nn.Sequential`."""
+        if not self._is_on:
+            return list(layers)
+        calls: list[Callable[[Any], Any]] = []
+        for has_parts, group in groupby(layers, key=lambda layer: bool(list(layer.children()))):
+            run = list(group)
+            calls += run if has_parts else [partial(_in_parts, list(_parts(run)), self._compute)]
+        return calls
 
     def _compute(self, function: Callable[..., Any], *args: Any, modules: list[Any], **kwargs: Any) -> Any:
         """function(*args, **kwargs), by `modules`, whose tensors are forgotten until the backward pass."""

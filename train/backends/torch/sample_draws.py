@@ -22,10 +22,15 @@ class SampleDraws:
 
     def of(self, batch: Batch) -> AbstractContextManager[None]:
         """Around the forward and the backward pass of `batch`."""
+        keys_N = self.keys(batch)
+        return nullcontext() if keys_N is None else drawing(keys_N)
+
+    def keys(self, batch: Batch) -> Any:
+        """What `drawing` takes for the samples of `batch`; None if no layer draws."""
         if not self._num_layers:
-            return nullcontext()
+            return None
         keys_N = sample_keys(self._seed, batch.epoch, batch.sample_ids_N)
-        return drawing(import_torch().from_numpy(keys_N).to(device()))
+        return import_torch().from_numpy(keys_N).to(device())
 
 
 def _number(model: Any, is_keras: bool) -> int:

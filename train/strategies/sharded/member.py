@@ -38,6 +38,7 @@ from train.strategies.strategy import CheckpointLayout
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
     from train.backends.torch.layout import Box, NamedTensor, Place, TensorLayout
+    from train.backends.torch.passes import MakePasses
 
 
 def _exchanges_nothing(learner: TorchLearner, is_last: bool) -> None:
@@ -57,6 +58,10 @@ class Sharding:
     the backward pass has not."""
     exchange: Callable[[TorchLearner, bool], None] = _exchanges_nothing
     """(learner, whether the next backward pass is the last one of the step): switch the exchange of gradients."""
+    make_passes: MakePasses | None = None
+    """How a rank computes with its shards; None if the module computes as it is called."""
+    draws_alike: bool = True
+    """Whether ranks that read the same rows draw the same random numbers, because they compute the same layers."""
 
 
 class ShardedMember(ReplicatedMember):
@@ -79,9 +84,10 @@ class ShardedMember(ReplicatedMember):
         self._index = self._agree()
         # It never changes, and a step waits for the copy of a checkpoint.
         self._index_file = dump_index(self._index) if self.rank == 0 else []
-        # Of ranks that read the same rows all draw the same numbers; another layout had one generator for each.
-        of_ranks = [int(each) for each in self.gather_bytes(str(data.index).encode())]
-        self._own_rank = of_ranks.index(data.index)
+        # Of ranks that draw the same numbers; another layout had one generator for each.
+        self._draws_as = data.index if sharding.draws_alike else self.rank
+        of_ranks = [int(each) for each in self.gather_bytes(str(self._draws_as).encode())]
+        self._own_rank = of_ranks.index(self._draws_as)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         outcome = self.learner.apply(self._addends(batch, global_weight), learning_rate)
@@ -123,13 +129,13 @@ class ShardedMember(ReplicatedMember):
         for part in (StatePart.WEIGHTS, StatePart.OWN) if not files else ():
             mine = dump_arrays(self.learner.arrays(part)) if self.rank == 0 else b""
             self.learner.assign(part, load_arrays(self.broadcast_bytes(mine)), "rank 0")
-        self._torch_learner.place(self._sharding.place, self._sharding.layout)
+        self._torch_learner.place(self._sharding.place, self._sharding.layout, self._sharding.make_passes)
         if files:
             self._take_shards(files, tuple(PARTS), source)
             own = rank_file(self._own_rank if saved_world_size == self.world_size else 0)
             self.learner.assign(StatePart.OWN, load_arrays(files[own]), source)
         if saved_world_size != self.world_size:
-            self.learner.decorrelate(self.data.index)
+            self.learner.decorrelate(self._draws_as)
 
     def weight_files(self, saved: SavedFiles) -> list[str]:
         return [rank_file(0), *self._files_with(saved, (PARTS[StatePart.WEIGHTS],))]
@@ -167,13 +173,14 @@ class ShardedMember(ReplicatedMember):
             box = boxes[tensor.like] if tensor.like else whole_box(tensor.shape)
             return layout.state_box(box) if tensor.is_state and tensor.like else box
 
-        mine = [
-            Shard(part, tensor.name, box.global_shape, box.offsets, box.shape)
-            for state, part in PARTS.items()
-            for tensor in self._torch_learner.tensors(state)
-            for box in [box_of(tensor)]
-        ]
-        return ShardIndex(tuple(tuple(from_json(list[Shard], each)) for each in self.gather_bytes(to_json(mine))))
+        def shard(part: str, name: str, box: Box) -> Shard:
+            return Shard(part, name, box.global_shape, box.offsets, box.shape)
+
+        tensors = [(part, each) for state, part in PARTS.items() for each in self._torch_learner.tensors(state)]
+        mine = [shard(part, each.name, box_of(each)) for part, each in tensors if not each.of or each.of in boxes]
+        whole = tuple(shard(part, each.name, whole_box(each.shape)) for part, each in tensors)
+        of_ranks = [from_json(list[Shard], each) for each in self.gather_bytes(to_json(mine))]
+        return ShardIndex(tuple(map(tuple, of_ranks)), arrays=whole)
 
     def _shards(self, part: str) -> list[Shard]:
         return [shard for shard in self._index.of_ranks[self.rank] if shard.part == part]

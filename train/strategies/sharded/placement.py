@@ -22,6 +22,7 @@ from train.strategies.collective import AnnouncedCollective
 from train.strategies.held import Held, num_bytes
 from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.sharded.sums import sum_in_place, sum_over_all
 from train.strategies.strategy import Join
 from train.strategies.torch_ddp import TorchCollective
 
@@ -42,7 +43,7 @@ def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(axes)
         place = partial(_place, meshes, config.mixed_precision == "bfloat16")
-        sharding = Sharding(place, ShardedTensors(axes.num_ranks, _sum_over_all), partial(_add_up, meshes))
+        sharding = Sharding(place, ShardedTensors(axes.num_ranks, sum_over_all), partial(_add_up, meshes))
         if meshes.fsdp is not None:
             sharding = replace(sharding, exchange=_exchange)
         return ShardedMember(learner, collective, axes.data_index(world.rank), world, reporter, sharding)
@@ -62,7 +63,7 @@ def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any],
 
         axes = mesh(config)
         check_layers(mesh)(config, module)
-        meshes, layout = DeviceMeshes.of(axes), ShardedTensors(axes.num_ranks, _sum_over_all)
+        meshes, layout = DeviceMeshes.of(axes), ShardedTensors(axes.num_ranks, sum_over_all)
         is_bfloat16 = config.mixed_precision == "bfloat16"
         boxes = boxes_when_placed(module, partial(_place, meshes, is_bfloat16), layout)
         if meshes.tensor is not None:
@@ -78,7 +79,7 @@ def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any],
 
 
 def check_layers(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
-    """The `Strategy.check_module` of ranks that divide layers along `tensor`."""
+    """-> (config, module): raises UsageError for layers that ranks along `tensor` cannot divide."""
 
     def check(config: TrainConfig, module: Any) -> None:
         from train.models.tensor_plans import check_heads, heads_of
@@ -87,6 +88,11 @@ def check_layers(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, 
             check_heads(config.model, heads_of(module), num_ranks)
 
     return check
+
+
+def check_layers_of(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
+    """Its `Strategy.check_learner`."""
+    return lambda config, learner: check_layers(mesh)(config, learner.module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +171,9 @@ def _exchange(learner: TorchLearner, is_last: bool) -> None:
 
 def _add_up(meshes: DeviceMeshes, learner: TorchLearner, addends: list[Any]) -> list[Any]:
     """Sum, in place, what the backward pass has not: (loss, number correct), and without FSDP the gradients."""
-    import torch
-    import torch.distributed as dist
-
     unsummed = addends if meshes.fsdp is None else addends[-1:]
-    tensors = [learner.layout.local(each) for each in unsummed]
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=meshes.readers)
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.reshape(tensor.shape))
+    sum_in_place([learner.layout.local(each) for each in unsummed], meshes.readers)
     return addends
-
-
-def _sum_over_all(tensor: Any) -> None:
-    import torch.distributed as dist
-
-    dist.all_reduce(tensor)
 
 
 def _gathered_bytes(module: Any, local: Callable[[Any], Any], bytes_per_element: int) -> int:

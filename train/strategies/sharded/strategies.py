@@ -1,6 +1,6 @@
 """The strategies whose ranks hold one PyTorch module together: each is a mesh.
 
-`zero1`: train/strategies/sharded/zero1.py.
+`zero1`: train/strategies/sharded/zero1.py. `pipeline_parallel`: train/strategies/sharded/pipeline.py.
 
 `torch_fsdp`: each rank holds 1/N of weights, gradients and optimizer state. A block's weights are gathered before it
 computes and dropped behind it; its gradients are summed straight into the shards. With `train.mesh.data` > 1 there are
@@ -16,8 +16,9 @@ from dataclasses import replace
 
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
+from train.strategies.sharded import pipeline
 from train.strategies.sharded.member import SHARDED
-from train.strategies.sharded.placement import check_layers, held_on, sharded
+from train.strategies.sharded.placement import check_layers_of, held_on, sharded
 from train.strategies.sharded.zero1 import held_by_zero1, join_zero1
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
@@ -62,12 +63,20 @@ TENSOR_PARALLEL = replace(
     join=sharded(tensor_mesh),
     mesh=tensor_mesh,
     held=held_on(tensor_mesh),
-    check_module=check_layers(tensor_mesh),
+    check_learner=check_layers_of(tensor_mesh),
 )
 HYBRID = replace(
     TORCH_FSDP,
     join=sharded(hybrid_mesh),
     mesh=hybrid_mesh,
     held=held_on(hybrid_mesh),
-    check_module=check_layers(hybrid_mesh),
+    check_learner=check_layers_of(hybrid_mesh),
+)
+PIPELINE_PARALLEL = replace(
+    TORCH_FSDP,
+    join=pipeline.join_pipeline,
+    mesh=pipeline.pipeline_mesh,
+    held=pipeline.holds_stages,
+    check=pipeline.check,
+    check_learner=pipeline.check_learner,
 )

@@ -1,0 +1,168 @@
+"""Pipelines: where a model is cut, in which order ranks compute and how long they wait, and what is refused before the
+ETL. Their trainings: test_mesh_training.py and test_multi_rank.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.formats.rows import RowSchema
+from shardmill.jobs.config import SparkConfig
+from tests.train.forked_ranks import launch_forked
+from tests.train.test_mesh_training import BASE
+from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
+from tests.train.training import StepWatcher, check_terms, task_of
+from train.backends.torch.chain import cut, cut_for
+from train.config import TrainConfig
+from train.planning.auto import resolve
+from train.planning.trial_build import try_build
+from train.strategies.sharded.pipeline_schedules import (
+    PipelineOptions,
+    idle_share,
+    num_microbatches_of,
+    orders,
+    schedule_named,
+)
+
+MODELS, CHAINS = "tests.train.torch_models", "tests.train.torch_chain_models"
+SCHEMA = RowSchema("png", (16, 16, 3), ("cat", "dog"))
+SIZES = [(num_ranks, num_microbatches) for num_ranks in (2, 3, 4) for num_microbatches in (4, 8, 12, 24)]
+
+
+def config_of(**given: Any) -> TrainConfig:
+    return TrainConfig(**{"strategy": "pipeline_parallel", "num_workers": 2, "launcher": "local", **given})
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
+def test_the_idle_share_of_one_stage_on_each_rank_is_that_of_the_formula(num_ranks, num_microbatches):
+    expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
+    shares = {
+        name: idle_share(orders(schedule_named(name, num_ranks), num_ranks, num_microbatches))
+        for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    }
+    assert shares["gpipe"] == pytest.approx(expected) and shares["1f1b"] == pytest.approx(expected)
+    # Two stages on a rank, of half the cost each: half as long until all have begun.
+    assert shares["interleaved_1f1b"] == pytest.approx((num_ranks - 1) / (2 * num_microbatches + num_ranks - 1))
+    assert shares["zero_bubble"] < shares["interleaved_1f1b"]
+    # The first rank waits half of the time for the second, and once until that has begun and once until it has ended.
+    uneven = idle_share(orders(schedule_named("gpipe", 2), 2, num_microbatches), (1, 2))
+    assert uneven == pytest.approx(1 - 9 * num_microbatches / (2 * (6 * num_microbatches + 3)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_every_stage_computes_every_microbatch_once(name):
+    num_ranks, num_microbatches = 3, 6
+    schedule = schedule_named(name, num_ranks)
+    of_ranks = orders(schedule, num_ranks, num_microbatches)
+    forward = [(each.stage, each.microbatch) for actions in of_ranks for each in actions if each.kind == "FORWARD"]
+    assert sorted(forward) == list(itertools.product(range(num_ranks * schedule.stages_per_rank), range(6)))
+    for rank, actions in enumerate(of_ranks):
+        assert {schedule.place_of(num_ranks)[each.stage] for each in actions} == {rank}
+
+
+def test_a_chain_is_cut_where_the_most_expensive_part_is_cheapest():
+    rng = random.Random(0)
+    for _ in range(50):
+        costs = [rng.randrange(1, 20) for _ in range(rng.randrange(4, 9))]
+        num_parts = rng.randrange(1, 5)
+
+        def worst(firsts: Any, costs: list[int] = costs) -> int:
+            bounds = [*firsts, len(costs)]
+            return max(sum(costs[first:end]) for first, end in itertools.pairwise(bounds))
+
+        every = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), num_parts - 1)]
+        firsts = cut(costs, num_parts)
+        assert tuple(firsts) in every and worst(firsts) == min(map(worst, every))
+
+
+def test_ranks_with_two_stages_share_the_cost():
+    # An embedding, two blocks, a norm and a head: in each half of a V one block.
+    costs, v = [2, 9, 9, 1, 1], (0, 1, 1, 0)
+    firsts = cut_for(costs, v)
+    stages = [costs[first:end] for first, end in itertools.pairwise([*firsts, len(costs)])]
+    loads = [sum(map(sum, (stage for stage, rank in zip(stages, v, strict=True) if rank == here))) for here in (0, 1)]
+    assert max(loads) == 12
+    # Too many ways to try all of them.
+    assert cut_for([1] * 64, (*range(8), *range(8))) == list(range(0, 64, 4))
+
+
+def test_the_number_of_microbatches_is_chosen_or_refused():
+    assert num_microbatches_of(PipelineOptions(), 24, 2) == 8
+    assert num_microbatches_of(PipelineOptions(), 6, 3) == 6
+    assert num_microbatches_of(PipelineOptions(num_microbatches=12), 24, 2) == 12
+    with pytest.raises(UsageError, match=r"num_microbatches = 5; expected one of 2, 3, 4, 6, 8, 12, 24: .* 24 rows"):
+        num_microbatches_of(PipelineOptions(num_microbatches=5), 24, 2)
+    with pytest.raises(UsageError, match=r"num_microbatches = 2; expected one of 4, .* 1f1b on 4 ranks"):
+        num_microbatches_of(PipelineOptions(num_microbatches=2), 12, 4)
+    assert num_microbatches_of(PipelineOptions(schedule="gpipe", num_microbatches=2), 12, 4) == 2
+
+
+def test_rows_that_do_not_divide_are_refused_before_anything_starts():
+    config = resolve(
+        config_of(model="vit", global_batch_size=24, pipeline_parallel={"num_microbatches": 16}), SparkConfig()
+    ).config
+    with pytest.raises(UsageError, match=r"num_microbatches = 16; expected one of 2, .* 24 rows"):
+        check_terms(config, SparkConfig())
+
+
+REFUSED = {
+    f"{MODELS}:stateful": (2, r"1 norms over the batch \(BatchNorm2d in block 2 of 6\).* use nn.GroupNorm"),
+    f"{MODELS}:routed": (
+        2,
+        r"a Routed: no nn.Sequential, and without a method stages\(\).* train.strategy = 'torch_fsdp'",
+    ),
+    f"{CHAINS}:skipping": (2, r"what stages\(\) returns computes outputs that differ by .* correct stages\(\)"),
+    f"{CHAINS}:tied": (3, r"uses 1.weight in stage 1 and in stage 2 of 3; .* only one rank holds them"),
+    f"{MODELS}:tiny_vit": (6, r"a chain of 5 blocks with weights, and the pipeline has 6 stages; .* at most 5 stages"),
+}
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_model_that_cannot_be_cut_is_refused_before_the_etl(model):
+    num_workers, said = REFUSED[model]
+    config = config_of(model=model, num_workers=num_workers, global_batch_size=24)
+    with pytest.raises(UsageError, match=said):
+        try_build(resolve(config, SparkConfig()).config, SCHEMA, StepWatcher())
+
+
+def test_a_keras_model_is_refused():
+    with pytest.raises(UsageError, match=r"'resnet50' is a Keras model, and train.strategy = 'pipeline_parallel'"):
+        resolve(config_of(model="resnet50"), SparkConfig())
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_ranks_compute_in_the_order_whose_idle_share_is_told(tiny_uri, tmp_path, name):
+    config = {**BASE, "epochs": 1, "strategy": "pipeline_parallel", "num_workers": 2, "launcher": "local",
+              "pipeline_parallel": {"schedule": name, "num_microbatches": 6}}  # fmt: skip
+    watcher = StepWatcher()
+    result = launch_forked(
+        task_of(tiny_uri, tmp_path, **config), watcher, "tests.train.multi_rank_workers:every_rank_tells_its_order"
+    )
+    expected = orders(schedule_named(name, 2), 2, 6)
+    for rank, actions in enumerate(expected):
+        told = json.loads((tmp_path / f"order/rank-{rank}.json").read_text())
+        assert told == [list(each) for each in actions] * result.num_steps
+    [fields] = [fields for event, fields in watcher.events if event == "pipeline"]
+    # Its stages do not cost the same.
+    assert fields["microbatches"] == 6 and 0 < fields["idle_share"] < 0.5
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_a_pipeline_resumes_exactly_at_its_layout(tiny_uri, tmp_path, monkeypatch, schedule):
+    """With averages of weights, blocks that are computed twice, frozen blocks, and half of the rows in each copy."""
+    config = {**BASE, "strategy": "pipeline_parallel", "mesh": {"data": 2}, "ema_decay": 0.9,
+              "pipeline_parallel": {"schedule": schedule}, "freeze": ("embedding*",),
+              "memory": {"activation_checkpointing": "on"}}  # fmt: skip
+    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 4, config)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 4, config, monkeypatch, killed_at=7)
+    result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", 4, config)
+    assert result.resumed_from is not None and result.weights_sha256 == fresh.weights_sha256
+    assert killed.losses | resumed.losses == undisturbed.losses

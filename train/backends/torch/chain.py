@@ -1,0 +1,270 @@
+"""A PyTorch module as a chain of blocks, and where a pipeline cuts it: each stage computes some blocks in a row.
+
+A stage receives one tensor from the stage before it, so a module can be cut if it is an `nn.Sequential`, or has a
+method `stages()` that returns the modules which, one after the other, compute what its `forward` computes. Nothing can
+skip a border, no weight can be in two stages, and no block may depend on other samples of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
+from typing import TYPE_CHECKING, Any
+
+from shardmill.errors import UsageError
+from train.backends.torch.runtime import device, import_torch
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
+    from train.config import TrainConfig
+
+# What a chain and its module compute differs by the rounding of other kernels at most.
+TOLERANCE = 1e-4
+# Of cutting a chain, tried in less than a second.
+MOST_WAYS = 50_000
+ANOTHER = "or set train.strategy = 'torch_fsdp', which takes any nn.Module"
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What a stage hands on for each sample."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Some blocks in a row."""
+
+    blocks: tuple[Any, ...]
+    weights: frozenset[str]
+    """Names of those that are trained."""
+    border: Border
+    cost: int
+    """Of one sample: floating point operations of matrices and convolutions, and elements that its blocks return."""
+
+
+def stages_of(config: TrainConfig, learner: TorchLearner, place_of: Sequence[int]) -> tuple[Stage, ...]:
+    """Cut the learner's module into stages for these ranks, so that the most expensive one costs as little as it can.
+
+    Raises UsageError for a module that cannot be cut into so many.
+    """
+    blocks = _chain(config, learner.module)
+    measured = _measured(config, learner, blocks)
+    parts = _divided(config, learner.module, blocks, [each.cost for each in measured], place_of)
+    return tuple(
+        Stage(tuple(blocks[place] for place in part.places), part.weights, measured[part.places[-1]].border, part.cost)
+        for part in parts
+    )
+
+
+def weights_by_stage(config: TrainConfig, module: Any, place_of: Sequence[int]) -> list[frozenset[str]]:
+    """Names of the weights of each stage, cut by numbers of weights: what is near to `stages_of` where the size of
+    images is unknown. Raises as it does."""
+    blocks = _chain(config, module)
+    costs = [1 + sum(each.numel() for each in block.parameters()) for block in blocks]
+    return [part.weights for part in _divided(config, module, blocks, costs, place_of)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    places: tuple[int, ...]
+    """Of its blocks."""
+    weights: frozenset[str]
+    cost: int
+
+
+def _divided(
+    config: TrainConfig, module: Any, blocks: Sequence[Any], costs: Sequence[int], place_of: Sequence[int]
+) -> list[_Part]:
+    names = {id(weight): name for name, weight in module.named_parameters() if weight.requires_grad}
+    units, num_stages = _units(blocks, names), len(place_of)
+    if num_stages > len(units):
+        raise UsageError(
+            f"train.model = {config.model!r} is a chain of {len(units)} blocks with weights, and the pipeline has "
+            f"{num_stages} stages",
+            "expected at least one such block for each stage",
+            f"set train.mesh.pipeline so that there are at most {len(units)} stages, or use a deeper model",
+        )
+    firsts = cut_for([sum(costs[place] for place in unit) for unit in units], place_of)
+    parts = []
+    for first, end in pairwise([*firsts, len(units)]):
+        places = tuple(place for unit in units[first:end] for place in unit)
+        weights = {names[id(each)] for place in places for each in blocks[place].parameters() if id(each) in names}
+        parts.append(_Part(places, frozenset(weights), sum(costs[place] for place in places)))
+    _refuse_shared(config, [part.weights for part in parts])
+    # What no block uses stays somewhere, so that a checkpoint has all weights.
+    unused = frozenset(names.values()).difference(*(part.weights for part in parts))
+    return [*parts[:-1], replace(parts[-1], weights=parts[-1].weights | unused)]
+
+
+def cut_for(costs: Sequence[int], place_of: Sequence[int]) -> list[int]:
+    """The first place of each stage, `place_of` of which is its rank: the most expensive rank costs as little as it
+    can, or, if there are too many ways to try, the most expensive stage."""
+    num_stages = len(place_of)
+    if len(set(place_of)) == num_stages or math.comb(len(costs) - 1, num_stages - 1) > MOST_WAYS:
+        return cut(costs, num_stages)
+    sums = [0, *accumulate(costs)]
+
+    def dearest(firsts: tuple[int, ...]) -> tuple[int, int]:
+        """Rank, and stage."""
+        of_ranks, most = dict.fromkeys(place_of, 0), 0
+        for rank, first, end in zip(place_of, firsts, (*firsts[1:], len(costs)), strict=True):
+            of_ranks[rank] += sums[end] - sums[first]
+            most = max(most, sums[end] - sums[first])
+        return max(of_ranks.values()), most
+
+    return list(min(((0, *rest) for rest in combinations(range(1, len(costs)), num_stages - 1)), key=dearest))
+
+
+def cut(costs: Sequence[int], num_parts: int) -> list[int]:
+    """The first place of each part, if the most expensive of `num_parts` parts in a row costs as little as it can."""
+    sums = [0, *accumulate(costs)]
+    # Of the first n places: the cost of the most expensive part, and where parts begin.
+    best: list[tuple[float, tuple[int, ...]]] = [(cost, (0,)) for cost in sums]
+    for num_before in range(1, num_parts):
+        best = [
+            min(
+                (
+                    (max(best[first][0], sums[end] - sums[first]), (*best[first][1], first))
+                    for first in range(num_before, end)
+                ),
+                default=(math.inf, ()),
+            )
+            for end in range(len(sums))
+        ]
+    return list(best[-1][1])
+
+
+def _chain(config: TrainConfig, module: Any) -> list[Any]:
+    """Raises UsageError if it is none."""
+    nn = import_torch().nn
+
+    def links(module: Any) -> list[Any]:
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            return [link for child in module.children() for link in links(child)]
+        return [module]
+
+    if hasattr(module, "stages"):
+        blocks = [link for each in module.stages() for link in links(each)]
+    else:
+        blocks = links(module)
+    if blocks == [module]:
+        raise UsageError(
+            f"train.model = {config.model!r} is a {type(module).__name__}: no nn.Sequential, and without a method "
+            "stages()",
+            "a stage of a pipeline gets one tensor from the stage before it: nothing may skip from one to another",
+            f"return an nn.Sequential, add stages(), which returns what forward() calls in a row, {ANOTHER}",
+        )
+    _refuse_foreign(config, module, blocks)
+    _refuse_batch_norms(config, blocks)
+    return blocks
+
+
+def _refuse_foreign(config: TrainConfig, module: Any, blocks: Sequence[Any]) -> None:
+    own = {id(each) for each in module.parameters()}
+    foreign = [type(block).__name__ for block in blocks for each in block.parameters() if id(each) not in own]
+    if foreign:
+        raise UsageError(
+            f"train.model = {config.model!r}: stages() returns a {foreign[0]} with weights that the model has not",
+            "expected the model's own modules, or ones without weights",
+            "create it in __init__, as an attribute of the model",
+        )
+
+
+def _refuse_batch_norms(config: TrainConfig, blocks: Sequence[Any]) -> None:
+    from torch.nn.modules.batchnorm import _NormBase
+
+    found = [
+        f"{type(each).__name__} in block {place} of {len(blocks)}"
+        for place, block in enumerate(blocks, 1)
+        for each in block.modules()
+        if isinstance(each, _NormBase) and (each.track_running_stats or "BatchNorm" in type(each).__name__)
+    ]
+    if found:
+        raise UsageError(
+            f"train.model = {config.model!r} has {len(found)} norms over the batch ({found[0]})",
+            "a pipeline computes microbatches one after the other: a batch norm would have the moments of one, and "
+            "only one rank its moving statistics",
+            f"use nn.GroupNorm or nn.LayerNorm, {ANOTHER}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    border: Border
+    cost: int
+
+
+def _measured(config: TrainConfig, learner: TorchLearner, blocks: Sequence[Any]) -> list[_Measured]:
+    """Compute two images block by block.
+
+    Raises UsageError if that gives anything but what the module gives, or a border is no tensor.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch, parts = import_torch(), learner.parts
+    shape = (2, *parts.image_shape_HWC)
+    # Not black: what is added to nothing would not be missed.
+    images_NHWC = (torch.arange(math.prod(shape), device=device()) % 251).to(torch.uint8).view(shape)
+    parts.classifier.eval()
+    measured = []
+    with torch.no_grad(), parts.precision.computing():
+        expected = parts.classifier(images_NHWC)
+        values = parts.classifier.inputs_of(images_NHWC)
+        for place, block in enumerate(blocks, 1):
+            with FlopCounterMode(display=False) as counter:
+                values = block(values)
+            if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != len(images_NHWC):
+                raise UsageError(
+                    f"train.model = {config.model!r}: block {place} of {len(blocks)}, a {type(block).__name__}, "
+                    f"returns {_described(values)} for {len(images_NHWC)} images",
+                    "expected one tensor whose first axis is the batch: it may go to another rank",
+                    f"join what it returns, {ANOTHER}",
+                )
+            border = Border(tuple(values.shape[1:]), values.dtype)
+            measured.append(_Measured(border, (counter.get_total_flops() + values.numel()) // len(images_NHWC)))
+    difference = (values.float() - expected).abs().max() if values.shape == expected.shape else math.inf
+    if not difference <= TOLERANCE * (1 + expected.abs().max()):
+        raise UsageError(
+            f"train.model = {config.model!r}: what stages() returns computes outputs that differ by "
+            f"{float(difference):.3g} from those of forward()",
+            "expected the modules that forward() calls, in a row and without skips between them",
+            f"correct stages(), {ANOTHER}",
+        )
+    return measured
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+
+
+def _units(blocks: Sequence[Any], names: dict[int, str]) -> list[list[int]]:
+    """Places of blocks that stay together: each unit has one block with weights to train, so that no rank is without;
+    activations and pooling stay with what they are computed from."""
+    units: list[list[int]] = [[]]
+    num_with_weights = 0
+    for place, block in enumerate(blocks):
+        if any(id(each) in names for each in block.parameters()):
+            num_with_weights += 1
+            if num_with_weights > 1:
+                units.append([])
+        units[-1].append(place)
+    return units
+
+
+def _refuse_shared(config: TrainConfig, weights_of_stages: Sequence[frozenset[str]]) -> None:
+    first_with: dict[str, int] = {}
+    for number, weights in enumerate(weights_of_stages):
+        for name in sorted(weights):
+            if first_with.setdefault(name, number) != number:
+                raise UsageError(
+                    f"train.model = {config.model!r} uses {name} in stage {first_with[name] + 1} and in stage "
+                    f"{number + 1} of {len(weights_of_stages)}",
+                    "expected weights of one stage each: only one rank holds them",
+                    f"give each its own weights, use fewer stages, {ANOTHER}",
+                )

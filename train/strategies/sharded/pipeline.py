@@ -1,0 +1,176 @@
+"""Pipeline parallelism: each rank holds some layers in a row, and computes microbatch after microbatch.
+
+Huang et al., arXiv:1811.06965. Copies of the pipeline (`train.mesh.data`) read rows of their own and add up gradients.
+Where a module is cut: train/backends/torch/chain.py; how a rank computes: train/backends/torch/stages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from shardmill.errors import UsageError
+from train.backends.backend import Learner
+from train.config import TrainConfig
+from train.contracts.mesh import Mesh
+from train.contracts.values import Reporter
+from train.contracts.world import World
+from train.strategies.collective import AnnouncedCollective
+from train.strategies.held import Held, Shape, holds_all, num_bytes
+from train.strategies.member import Member
+from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.sharded.pipeline_schedules import (
+    PipelineOptions,
+    idle_share,
+    num_microbatches_of,
+    orders,
+    schedule_named,
+    schedule_of,
+)
+from train.strategies.sharded.sums import sum_in_place, sum_over_all
+from train.strategies.torch_ddp import TorchCollective
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
+    from train.backends.torch.chain import Stage
+    from train.backends.torch.stages import Pipeline
+
+
+def pipeline_mesh(config: TrainConfig) -> Mesh:
+    """One pipeline of all ranks, unless `train.mesh` says otherwise."""
+    sizes = config.mesh
+    return Mesh.of(config, pipeline=sizes.pipeline or max(1, config.num_ranks_asked // max(1, sizes.data)))
+
+
+def join_pipeline(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    """`train.strategies.strategy.Join`."""
+    from train.backends.torch.stages import StagePasses, StageTensors
+
+    mesh = pipeline_mesh(config)
+    # The only backend of this strategy; a Keras model was refused by the driver (`needs_module`).
+    learner = cast("TorchLearner", build())
+    stages = _stages(config, learner)
+    collective = AnnouncedCollective(TorchCollective, world, reporter)
+    pipeline, readers = _groups(config, mesh, stages)
+    if world.rank == 0:
+        _tell(config, pipeline, mesh, reporter)
+    sharding = Sharding(
+        pipeline.place,
+        StageTensors(pipeline, learner.module, mesh.data_size, sum_over_all),
+        partial(_add_up, readers if mesh.data_size > 1 else None),
+        make_passes=partial(StagePasses, pipeline),
+        draws_alike=False,
+    )
+    return ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
+
+
+def _stages(config: TrainConfig, learner: TorchLearner) -> tuple[Stage, ...]:
+    from train.backends.torch.chain import stages_of
+
+    num_ranks = pipeline_mesh(config).pipeline
+    schedule = schedule_named(config.options(PipelineOptions).schedule, num_ranks)
+    return stages_of(config, learner, schedule.place_of(num_ranks))
+
+
+def _groups(config: TrainConfig, mesh: Mesh, stages: tuple[Stage, ...]) -> tuple[Pipeline, Any]:
+    """-> this rank's pipeline, and the process group of the ranks that have its stages. All ranks call it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from train.backends.torch.runtime import device
+    from train.backends.torch.stages import Pipeline
+
+    options = config.options(PipelineOptions)
+    schedule = schedule_named(options.schedule, mesh.pipeline)
+    ranks = init_device_mesh(device().type, (mesh.pipeline, mesh.data_size), mesh_dim_names=("pipeline", "data"))
+    group = ranks["pipeline"].get_group()
+    pipeline = Pipeline(
+        stages,
+        schedule.place_of(mesh.pipeline),
+        dist.get_rank(group),
+        group,
+        partial(schedule_of, schedule),
+        partial(num_microbatches_of, options, num_ranks=mesh.pipeline),
+    )
+    return pipeline, ranks["data"].get_group()
+
+
+def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporter) -> None:
+    """How the model was cut, and which share of the time ranks will wait, by counted costs."""
+    [num_rows, *_] = _sizes_of_parts(config, mesh)
+    num_microbatches = pipeline.num_microbatches(num_rows)
+    schedule = schedule_named(config.options(PipelineOptions).schedule, mesh.pipeline)
+    costs = [stage.cost / sum(stage.cost for stage in pipeline.stages) for stage in pipeline.stages]
+    reporter.event(
+        "pipeline",
+        {
+            "rank": 0,
+            "schedule": schedule.name,
+            "stages": len(pipeline.stages),
+            "blocks": ", ".join(str(len(stage.blocks)) for stage in pipeline.stages),
+            "cost": ", ".join(f"{cost:.0%}" for cost in costs),
+            "microbatches": num_microbatches,
+            "idle_share": round(idle_share(orders(schedule, mesh.pipeline, num_microbatches), costs), 4),
+        },
+    )
+
+
+def _add_up(readers: Any, learner: TorchLearner, addends: list[Any]) -> list[Any]:
+    """Gradients over the copies of a stage; loss and number correct, which stages but the last have not, over all."""
+    *gradients, figures = addends
+    if readers is not None:
+        sum_in_place(gradients, readers)
+    sum_over_all(figures)
+    return addends
+
+
+def _sizes_of_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
+    """Numbers of rows that go through a pipeline at a time: a rank's share of a step, in `accumulation_steps`."""
+    rows_per_stream, parts = config.global_batch_size // mesh.num_streams, config.num_microbatches
+    shares = {len(streams) * rows_per_stream for streams in mesh.streams}
+    return sorted(
+        {(part + 1) * rows // parts - part * rows // parts for rows in shares for part in range(min(parts, rows))}
+    )
+
+
+def check(config: TrainConfig) -> None:
+    """`train.strategies.strategy.Strategy.check`."""
+    options, mesh = config.options(PipelineOptions), pipeline_mesh(config)
+    for num_rows in _sizes_of_parts(config, mesh):
+        num_microbatches_of(options, num_rows, mesh.pipeline)
+    if options.schedule == "zero_bubble" and config.unfreeze_epoch:
+        raise UsageError(
+            "train.pipeline_parallel.schedule = 'zero_bubble' with train.unfreeze_epoch",
+            "it computes gradients of each stage's weights apart, and a frozen stage has none",
+            "set train.pipeline_parallel.schedule = '1f1b'",
+        )
+
+
+def check_learner(config: TrainConfig, learner: Any) -> None:
+    """`train.strategies.strategy.Strategy.check_learner`."""
+    _stages(config, learner)
+
+
+def holds_stages(config: TrainConfig, module: Any) -> Held:
+    """`train.strategies.strategy.Strategy.held`."""
+    from train.backends.torch.chain import weights_by_stage
+
+    mesh, options, shapes = pipeline_mesh(config), config.options(PipelineOptions), holds_all(config, module).weights
+    schedule = schedule_named(options.schedule, mesh.pipeline)
+    place_of = schedule.place_of(mesh.pipeline)
+    of_ranks: list[dict[str, Shape]] = [{} for _ in range(mesh.pipeline)]
+    for rank, names in zip(place_of, weights_by_stage(config, module, place_of), strict=True):
+        of_ranks[rank] |= {name: shapes[name] for name in names}
+    held = max(of_ranks, key=lambda of_rank: num_bytes(of_rank.values()))
+    held_bytes, num_ranks = num_bytes(held.values()), mesh.pipeline
+    num_microbatches = num_microbatches_of(options, _sizes_of_parts(config, mesh)[-1], num_ranks)
+    num_kept = num_microbatches if schedule.name == "gpipe" else min(num_microbatches, num_ranks)
+    return Held(
+        held,
+        held,
+        module,
+        # Copies add up gradients as one flat tensor.
+        update_bytes=held_bytes if mesh.data_size > 1 else 0,
+        activation_share=held_bytes / num_bytes(shapes.values()) * num_kept / num_microbatches,
+    )
