@@ -11,6 +11,7 @@ import typer
 from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.output.printing import print_result
 from shardmill.errors import UsageError
+from shardmill.printable import printable
 
 if TYPE_CHECKING:
     from train.tree import TrainTree
@@ -62,6 +63,7 @@ def _compare(tree: TrainTree, memory_bytes: int, common: Common) -> None:
     sys.stderr.write("plan: counting what a rank holds under each strategy\n")
     planned = plan_memory(tree, memory_bytes)
     print_result(common, planned.document(), planned.rows(), title=planned.title)
+    (sys.stderr if common.json else sys.stdout).write(f"{printable(planned.decision)}\n")
 
 
 def parse_bytes(text: str) -> int:

@@ -115,7 +115,7 @@ def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_u
     assert header.split("\t")[:3] == ["strategy", "mesh", "parameters"] and header.endswith("fits in 5.6 GiB")
     verdicts = {line.split("\t")[0]: line.rpartition("\t")[2] for line in lines[:-1]}
     assert verdicts["torch_ddp"] == verdicts["zero1"] == "no" and verdicts["torch_fsdp"].startswith("yes")
-    assert lines[-1].startswith("torch_fsdp\tone device does not hold the model: parameters 2.3 GiB + gradients")
+    assert lines[-1].startswith("torch_fsdp: one device does not hold the model: parameters 2.3 GiB + gradients")
 
     heads = shardmill(*huge[:3], "6", "--memory", "80GB", cwd=tmp_path)
     assert "16 heads, and 6 ranks divide each layer" in heads.stdout

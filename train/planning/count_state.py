@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmill.errors import ShardmillError, UsageError
@@ -11,9 +12,11 @@ from train.backends.torch.empty import empty_classifier, empty_module, optimizer
 from train.backends.torch.imagined_ranks import imagined_ranks
 from train.backends.torch.live_bytes import step_bytes
 from train.config import TrainConfig
+from train.contracts.values import to_json
 from train.launching.side_process import answer
 from train.planning.recompute import why_not_recompute
 from train.planning.state_bytes import StateAnswer, StateBytes, StateTask
+from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES, mesh_of
 from train.strategies.compression import remembered_bytes
 from train.strategies.held import Held
@@ -21,57 +24,86 @@ from train.strategies.held import Held
 
 def count(task: StateTask) -> StateAnswer:
     """Count in this process, with a fresh framework."""
-    return StateAnswer(tuple(_of_rank(config, task.spec) for config in task.configs))
+    steps: dict[bytes, _Step] = {}
+    return StateAnswer(tuple(_of_rank(config, task.spec, steps) for config in task.configs))
 
 
-def _of_rank(config: TrainConfig, spec: ModelSpec) -> StateBytes:
-    """Raises UsageError for a model that does not build."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The fields of `StateBytes` for a forward and a backward pass, on a rank with all activations of its module."""
+
+    step: int = 0
+    image: int = 0
+    recomputed_step: int = 0
+    recomputed_image: int = 0
+    why_not_recomputed: str = ""
+    why_not_stepped: str = ""
+
+
+def _of_rank(config: TrainConfig, spec: ModelSpec, steps: dict[bytes, _Step]) -> StateBytes:
+    """`steps`: those that were followed before. Raises UsageError for a model that does not build."""
     module = empty_module(config, spec)
     with imagined_ranks(mesh_of(config).num_ranks):
         try:
             held = STRATEGIES[config.strategy].held(config, module)
         except UsageError as error:
             return StateBytes(refused=str(error))
-        return _counted(config, module, held, spec)
+        # Ranks with undivided layers take the same step.
+        key = b"" if held.module is not module else _undivided(config)
+        step = steps.get(key) or _step(config, held.module, spec)
+        if key:
+            steps[key] = step
+    return _counted(config, module, held, step)
 
 
-def _counted(config: TrainConfig, module: Any, held: Held, spec: ModelSpec) -> StateBytes:
-    named = dict(module.named_parameters())
-    weights = {name: math.prod(shape) * named[name].element_size() for name, shape in held.weights.items()}
+def _undivided(config: TrainConfig) -> bytes:
+    """What decides the step of a whole module."""
+    no_ranks = {"strategy": str(config.needs_module), "num_workers": 0, "num_streams": 0, "mesh": MeshConfig()}
+    return to_json(config.model_copy(update=no_ranks))
+
+
+def _counted(config: TrainConfig, module: Any, held: Held, step: _Step) -> StateBytes:
+    # A strategy may have other names for parts of a weight.
+    named = dict(held.module.named_parameters())
+    weights = sum(math.prod(shape) * named[name].element_size() for name, shape in held.weights.items())
     # What is not trained is whole on every rank.
-    own = sum(each.nbytes for each in (*(each for each in named.values() if not each.requires_grad), *module.buffers()))
-    gradients = sum(weights.values()) + remembered_bytes([named[name] for name in weights], config)
-    averages = sum(weights.values()) if config.ema_decay else 0
+    own = sum(each.nbytes for each in module.buffers())
+    own += sum(each.nbytes for each in module.parameters() if not each.requires_grad)
+    share = held.activation_share
     return StateBytes(
-        parameters=sum(weights.values()) + own,
-        gradients=gradients,
-        optimizer=optimizer_bytes(config, module, held.updated) + averages,
+        parameters=weights + own,
+        gradients=weights + remembered_bytes([named[name] for name in held.weights], config),
+        optimizer=optimizer_bytes(config, held.module, held.updated) + (weights if config.ema_decay else 0),
         gathered=held.gathered_bytes,
         update=held.update_bytes,
-        start=own + sum(each.nbytes for each in named.values()) if STRATEGIES[config.strategy].needs_module else 0,
-        **_of_step(config, held, spec),
+        start=sum(each.nbytes for each in module.parameters()) if STRATEGIES[config.strategy].needs_module else 0,
+        step=int(share * step.step),
+        image=math.ceil(share * step.image),
+        recomputed_step=int(share * step.recomputed_step),
+        recomputed_image=math.ceil(share * step.recomputed_image),
+        why_not_recomputed=step.why_not_recomputed,
+        why_not_stepped=step.why_not_stepped,
     )
 
 
-def _of_step(config: TrainConfig, held: Held, spec: ModelSpec) -> dict[str, Any]:
-    """The fields of `StateBytes` for a forward and a backward pass."""
-    share, classifier = held.activation_share, empty_classifier(held.module, spec)
+def _step(config: TrainConfig, module: Any, spec: ModelSpec) -> _Step:
+    classifier = empty_classifier(module, spec)
     try:
         step, image = step_bytes(config, classifier, spec.image_shape_HWC)
     except Exception as error:
         # A user's module may raise anything if its tensors have no numbers.
-        return {"why_not_stepped": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    found: dict[str, Any] = {"step": int(share * step), "image": math.ceil(share * image)}
+        return _Step(why_not_stepped=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    found = _Step(step, image)
     if config.memory.activation_checkpointing == "on":
         return found
     if why_not := why_not_recompute(config):
-        return found | {"why_not_recomputed": why_not}
+        return replace(found, why_not_recomputed=why_not)
     memory = config.memory.model_copy(update={"activation_checkpointing": "on"})
     try:
         step, image = step_bytes(config.model_copy(update={"memory": memory}), classifier, spec.image_shape_HWC)
     except ShardmillError as error:
-        return found | {"why_not_recomputed": str(error)}
-    return found | {"recomputed_step": int(share * step), "recomputed_image": math.ceil(share * image)}
+        return replace(found, why_not_recomputed=str(error))
+    return replace(found, recomputed_step=step, recomputed_image=image)
 
 
 if __name__ == "__main__":

@@ -61,11 +61,15 @@ class MemoryPlan:
         parts = [part for part in PARTS if any(getattr(row, part) for row in self.strategies)]
         table: list[tuple[str, ...]] = [("strategy", "mesh", *parts, "total", f"fits in {size_of(self.memory_bytes)}")]
         for row in self.strategies:
-            sizes = [size_of(getattr(row, part)) for part in parts]
-            numbers = [""] * (len(parts) + 1) if row.refused else [*sizes, size_of(row.total)]
+            sizes = [getattr(row, part) for part in (*parts, "total")]
+            numbers = [size_of(size) if size else "" for size in sizes]
             table.append((row.strategy, row.mesh, *numbers, row.verdict))
-        table.append((self.choice or "none", self.reason, *[""] * (len(parts) + 2)))
         return table
+
+    @property
+    def decision(self) -> str:
+        """The choice with its reason, for people."""
+        return f"{self.choice or 'no strategy'}: {self.reason}"
 
     @property
     def title(self) -> str:
