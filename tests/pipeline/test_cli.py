@@ -255,7 +255,7 @@ def test_init_writes_a_config_once(tmp_path: Path):
 
 
 def test_options_without_effect_are_hidden(tmp_path: Path):
-    for command, without in (("init", "--workdir"), ("predict", "--set"), ("config show", "--run-id")):
+    for command, without in (("init", "--workdir"), ("export-tar", "--run-id"), ("config show", "--run-id")):
         shown = shardmill(*command.split(), "--help", cwd=tmp_path).stdout
         assert "--json" in shown and without not in shown
     assert "--run-id" in shardmill("run", "--help", cwd=tmp_path).stdout

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
+import jsonschema
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +23,8 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
-from tests.pipeline.command import shardmill
+from shardmill.values import ImageSample
+from tests.pipeline.command import ROOT, SUMMARY_SCHEMA, shardmill
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.published.candidate import promote_export
@@ -127,8 +131,6 @@ def test_what_is_made_of_an_image_does_not_depend_on_its_batch(folder: Path):
     mapping = mapping_of(str(folder / "models"))
     mapper = open_mapper(mapping.options, "raw")
     rng = np.random.default_rng(0)
-    from shardmill.values import ImageSample
-
     samples = [
         ImageSample(rng.integers(0, 255, (16, 16, 3), np.uint8).tobytes(), 16, 16, 3, "", (), ()) for _ in range(64)
     ]
@@ -142,3 +144,17 @@ def test_options_of_a_batch_job_need_a_folder(folder: Path, tmp_path: Path):
     assert cv2.imwrite(str(tmp_path / "x.png"), np.zeros((16, 16, 3), np.uint8))
     done = shardmill("predict", folder / "models", "x.png", "y", "--out", "out", cwd=tmp_path)
     assert done.returncode == 2 and "--out with 2 sources" in done.stderr
+
+
+def test_the_job_of_spark_submit_does_the_same(folder: Path, tmp_path: Path):
+    config = tmp_path / "photos.toml"
+    config.write_text(f'[source]\nuri = "{folder}/images"\n[etl]\nengine = "local"\nnum_workers = 2\n')
+    arguments = ["--config", config, "--out", tmp_path / "out", "--workdir", tmp_path / "work", "--top", 2]
+    command = [sys.executable, ROOT / "etl" / "predict_job.py", f"{folder}/models@1", *arguments]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)["sections"]["predictions"]
+    assert (made["version"], made["counts"]["accepted"], made["published"]) == (1, 120, True)
+    assert rows_of(tmp_path / "out").num_rows == 120
+    [summary] = (tmp_path / "work" / "runs").glob("*/summary.json")
+    jsonschema.validate(json.loads(summary.read_text()), SUMMARY_SCHEMA)

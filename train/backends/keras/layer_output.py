@@ -5,6 +5,7 @@ Shape legend: N batch, H height, W width, C channels, K outputs, D length of a l
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,18 @@ def load_layer(file: Path, layer: str) -> PredictWithLayer:
             "expected layers of Keras's own for --layer",
             "predict without --layer: the SavedModel needs no classes",
         ) from None
-    both = _with_output(model, layer)
-    if both is None:
+    found = next((each for each in model._flatten_layers(include_self=False) if each.name == layer), None)
+    if found is None:
         raise no_layer(layer, _layer_names(model))
+    outputs = _kept_outputs(found)
     answers = next(name for name in (PROBABILITIES, VALUES) if name in model.output)
     signature = tf.TensorSpec((None, *model.input.shape[1:]), tf.uint8)
 
     @tf.function(input_signature=[signature])
     def compute(images_NHWC: Any) -> Any:
-        outputs, found = both(images_NHWC, training=False)
-        return tf.cast(outputs[answers], tf.float32), tf.cast(tf.reshape(found, (tf.shape(found)[0], -1)), tf.float32)
+        answers_NK = model(images_NHWC, training=False)[answers]
+        output = outputs[-1]
+        return tf.cast(answers_NK, tf.float32), tf.cast(tf.reshape(output, (tf.shape(output)[0], -1)), tf.float32)
 
     def predict(images_NHWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         answers_NK, layer_ND = compute(tf.constant(images_NHWC, tf.uint8))
@@ -49,27 +52,21 @@ def load_layer(file: Path, layer: str) -> PredictWithLayer:
     return predict
 
 
+def _kept_outputs(layer: Any) -> list[Any]:
+    """What the layer gives from now on, wherever in the model it is called."""
+    call, kept = layer.call, []
+
+    # Keras looks at the arguments that a layer's `call` takes.
+    @wraps(call)
+    def keep(*arguments: Any, **named: Any) -> Any:
+        kept.append(call(*arguments, **named))
+        return kept[-1]
+
+    layer.call = keep
+    return kept
+
+
 LAYER_OUTPUT = LayerOutput(KERAS_FILE, load_layer)
-
-
-def _with_output(model: Any, name: str) -> Any:
-    """A model of the same layers that also gives the output of one; None if there is none of that name.
-
-    One inside a layer that is itself a model is computed once: what follows it is applied again to what it gives.
-    """
-    import keras
-
-    for layer in model.layers:
-        if layer.name == name and not isinstance(layer, keras.layers.InputLayer):
-            return keras.Model(model.inputs, [model.output, layer.output])
-    for layer in model.layers:
-        inner = _with_output(layer, name) if isinstance(layer, keras.Model) and layer.inputs else None
-        if inner is not None:
-            # Where the outer graph calls it: its own input and output are those of the inner one.
-            [taken], [given] = layer._inbound_nodes[-1].input_tensors, layer._inbound_nodes[-1].output_tensors
-            output, found = inner(taken)
-            return keras.Model(model.inputs, [keras.Model(given, model.output)(output), found])
-    return None
 
 
 def _layer_names(model: Any) -> list[str]:
