@@ -163,6 +163,12 @@ class ImageSample:
     source_width: int = 0
     source_bytes: int = 0
     """Size as read; a listing may not have known it."""
+    laplacian_square_sum: int | None = None
+    """Sum of the squared Laplacian of the normalized pixels' luma: little in a blurred image. None if unknown, in a row
+    of an older shardmill.
+    """
+    difference_hash: int | None = None
+    """`shardmill.images.look.difference_hash`, as a signed 64-bit number; None if unknown, or too plain to have one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,10 @@ from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.commands.dataset import dataset_uri
 from pipeline.output.printing import flat_rows, print_result
 from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeline.output.printing import Rows
+    from shardmill.dataset.dataset import Dataset
 
 
 @command("run_id")
@@ -30,14 +34,18 @@ def inspect(
         int | None,
         typer.Option(metavar="BITS", help="List groups of similar images: at most BITS (0-7) of 64 differ."),
     ] = None,
+    quality: Annotated[
+        bool,
+        typer.Option("--quality", help="List images that are dark, blurred, uniform, or of odd size, and copies."),
+    ] = False,
 ) -> None:
     from pipeline.output import inspection
     from shardmill.dataset.open import open_dataset
     from shardmill.dataset.versions import split_version
 
     common: Common = context.obj
-    if sum((files, rejects, versions, diff is not None, near_duplicates is not None)) > 1:
-        options = "--files, --rejects, --versions, --diff and --near-duplicates"
+    if sum((files, rejects, versions, diff is not None, near_duplicates is not None, quality)) > 1:
+        options = "--files, --rejects, --versions, --diff, --near-duplicates and --quality"
         raise UsageError(f"{options} exclude each other", "expected one of them")
     uri = dataset_uri(common, dataset)
     if rejects:
@@ -47,15 +55,28 @@ def inspect(
         found = inspection.list_versions(split_version(uri)[0])
         return print_result(common, found, inspection.version_rows(found), title=split_version(uri)[0])
     opened = open_dataset(uri)
-    title = f"{opened.pin.uri}@{opened.pin.version}"
+    found, rows = _described(opened, files, diff, near_duplicates, quality=quality)
+    title = f"{opened.pin.uri}@{opened.pin.version}" + ("" if diff is None else f" against @{diff}")
+    print_result(common, found, rows, title="" if files else title)
+
+
+def _described(
+    dataset: Dataset, files: bool, diff: int | None, near_duplicates: int | None, *, quality: bool
+) -> tuple[Any, Rows]:
+    """What was asked of a version: the document of --json, and the rows for people."""
+    from pipeline.output import data_faults, inspection
+
     if diff is not None:
-        found = inspection.describe_difference(opened, diff)
-        return print_result(common, found, inspection.difference_rows(found), title=f"{title} against @{diff}")
+        found = inspection.describe_difference(dataset, diff)
+        return found, inspection.difference_rows(found)
     if near_duplicates is not None:
-        found = inspection.list_near_duplicates(opened, near_duplicates)
-        return print_result(common, found, inspection.near_duplicate_rows(found), title=title)
+        found = data_faults.list_near_duplicates(dataset, near_duplicates)
+        return found, data_faults.near_duplicate_rows(found)
+    if quality:
+        found = data_faults.describe_quality(dataset)
+        return found, data_faults.quality_rows(found)
     if files:
-        found = inspection.list_files(opened)
-        return print_result(common, found, [(each["uri"],) for each in found], title="")
-    facts = inspection.describe(opened)
-    print_result(common, facts, [*inspection.headline_rows(facts), *flat_rows(facts)], title=title)
+        found = inspection.list_files(dataset)
+        return found, [(each["uri"],) for each in found]
+    found = inspection.describe(dataset)
+    return found, [*inspection.headline_rows(found), *flat_rows(found)]

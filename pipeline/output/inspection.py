@@ -8,7 +8,6 @@ from typing import Any
 
 from etl.sources.listed import SPLITS
 from pipeline.output.printing import Rows, plain
-from pipeline.output.progress import RunProgress
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.diff import count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
@@ -16,8 +15,6 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
-from shardmill.jobs.observer import SilentObserver
-from shardmill.near_duplicates import find_near_duplicates
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection
@@ -180,39 +177,6 @@ def difference_rows(difference: dict[str, Any]) -> Rows:
     rows = [(each["change"], each["source"], "") for each in difference["rows"][:_NUM_ROWS_SHOWN]]
     left = len(difference["rows"]) - len(rows)
     return [*counts, *rows, *([("", f"and {left:,} more: --json lists all", "")] if left else [])]
-
-
-def list_near_duplicates(dataset: Dataset, max_bits: int) -> list[dict[str, Any]]:
-    """Every group of images that look alike, with a progress bar: all stored images are decoded."""
-    with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        groups = find_near_duplicates(dataset, max_bits, progress.images_compared)
-    return [
-        {
-            "crosses_splits": group.crosses_splits,
-            "conflicting_label": group.has_conflict,
-            "images": [plain(image) for image in group.images],
-        }
-        for group in groups
-    ]
-
-
-def near_duplicate_rows(groups: list[dict[str, Any]]) -> Rows:
-    """Rows with the number of groups, then the first groups; leaks between splits come first."""
-    if not groups:
-        return [("none", "no two images look alike")]
-    num_leaks = sum(group["crosses_splits"] for group in groups)
-    num_conflicts = sum(group["conflicting_label"] for group in groups)
-    rows = [
-        ("groups", f"{len(groups):,} of images that look alike"),
-        ("leaks", f"{num_leaks:,} with images in several splits"),
-        ("labels", f"{num_conflicts:,} with images of several classes"),
-    ]
-    for group in groups[:_NUM_ROWS_SHOWN]:
-        facts = [*(["leak"] if group["crosses_splits"] else []), *(["labels"] if group["conflicting_label"] else [])]
-        images = [f"{each['source']} ({each['split']}, {each['class_name'] or 'no class'})" for each in group["images"]]
-        rows.append((", ".join(facts) or "alike", "; ".join(images[:4]) + (" ..." if len(images) > 4 else "")))
-    left = len(groups) - _NUM_ROWS_SHOWN
-    return [*rows, *([("", f"and {left:,} more: --json lists all")] if left > 0 else [])]
 
 
 def list_files(dataset: Dataset) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmill.data_faults.quality import SuspectImage
     from shardmill.dataset.statistics import ImageSizes
     from shardmill.jobs.run_files import StageRecord
     from shardmill.values import Rejection
@@ -32,6 +33,15 @@ class RejectedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspectGroup:
+    """All images with one fault, and a few of them to look at, the worst first."""
+
+    fault: str
+    count: int
+    examples: tuple[tuple[Picture, SuspectImage], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReportData:
     """All values that the page shows."""
 
@@ -52,5 +62,8 @@ class ReportData:
     rejected: tuple[RejectedGroup, ...] = ()
     notes: dict[str, int] = field(default_factory=dict)
     """Accepted with care: number of samples by note."""
+    suspects: tuple[SuspectGroup, ...] = ()
+    telltales: tuple[str, ...] = ()
+    """Properties of whole images that tell the classes apart, a sentence each."""
     history: tuple[EpochRecord, ...] = ()
     evaluation: Evaluation | None = None

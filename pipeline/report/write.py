@@ -5,19 +5,22 @@ from __future__ import annotations
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from pipeline.report.data import Picture, RejectedGroup, ReportData
+from pipeline.output.data_faults import telltale_words
+from pipeline.report.data import Picture, RejectedGroup, ReportData, SuspectGroup
 from pipeline.report.page import render
+from shardmill.data_faults.looks import read_looks
+from shardmill.data_faults.quality import Fault, SuspectImage, find_faults
 from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
-from shardmill.loader.samples import read_samples
+from shardmill.loader.samples import Samples, read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 48
 EXAMPLES_PER_REASON = 4
+# Reading the facts of more rows would take longer than the rest of a report; `shardmill inspect --quality` does.
+MAX_ROWS_SEARCHED_FOR_FAULTS = 2_000_000
 MAX_THUMBNAIL_SOURCE_BYTES = 5_000_000
 MAX_THUMBNAIL_PIXELS = 20_000_000
 # Only files that were refused for the state of their pixels are opened again, never those refused as a danger.
@@ -89,6 +94,7 @@ def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:
             "channel_mean": dataset.manifest.channel_mean,
             "channel_std": dataset.manifest.channel_std,
             "samples": _sample_pictures(dataset, first_split) if first_split else (),
+            **_faults(dataset),
             "num_listed": dataset.manifest.counts.listed,
             "rejected": _rejected_groups(
                 read_rejections(dataset.store, dataset.manifest),
@@ -98,6 +104,27 @@ def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:
     except (ShardmillError, FileNotFoundError):
         # The run may have failed for this very reason; its error is at the head of the page.
         return {}
+
+
+def _faults(dataset: Dataset) -> dict[str, Any]:
+    if dataset.manifest.counts.accepted > MAX_ROWS_SEARCHED_FOR_FAULTS:
+        return {}
+    quality = find_faults(read_looks(dataset))
+    suspects = {fault: quality.of(fault) for fault in Fault}
+    return {
+        "suspects": tuple(
+            SuspectGroup(str(fault), len(images), tuple(_suspects(dataset, images[:EXAMPLES_PER_REASON])))
+            for fault, images in suspects.items()
+            if images
+        ),
+        "telltales": tuple(map(telltale_words, quality.telltales)),
+    }
+
+
+def _suspects(dataset: Dataset, images: Iterable[SuspectImage]) -> Iterator[tuple[Picture, SuspectImage]]:
+    for each in images:
+        png, is_small = thumbnail(Samples(dataset, each.split)[each.row_in_split].image_HWC)
+        yield Picture(each.class_name or "", each.source, png, is_small), each
 
 
 def _of_failed_build(detail: dict[str, Any], config_toml: str) -> dict[str, Any]:

@@ -59,6 +59,8 @@ def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: 
         source_height=record["source_height"],
         source_width=record["source_width"],
         source_bytes=record["source_read_bytes"],
+        laplacian_square_sum=record["laplacian_square_sum"],
+        difference_hash=record["difference_hash"],
     )
     row = StoredRow.of(source, label_id, sample)
     if row.digest != record["row_sha256"]:

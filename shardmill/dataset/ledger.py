@@ -41,7 +41,7 @@ LEDGER_SCHEMA = pa.schema(
         ("source_block", pa.int64()),
     ]
 )
-_LATER = ("source_container", "source_place", "source_block")
+_LATER = {"source_container": "", "source_place": 0, "source_block": 0}
 
 
 # Of a `Rejection`, in the order of the columns behind its key.

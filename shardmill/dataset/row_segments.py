@@ -36,13 +36,17 @@ ROWS_SCHEMA = pa.schema(
 
 # What the source was when it was read; an older shardmill wrote none of it.
 SOURCE_COLUMNS = {"source_height": pa.int32(), "source_width": pa.int32(), "source_read_bytes": pa.int64()}
+# What the normalized pixels look like (`shardmill.images.look`); null in rows of an older shardmill.
+LOOK_COLUMNS = {"laplacian_square_sum": pa.int64(), "difference_hash": pa.int64()}
 
 
 def rows_schema(schema: RowSchema) -> pa.Schema:
     """The columns of the row segments of a dataset: sizes only if they differ, extra columns only if there are any."""
     sizes = {"height": pa.int32(), "width": pa.int32()} if schema.one_shape_HWC is None else {}
     extra = {"extra": pa.string()} if schema.has_values else {}
-    return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | SOURCE_COLUMNS).items())])
+    return pa.schema(
+        [*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | SOURCE_COLUMNS | LOOK_COLUMNS).items())]
+    )
 
 
 def read_rows(store: Store, shard: ShardFile, schema: RowSchema, columns: Collection[str] | None = None) -> pa.Table:
@@ -54,7 +58,8 @@ def read_rows(store: Store, shard: ShardFile, schema: RowSchema, columns: Collec
     wanted = rows_schema(schema)
     if columns is not None:
         wanted = pa.schema([field for field in wanted if field.name in columns])
-    return read_segment(store, rows_file(shard), wanted, shard.num_rows, later=SOURCE_COLUMNS)
+    later = dict.fromkeys(SOURCE_COLUMNS, 0) | dict.fromkeys(LOOK_COLUMNS)
+    return read_segment(store, rows_file(shard), wanted, shard.num_rows, later=later)
 
 
 def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:
@@ -70,8 +75,13 @@ def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:
 
 def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
     """Count the pixels of all images of one or several row segments."""
+    return int(pixels_of_rows(rows, schema).sum())
+
+
+def pixels_of_rows(rows: pa.Table, schema: RowSchema) -> np.ndarray:
+    """The number of pixels of each stored image: int64, (N,)."""
     heights_N, widths_N = _stored_sides(rows, schema)
-    return int(heights_N @ widths_N)
+    return heights_N * widths_N
 
 
 def _stored_sides(rows: pa.Table, schema: RowSchema) -> tuple[np.ndarray, np.ndarray]:
@@ -102,6 +112,8 @@ def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
         "source_height": [row.sample.source_height for row in rows],
         "source_width": [row.sample.source_width for row in rows],
         "source_read_bytes": [row.sample.source_bytes for row in rows],
+        "laplacian_square_sum": [row.sample.laplacian_square_sum for row in rows],
+        "difference_hash": [row.sample.difference_hash for row in rows],
     }
     fields = rows_schema(schema)
     return pa.table([pa.array(columns[field.name], field.type) for field in fields], schema=fields)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,17 +58,24 @@ def rows_file(shard: ShardFile) -> ChecksummedFile:
 
 
 def read_segment(
-    store: Store, file: ChecksummedFile, schema: pa.Schema, max_rows: int, *, later: Collection[str] = ()
+    store: Store,
+    file: ChecksummedFile,
+    schema: pa.Schema,
+    max_rows: int,
+    *,
+    later: Mapping[str, int | str | None] = MappingProxyType({}),
 ) -> pa.Table:
     """The columns of `schema` from a verified segment; `max_rows` is what the record that names it counted.
 
-    `later`: columns that an older shardmill did not write; they are 0 or empty in its segments. Further columns are not
+    `later`: columns that an older shardmill did not write, with their value in its segments. Further columns are not
     read: an older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks
     a column or is larger than it may be.
     """
     table = read_coded_segment(store, file, schema, max_rows, later=later)
     columns = [
-        _plain(table.column(field.name)) if field.name in table.column_names else _empty(field.type, table.num_rows)
+        _plain(table.column(field.name))
+        if field.name in table.column_names
+        else pa.repeat(pa.scalar(later[field.name], field.type), table.num_rows)
         for field in schema
     ]
     return pa.table(columns, schema=schema)
@@ -99,10 +107,6 @@ def read_coded_segment(
         return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{where} does not parse: {error}", "", RESTORE) from None
-
-
-def _empty(type: pa.DataType, num_rows: int) -> pa.Array:
-    return pa.repeat(pa.scalar("" if pa.types.is_string(type) else 0, type), num_rows)
 
 
 def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, size_bytes: int, where: str) -> None:

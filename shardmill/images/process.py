@@ -16,6 +16,7 @@ from shardmill.formats.encodings import encode_image
 from shardmill.images.decode import decode_image, has_other_extension
 from shardmill.images.exif import ROTATED_NOTE
 from shardmill.images.icc import CONVERTED_NOTE
+from shardmill.images.look import difference_hash, laplacian_square_sum, luma
 from shardmill.images.normalize import normalize
 from shardmill.images.pixels import DecodedImage, Refused, prepare_opencv
 from shardmill.kernel import shardmill_native
@@ -61,6 +62,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
     format_name, decoded = decode_image(data, options)
     image_HWC = normalize(decoded.pixels_HWC, options)
     sums, square_sums = channel_sums(image_HWC)
+    luma_HW = luma(image_HWC)
     notes = list(decoded.notes)
     if has_other_extension(source.key, format_name):
         notes.append("extension_mismatch")
@@ -83,6 +85,8 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         source_height=source_height,
         source_width=source_width,
         source_bytes=len(data),
+        laplacian_square_sum=laplacian_square_sum(luma_HW),
+        difference_hash=difference_hash(luma_HW),
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from shardmill.dataset.row_segments import read_rows, rows_schema
+from shardmill.dataset.row_segments import LOOK_COLUMNS, read_rows, rows_schema
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.typed_columns import LABEL, arrow_type, decode_values, stored_labels
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CLASS = "class_name"
 # What a segment keeps for verification and statistics.
-_INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", "extra", LABEL}
+_INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", *LOOK_COLUMNS, "extra", LABEL}
 
 
 def metadata_columns(schema: RowSchema) -> tuple[str, ...]:

@@ -95,7 +95,9 @@ def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
         f"{node}.resource.cpu-vcores": "4",
         f"{node}.vmem-check-enabled": "false",
         f"{node}.pmem-check-enabled": "false",
+        # A node checks its disk once, when it starts, even if its checker is disabled; 90 % in use would be too much.
         f"{node}.disk-health-checker.enable": "false",
+        f"{node}.disk-health-checker.max-disk-utilization-per-disk-percentage": "100",
         f"{node}.local-dirs": f"{cluster.folder}/local",
         f"{node}.log-dirs": str(cluster.container_logs),
         # The logs of containers stay for who looks for a reason.

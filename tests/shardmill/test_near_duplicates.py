@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from etl.config import EtlConfig
+from shardmill.data_faults.looks import read_looks
+from shardmill.data_faults.near_duplicates import find_near_duplicates, near_pairs
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.near_duplicates import difference_hash, find_near_duplicates, near_pairs
+from shardmill.images.look import difference_hash, luma
 from tests.support import build_here
 
 
@@ -37,7 +39,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_copies_are_found_and_leaks_lead(dataset):
-    leak, conflict = find_near_duplicates(dataset, 3)
+    leak, conflict = find_near_duplicates(read_looks(dataset), 3)
     assert [image.source for image in leak.images] == ["test/cat/resized.jpg", "train/cat/0.png"]
     assert leak.crosses_splits and not leak.has_conflict
     assert [image.source for image in conflict.images] == ["train/cat/brighter.png", "train/dog/1.png"]
@@ -46,7 +48,7 @@ def test_copies_are_found_and_leaks_lead(dataset):
 
 def test_the_number_of_bits_is_checked(dataset):
     with pytest.raises(UsageError, match="expected 0 to 7"):
-        find_near_duplicates(dataset, 8)
+        find_near_duplicates(read_looks(dataset), 8)
 
 
 def test_no_near_pair_is_missed():
@@ -64,5 +66,5 @@ def test_no_near_pair_is_missed():
 
 
 def test_a_plain_image_has_no_hash():
-    assert difference_hash(np.full((32, 32, 1), 7, np.uint8)) is None
-    assert difference_hash(picture(3)) == difference_hash(picture(3))
+    assert difference_hash(luma(np.full((32, 32, 1), 7, np.uint8))) is None
+    assert difference_hash(luma(picture(3))) == difference_hash(luma(picture(3)))

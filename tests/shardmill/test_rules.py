@@ -99,13 +99,29 @@ def test_every_claim_of_the_manifest_is_made_again(dataset_root: Path):
     verify_dataset(open_dataset(str(dataset_root)), deep=True).raise_if_failed()
 
 
-def test_sums_that_only_the_pixels_contradict_are_found_by_deep(dataset_root: Path):
+def _balanced_sums(rows: list[dict]) -> None:
+    rows[0]["channel_sums"][0] += 5
+    rows[1]["channel_sums"][0] -= 5
+
+
+def _sharper(rows: list[dict]) -> None:
+    rows[0]["laplacian_square_sum"] += 1
+
+
+def _another_hash(rows: list[dict]) -> None:
+    rows[0]["difference_hash"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [(_balanced_sums, "the channel sums"), (_sharper, "their sharpness"), (_another_hash, "their sharpness")],
+)
+def test_sums_that_only_the_pixels_contradict_are_found_by_deep(dataset_root: Path, change, problem: str):
     dataset = open_dataset(str(dataset_root))
     target = dataset.shards_of("train", "parquet")[0]
     table = read_rows(dataset.store, target, dataset.manifest.row_schema)
     rows = table.to_pylist()
-    rows[0]["channel_sums"][0] += 5
-    rows[1]["channel_sums"][0] -= 5
+    change(rows)
     file = put_segment(dataset.store, "rows/train", pa.Table.from_pylist(rows, schema=table.schema))
     with_index(
         dataset_root,
@@ -115,7 +131,7 @@ def test_sums_that_only_the_pixels_contradict_are_found_by_deep(dataset_root: Pa
     )  # fmt: skip
     dataset = open_dataset(str(dataset_root))
     assert not verify_dataset(dataset).problems
-    with pytest.raises(IntegrityError, match="do not match the channel sums"):
+    with pytest.raises(IntegrityError, match=f"do not match {problem}"):
         verify_dataset(dataset, deep=True).raise_if_failed()
 
 

@@ -1,30 +1,28 @@
 """Finds stored images that look alike although their bytes differ: resized, recompressed or slightly edited copies.
 
-Each image gets a difference hash, 64 bits that say whether a pixel of its 9 x 8 thumbnail is brighter than its left
-neighbour (N. Krawetz, "Kind of Like That", 2013). Images whose hashes differ in few bits form a group.
+Images whose difference hashes (`shardmill.images.look`) differ in few bits form a group.
 """
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import cv2
 import numpy as np
+import pyarrow.compute as pc
 
-from shardmill.dataset.dataset import Dataset
+from shardmill.data_faults.looks import RowLooks
 from shardmill.errors import UsageError
-from shardmill.loader.samples import iterate_samples
 
 MAX_BITS = 7
 _HASH_BITS = 64
-# Flatter thumbnails than this have hashes of noise, by which all plain images would look alike.
-_MIN_CONTRAST = 8
 # So many pairs are compared at once, about 90 bytes each.
 _BLOCK_PAIRS = 1 << 20
-_PROGRESS_IMAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +51,26 @@ class SimilarImages:
         return len({image.class_name for image in self.images}) > 1
 
 
-def find_near_duplicates(
-    dataset: Dataset, max_bits: int, on_progress: Callable[[int, int], None] | None = None
-) -> list[SimilarImages]:
+def find_near_duplicates(looks: RowLooks, max_bits: int) -> list[SimilarImages]:
     """Groups of images whose hashes differ in at most `max_bits` of 64, those that cross splits first.
 
-    Reads and decodes every stored image; about 300 bytes an image stay in memory. `on_progress` gets the number of
-    images read and of all. Raises UsageError unless 0 <= max_bits <= 7, and as reading samples does.
+    Raises UsageError unless 0 <= max_bits <= 7.
     """
     if not 0 <= max_bits <= MAX_BITS:
         raise UsageError(f"{max_bits} bits may differ", f"expected 0 to {MAX_BITS}; 3 finds most copies", "")
-    images: list[SimilarImage] = []
-    hashes: list[int] = []
-    num_read = 0
-    names, total = dataset.manifest.class_names, dataset.manifest.counts.accepted
-    for split in dataset.manifest.splits:
-        for sample in iterate_samples(dataset, split):
-            num_read += 1
-            found = difference_hash(sample.image_HWC)
-            if found is not None:
-                class_name = None if sample.label is None else names[sample.label]
-                images.append(SimilarImage(sample.source, split, class_name))
-                hashes.append(found)
-            if on_progress is not None and num_read % _PROGRESS_IMAGES == 0:
-                on_progress(num_read, total)
+    hashes = looks.rows.column("difference_hash")
+    rows_N = np.flatnonzero(pc.is_valid(hashes).to_numpy())
     groups = [
-        SimilarImages(tuple(sorted((images[place] for place in group), key=lambda image: image.source)))
-        for group in _groups(np.array(hashes, np.uint64), max_bits)
+        SimilarImages(
+            tuple(sorted((_image(looks, int(rows_N[place])) for place in group), key=lambda each: each.source))
+        )
+        for group in _groups(hashes.drop_null().to_numpy().astype(np.int64).view(np.uint64), max_bits)
     ]
     return sorted(groups, key=lambda each: (not each.crosses_splits, not each.has_conflict, each.images[0].source))
 
 
-def difference_hash(image_HWC: np.ndarray) -> int | None:
-    """64 bits, or None for an image too plain to be distinguished; uint8, 1 or 3 channels."""
-    gray_HW = cv2.cvtColor(image_HWC, cv2.COLOR_RGB2GRAY) if image_HWC.shape[2] == 3 else image_HWC[:, :, 0]
-    small_8x9 = cv2.resize(gray_HW, (9, 8), interpolation=cv2.INTER_AREA)
-    if int(small_8x9.max()) - int(small_8x9.min()) < _MIN_CONTRAST:
-        return None
-    return int.from_bytes(np.packbits(small_8x9[:, 1:] > small_8x9[:, :-1]).tobytes(), "big")
+def _image(looks: RowLooks, row: int) -> SimilarImage:
+    return SimilarImage(looks.sources[row], looks.split(row), looks.class_name(row))
 
 
 def _groups(hashes_N: np.ndarray, max_bits: int) -> list[list[int]]:
