@@ -171,11 +171,16 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
             reporter.event("block_seconds", fields)
     member.barrier()
     member.close()
+    return no_training(task, world)
+
+
+def no_training(task: WorkerTask, world: World) -> TrainResult:
+    """What a rank returns that has trained nothing."""
     return TrainResult(
         dataset=task.dataset, training_dir="", exported="last", weights_epoch=0, checkpoint="", last_checkpoint="",
-        continued_from="", model=ModelIdentity("", ""), strategy=name, world_size=world.world_size, num_epochs=0,
-        num_steps=0, seconds=0.0, images_per_second=0.0, time_shares=TimeShares(), final_loss_hex="", weights_sha256="",
-        stopped_early=False, resumed_from=None, history=(), evaluation=None,
+        continued_from="", model=ModelIdentity("", ""), strategy=task.config.strategy, world_size=world.world_size,
+        num_epochs=0, num_steps=0, seconds=0.0, images_per_second=0.0, time_shares=TimeShares(), final_loss_hex="",
+        weights_sha256="", stopped_early=False, resumed_from=None, history=(), evaluation=None,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from train.contracts.values import TrainResult
 from train.evaluation.evaluate import evaluation_section
 from train.initialization.match_weights import Initialized
 from train.planning.memory import model_size
+from train.planning.scaling_run import scaling_of_run
 from train.rank.initialize import read_initialized
 from train.restarts import Restart
 
@@ -63,7 +64,13 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             },
             "evaluation": evaluation_section(result.evaluation),
         },
-        detail={"history": plain["history"], "evaluation": plain["evaluation"]},
+        detail={
+            "history": plain["history"],
+            "evaluation": plain["evaluation"],
+            "scaling": scaling_of_run(
+                outcome.plan.config, outcome.rank_times, open_store(outcome.models_uri), result.last_checkpoint
+            ),
+        },
     )
 
 

@@ -25,6 +25,15 @@ Bandwidth = Annotated[
 Memory = Annotated[
     str, typer.Option(metavar="SIZE", help="Compare strategies by memory: that of a rank's device, such as 80GB.")
 ]
+Scaling = Annotated[bool, typer.Option("--scaling", help="Predict steps of 1 to 10,000 ranks of the strategy.")]
+Assume = Annotated[
+    list[str],
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="With --scaling: latency_us, ranks_per_host, within_gbit, within_latency_us, overlap (0 to 1), allreduce "
+        "or step_ms, which is measured otherwise.",
+    ),
+]
 
 
 @command("run_id")
@@ -34,6 +43,8 @@ def plan(
     world_size: WorldSize = None,
     bandwidth: Bandwidth = 10.0,
     memory: Memory = "",
+    scaling: Scaling = False,
+    assume: Assume = [],  # noqa: B006  typer copies it
 ) -> None:
     from pipeline.config import after_etl, load_for_dataset
     from train.tree import TrainTree
@@ -46,14 +57,14 @@ def plan(
         if memory:
             _compare(tree.part(TrainTree), memory_bytes, common)
         else:
-            _estimate(tree.part(TrainTree), bandwidth, common)
+            _estimate(tree.part(TrainTree), bandwidth, assume if scaling or assume else None, common)
 
 
-def _estimate(tree: TrainTree, bandwidth: float, common: Common) -> None:
+def _estimate(tree: TrainTree, bandwidth: float, assumptions: list[str] | None, common: Common) -> None:
     from train.planning.estimate import estimate_training
 
     sys.stderr.write("plan: loading the framework, building the model and measuring some steps\n")
-    estimate = estimate_training(tree, bandwidth)
+    estimate = estimate_training(tree, bandwidth, assumptions)
     print_result(common, estimate.document(), estimate.rows(), title="plan")
 
 

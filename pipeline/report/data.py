@@ -67,3 +67,5 @@ class ReportData:
     """Properties of whole images that tell the classes apart, a sentence each."""
     history: tuple[EpochRecord, ...] = ()
     evaluation: Evaluation | None = None
+    scaling: dict[str, Any] | None = None
+    """What `train.planning.scaling_run` has predicted from the run's own steps."""

@@ -68,6 +68,7 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
         "stages": stages,
         "history": history,
         "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
+        "scaling": detail.get("train", {}).get("scaling"),
     }
     failed_build = detail.get("etl", {}).get("ledger")
     config = data["config_toml"]

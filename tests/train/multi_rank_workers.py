@@ -127,6 +127,24 @@ def no_answer_from(folder: str, after_reads: int = 12) -> None:
     LocalStore.read_blocks = answering(LocalStore.read_blocks)
 
 
+LATE_SECONDS = 0.1
+
+
+def last_rank_is_late(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """In every step of a sharded model."""
+    from train.strategies.sharded.member import ShardedMember
+
+    if world.rank == world.world_size - 1:
+        step = ShardedMember.train_step
+
+        def late(member: ShardedMember, *arguments: Any) -> Any:
+            time.sleep(LATE_SECONDS)
+            return step(member, *arguments)
+
+        ShardedMember.train_step = late
+    return run_worker(task, world, reporter)
+
+
 def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     result = run_worker(task, world, reporter)
     evaluation = result.evaluation

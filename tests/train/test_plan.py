@@ -9,16 +9,10 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
-from train.planning.estimate import estimate_training, exchange_time
+from train.planning.estimate import estimate_training
 from train.planning.memory_table import PARTS
 from train.planning.pace import Pace
 from train.tree import TrainTree
-
-
-def test_a_ring_sends_almost_twice_the_data():
-    assert exchange_time(10**9, 1, 8) == 0
-    assert exchange_time(10**9, 2, 8) == pytest.approx(1.0)
-    assert exchange_time(10**9, 100, 8) == pytest.approx(1.98)
 
 
 def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
@@ -69,14 +63,20 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
     begun, error = wrong.stderr.splitlines()
     assert wrong.returncode == 2 and begun.startswith("plan: ") and "no_model" in error
+    no_number = shardmill("plan", tiny_uri, "--assume", "overlap=much", cwd=tmp_path)
+    assert no_number.returncode == 2 and "--assume overlap=much; expected a number" in no_number.stderr
     model = ("--set", "train.model=tests.train.torch_models:stateful")
     config = tmp_path / "flowers.toml"
     config.write_text(
         f'[dataset]\nuri = "{tiny_uri}"\n[models]\nuri = "{tmp_path}/models"\n'
         '[train]\nmodel = "tests.train.torch_models:linear"\nnum_streams = 8\n'
     )
-    table = shardmill("plan", str(config), "--world-size", "8", cwd=tmp_path)
+    scaling = ("--scaling", "--assume", "ranks_per_host=4")
+    table = shardmill("plan", str(config), "--world-size", "8", *scaling, cwd=tmp_path)
     assert table.returncode == 0, table.stderr
+    assert all(
+        each in table.stdout for each in ("512 ranks", "efficiency", "ranks that share a host's network (given)")
+    )
     assert all(each in table.stdout for each in ("torch_ddp", "8 workers", "2,307 weights")), table.stdout
     done = shardmill("plan", tiny_uri, "--json", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
@@ -85,6 +85,7 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
     assert document["fit"]["choice"] == "at_once" and document["images_per_second"] > 0
     assert document["exchange"]["choice"] in ("exchange_small", "exchange_large")
+    assert document["scaling"] is None and document["mesh"]["data"] == 2
 
 
 def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_uri, tmp_path):

@@ -187,6 +187,17 @@ def test_the_exchange_is_weighed_once_by_the_first_steps_of_several_ranks():
     assert len(told) == 1
 
 
+def test_the_exchange_of_a_sharded_model_is_told_with_its_collectives():
+    first = FirstSteps(lambda name, fields: None)
+    first.event("collectives", {"rank": 0, "num_calls": 7, "all_gather_bytes": 2048, "all_reduce_bytes": 1024})
+    for step in range(MIN_STEPS + 1):
+        reports = tuple(
+            StepReport(rank, 0, step, 1000, (0.5).hex(), seconds={"compute": 0.1, "allreduce": 0.05}) for rank in (0, 1)
+        )
+        first.step(GlobalStep(0, step, 1000, (0.5).hex(), (), reports))
+    assert "of its first steps, in 7 collectives over 3.0 KiB: " in first.reason
+
+
 class SlowStore:
     """`slow:///folder` is a local folder each of whose reads takes its time."""
 

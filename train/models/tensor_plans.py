@@ -11,6 +11,8 @@ from shardmill.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+    from train.models.vit_torch import Attention
+
 Split = Literal["column", "row", "column_gathered"]
 """How a linear layer is divided. `column`: each rank computes some of its outputs, and keeps them. `row`: each rank has
 some of its inputs, and the results are added. `column_gathered`: as `column`, and every rank gets all outputs."""
@@ -35,11 +37,16 @@ def tensor_plan(module: nn.Module) -> dict[str, Split]:
     return plan or _classifier(module)
 
 
-def heads_of(module: nn.Module) -> frozenset[int]:
-    """The numbers of heads of the attention that `tensor_plan` divides."""
+def attention_in(module: nn.Module) -> list[Attention]:
+    """The attention that `tensor_plan` divides by heads."""
     from train.models.vit_torch import Attention
 
-    return frozenset(each.num_heads for each in module.modules() if isinstance(each, Attention))
+    return [each for each in module.modules() if isinstance(each, Attention)]
+
+
+def heads_of(module: nn.Module) -> frozenset[int]:
+    """Its numbers of heads."""
+    return frozenset(each.num_heads for each in attention_in(module))
 
 
 def check_heads(model: str, heads: Collection[int], num_ranks: int) -> None:

@@ -5,7 +5,8 @@ trains.
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,11 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
+from train.planning.scaling import Link, Network
+from train.planning.scaling_step import Assumed, Axes, Work, seconds_of_exchanges
+from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, scaling_table
 from train.strategies import has_chief, mesh_of
-from train.strategies.options import silos_of
+from train.strategies.options import ParameterServerOptions, silos_of
 from train.tree import TrainTree
 
 
@@ -49,14 +53,18 @@ class Estimate:
     window_bytes_per_rank: int
     cost: StepCost
     exchange_seconds: float
-    """One allreduce of all gradients, as they travel, at the given bandwidth, 0 for one worker; with servers, what one
-    worker reads and sends."""
+    """All exchanges of its strategy in a step, at the given bandwidth, 0 for one worker; with servers, what one worker
+    reads and sends (train/planning/scaling_step.py)."""
     speed: Speed
     host: str
     fit: Fit | None
     """Into the memory that a rank may use here; None if that is not known."""
     exchange: Weighed | None
     """Share of the exchange in a step; None for one worker, and with servers."""
+    mesh: dict[str, int]
+    """Numbers of ranks along the axes."""
+    scaling: ScalingTable | None = None
+    """Steps at other numbers of ranks, if they are asked for."""
 
     @property
     def needed_bytes(self) -> int:
@@ -66,7 +74,8 @@ class Estimate:
     def document(self) -> dict[str, Any]:
         """The document of `--json`."""
         return {
-            **asdict(self),
+            **asdict(replace(self, scaling=None)),
+            "scaling": self.scaling.document() if self.scaling else None,
             "needed_bytes": self.needed_bytes,
             "images_per_second": self.speed.images_per_second,
         }
@@ -93,11 +102,20 @@ class Estimate:
             ("speed", str(self.speed)),
             *([("fit", self.fit.reason)] if self.fit else []),
             *([("exchange", self.exchange.reason)] if self.exchange else []),
+            *(self.scaling.rows() if self.scaling else []),
         ]  # fmt: skip
 
 
-def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
-    """Plan, check and measure. Raises UsageError for what cannot run."""
+def estimate_training(
+    tree: TrainTree, network_gbit: float = 10.0, assumptions: Sequence[str] | None = None
+) -> Estimate:
+    """Plan, check and measure. Raises UsageError for what cannot run.
+
+    `assumptions`: what the prediction for other numbers of ranks assumes (`NAME=VALUE`); None: none is wanted.
+    """
+    if assumptions is not None:
+        # Before seconds are spent on measurements.
+        assumptions_of(assumptions)
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     plan = with_room(plan_training(tree.train, tree.spark, dataset), tree.spark, dataset)
     config = plan.config
@@ -110,7 +128,9 @@ def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
-    exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
+    axes, work = _axes(config), _work(config, cost, local_batch_size)
+    exchange_seconds = _exchange_seconds(config.strategy, work, axes, network_gbit)
+    planned = Planned(config.strategy, work, _MEASURED, axes, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
     return Estimate(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
@@ -129,6 +149,33 @@ def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
         host=socket.gethostname(),
         fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset),
         exchange=_weighed(config, cost, exchange_seconds, network_gbit),
+        mesh={axis: size for axis, size in asdict(axes).items() if axis != "num_servers"},
+        scaling=None if assumptions is None else scaling_table(planned, assumptions),
+    )
+
+
+_MEASURED = "measured here, in one process with its share of the processors"
+
+
+def _axes(config: TrainConfig) -> Axes:
+    mesh = mesh_of(config)
+    servers = config.options(ParameterServerOptions).num_servers if has_chief(config) else 0
+    return Axes(mesh.pipeline, mesh.data, mesh.fsdp, mesh.tensor, num_servers=servers)
+
+
+def _work(config: TrainConfig, cost: StepCost, local_batch_size: int) -> Work:
+    if has_chief(config):
+        local_batch_size = config.global_batch_size
+    return Work(
+        cost.step_seconds,
+        local_batch_size,
+        gradient_bytes=cost.sent_bytes,
+        weight_bytes=cost.weights_bytes,
+        # Without gradients.
+        state_bytes=cost.state_bytes - cost.weights_bytes,
+        block_bytes=cost.block_bytes * local_batch_size,
+        num_blocks=cost.num_blocks,
+        num_microbatches=config.num_microbatches,
     )
 
 
@@ -141,10 +188,10 @@ def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: 
     return Memory(record, spark, partial(input_bytes, dataset=dataset), division=division).fitted(config).fit
 
 
-def _exchange_seconds(config: TrainConfig, num_bytes: int, network_gbit: float) -> float:
-    if not has_chief(config):
-        return exchange_time(num_bytes, config.num_workers, network_gbit)
-    return 2 * transfer_time(num_bytes, network_gbit)
+def _exchange_seconds(strategy: str, work: Work, axes: Axes, network_gbit: float) -> float:
+    """At that bandwidth alone: without latency, and with rings."""
+    link = Link(0.0, network_gbit * 1e9 / 8)
+    return seconds_of_exchanges(strategy, work, axes, Assumed(Network(link, link), allreduce="ring"))
 
 
 def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, network_gbit: float) -> Weighed | None:
@@ -155,13 +202,3 @@ def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, netwo
     sent = size_of(cost.sent_bytes)
     how = f"computed for {sent} at {network_gbit:g} Gbit/s, without overlap with computation"
     return weigh(ExchangeFacts(step_seconds, exchange_seconds, config.num_workers, how))
-
-
-def exchange_time(num_bytes: int, world_size: int, network_gbit: float) -> float:
-    """Seconds of a ring allreduce: each rank sends 2 (N - 1) / N of the data (Patarasuk and Yuan, 2009)."""
-    return 2 * (world_size - 1) / world_size * transfer_time(num_bytes, network_gbit)
-
-
-def transfer_time(num_bytes: int, network_gbit: float) -> float:
-    """Seconds for the bytes at that many Gbit/s."""
-    return num_bytes * 8 / (network_gbit * 1e9)

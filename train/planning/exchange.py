@@ -97,6 +97,11 @@ class FirstSteps(StepSums):
             sent, whole = (fields[each] for each in ("sent_bytes", "gradient_bytes"))
             assert isinstance(sent, int) and isinstance(whole, int)
             self._of_gradients = f", with {size_of(sent)} for {size_of(whole)} of gradients ({fields['compression']})"
+        if name == "collectives":
+            num_bytes = sum(
+                each for field, each in fields.items() if field.endswith("_bytes") and isinstance(each, int)
+            )
+            self._of_gradients = f", in {fields['num_calls']} collectives over {size_of(num_bytes)}"
         if name == "restarted":
             # With fewer ranks.
             self._is_reported = False

@@ -8,6 +8,7 @@ moment in which it is used, hashed, or exported from the files of a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ class ShardedMember(ReplicatedMember):
         self._torch_learner = learner
         self.rank, self.world_size = world.rank, world.world_size
         self._sharding = sharding
+        self._reporter, self._has_stepped = reporter, False
         self._waiting = partial(during, reporter, waiting("an allreduce in its step"))
         self._index = self._agree()
         # It never changes, and a step waits for the copy of a checkpoint.
@@ -90,9 +92,17 @@ class ShardedMember(ReplicatedMember):
         self._own_rank = of_ranks.index(self._draws_as)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        outcome = self.learner.apply(self._addends(batch, global_weight), learning_rate)
-        # Exchanges are inside the forward and backward passes, the norm and the update: none can be told from them.
-        return MemberStep(outcome, 0.0)
+        from train.backends.torch.collectives import Moved, blocked, traced
+
+        moved = Moved()
+        # The first step warms up anyway.
+        with blocked() as waits, nullcontext() if self._has_stepped else traced(moved.add):
+            outcome = self.learner.apply(self._addends(batch, global_weight), learning_rate)
+        if not self._has_stepped and self.rank == 0:
+            sizes = {f"{kind}_bytes": size for kind, size in sorted(moved.bytes_by_kind.items())}
+            self._reporter.event("collectives", {"rank": 0, "num_calls": len(moved.calls), **sizes})
+        self._has_stepped = True
+        return MemberStep(outcome, waits.seconds)
 
     def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
         """One rank after the other computes with its rows, and the others with black images that weigh nothing: a

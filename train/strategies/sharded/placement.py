@@ -70,9 +70,9 @@ def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any],
             module = copy.deepcopy(module)
             _divide_layers(meshes.tensor, module)
         gathered = 0 if meshes.fsdp is None else _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4)
-        # Without FSDP a step adds up all gradients as one flat tensor.
+        # Without FSDP a step adds up all gradients of several copies as one flat tensor.
         shapes = {name: box.shape for name, box in boxes.items()}
-        flat = num_bytes(shapes.values()) if meshes.fsdp is None else 0
+        flat = num_bytes(shapes.values()) if meshes.fsdp is None and axes.data_size > 1 else 0
         return Held(shapes, shapes, module, gathered, flat)
 
     return held
@@ -135,7 +135,7 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from train.models.tensor_plans import tensor_plan
+    from train.models.tensor_plans import attention_in, tensor_plan
 
     if hasattr(module, "parallelize"):
         module.parallelize(device_mesh)
@@ -146,6 +146,15 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
         "column_gathered": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(module, device_mesh, {name: styles[split] for name, split in tensor_plan(module).items()})
+    for each in attention_in(module):
+        each.register_forward_pre_hook(partial(_share_input, device_mesh))
+
+
+def _share_input(device_mesh: Any, attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Query, key and value take one tensor: its gradient is added up over the ranks once, not once for each of them."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return (DTensor.from_local(inputs[0], device_mesh, (Replicate(),), run_check=False),) * len(inputs)
 
 
 def _shard(device_mesh: Any, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
@@ -171,6 +180,10 @@ def _exchange(learner: TorchLearner, is_last: bool) -> None:
 
 def _add_up(meshes: DeviceMeshes, learner: TorchLearner, addends: list[Any]) -> list[Any]:
     """Sum, in place, what the backward pass has not: (loss, number correct), and without FSDP the gradients."""
+    import torch.distributed as dist
+
+    if dist.get_world_size(meshes.readers) == 1:
+        return addends
     unsummed = addends if meshes.fsdp is None else addends[-1:]
     sum_in_place([learner.layout.local(each) for each in unsummed], meshes.readers)
     return addends
