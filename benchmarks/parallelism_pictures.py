@@ -149,9 +149,7 @@ def draw(name: str, found: dict[str, Any], suffix: str = "svg") -> None:
     """One picture: above what each rank holds and reads, below its step."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        2, 1, figsize=(8.6, 4.1), height_ratios=(1.35, 1), gridspec_kw={"hspace": 0.28}, layout="constrained"
-    )
+    figure, axes = plt.subplots(2, 1, figsize=(8.6, 3.6), height_ratios=(1, 1.15), layout="constrained")
     _draw_ownership(axes[0], found)
     _draw_timeline(axes[1], found)
     figure.savefig(FOLDER / f"{name}.{suffix}", metadata={"Date": None} if suffix == "svg" else None)
