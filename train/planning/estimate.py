@@ -33,6 +33,7 @@ from train.planning.scaling_step import Assumed, Axes, Work, seconds_of_exchange
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, scaling_table
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import ParameterServerOptions, silos_of
+from train.strategies.sharded.pipeline_schedules import PipelineOptions, num_microbatches_of
 from train.tree import TrainTree
 
 
@@ -175,8 +176,15 @@ def _work(config: TrainConfig, cost: StepCost, local_batch_size: int) -> Work:
         state_bytes=cost.state_bytes - cost.weights_bytes,
         block_bytes=cost.block_bytes * local_batch_size,
         num_blocks=cost.num_blocks,
-        num_microbatches=config.num_microbatches,
+        num_microbatches=_microbatches(config, local_batch_size),
     )
+
+
+def _microbatches(config: TrainConfig, local_batch_size: int) -> int:
+    num_stages = mesh_of(config).pipeline
+    if num_stages == 1:
+        return config.num_microbatches
+    return num_microbatches_of(config.options(PipelineOptions), local_batch_size, num_stages)
 
 
 def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset) -> Fit | None:
