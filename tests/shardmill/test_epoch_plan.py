@@ -166,7 +166,7 @@ def test_the_fingerprint_covers_whatever_changes_the_plan(change: dict):
 
 
 def test_a_batch_that_the_streams_do_not_divide_is_refused_with_the_numbers():
-    with pytest.raises(UsageError, match=r"global_batch_size = 30 with num_streams = 8.*use 32"):
+    with pytest.raises(UsageError, match=r"global_batch_size = 30 with num_streams = 8.*use a batch of 32"):
         PlanSpec("layout", "train", 0, 30, 8, 1)
 
 
