@@ -14,11 +14,12 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
-from tests.train.training import Recorder, train_here
+from tests.train.training import Recorder, task_of, train_here
 from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index
 from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.trial_build import try_build
+from train.published.export import export_training
 from train.strategies import STRATEGIES
 
 MODEL = "tests.train.torch_models:tiny_vit"
@@ -97,6 +98,16 @@ def test_a_training_goes_on_in_other_layouts(tiny_uri, tmp_path, monkeypatch, al
     assert result.resumed_from is not None
     losses |= rest.losses
     assert {step: float.fromhex(loss) for step, loss in losses.items()} == pytest.approx(one, rel=1e-5)
+
+
+def test_an_export_puts_the_shards_of_ranks_together(tiny_uri, tmp_path):
+    """It compares hash and figures with those that the ranks had."""
+    config = {**BASE, "strategy": "hybrid", "epochs": 1, "ema_decay": 0.9}
+    result, _ = train_on_ranks(tiny_uri, tmp_path, 4, config)
+    settings = task_of(tiny_uri, tmp_path, num_workers=4, launcher="local", **config).config
+    record = export_training(str(tmp_path), settings, result, "run").export.record
+    assert record.weights_sha256 == result.weights_sha256
+    assert record.parity_num_images > 0
 
 
 def test_batch_norms_of_divided_layers_keep_the_statistics_of_one_rank(tiny_uri, tmp_path):

@@ -22,10 +22,11 @@ from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import MARKER
 from train.checkpoints.shards import INDEX, OPTIMIZER_PART, WEIGHTS_PART, shard_file
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.config import TrainConfig
 from train.contracts.values import BEFORE_CHECKPOINT, TrainResult
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, mesh_of
 from train.strategies.strategy import all_members
 
 WORKERS = "tests.train.multi_rank_workers"
@@ -68,6 +69,17 @@ FILES_OF_LAYOUT = {
 }  # fmt: skip
 
 
+def files_of(config: TrainConfig) -> set[str]:
+    """Of a checkpoint. Ranks that compute the same layers with the same rows have one state of their own, which the
+    first of them writes."""
+    ranks, mesh = range(config.num_workers), mesh_of(config)
+    own = {rank_file(rank) for rank in ranks if mesh.pipeline > 1 or mesh.data_index(rank).is_first}
+    if STRATEGIES[config.strategy].needs_module:
+        shards = {shard_file(part, rank) for part in (WEIGHTS_PART, OPTIMIZER_PART) for rank in ranks}
+        return {MARKER, INDEX, *own, *shards}
+    return {MARKER, WEIGHTS, OPTIMIZER, *own}
+
+
 # What makes a strategy do what others do not.
 OF_STRATEGY: dict[str, dict] = {
     "local_sgd": {"local_sgd": {"local_steps": 2}, "ema_decay": 0.9},
@@ -88,7 +100,7 @@ def stateful(strategy: str) -> dict:
 
 def smooth(strategy: str) -> dict:
     model = SMOOTH_MODEL[STRATEGIES[strategy].backends[0]]
-    if STRATEGIES[strategy].checkpoint_layout.name == "sharded":
+    if STRATEGIES[strategy].needs_module:
         # Ranks gather the weights of a block together, so all must use the same blocks.
         model = f"{TORCH_MODELS}:smooth"
     return {**SMALL_CNN, **OF_STRATEGY.get(strategy, {}), "strategy": strategy, "model": model}
@@ -158,6 +170,9 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     killed = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=9)
     own_file = OWN_FILE_OF_RANK_1[STRATEGIES[strategy].checkpoint_layout.name]
     damaged = sorted((tmp_path / "killed").glob(f"t/checkpoints/*/{MARKER}"))[-1].with_name(own_file)
+    expected = files_of(task_of(tiny_uri, tmp_path, num_workers=world_size, launcher="local", **config).config)
+    of_rank_1 = min(expected & {rank_file(1), shard_file(WEIGHTS_PART, 1)}, key=len)
+    damaged = sorted((tmp_path / "killed").glob(f"t/checkpoints/*/{MARKER}"))[-1].with_name(of_rank_1)
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
@@ -175,7 +190,7 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     assert resumed_result.weights_sha256 == fresh.weights_sha256
     assert resumed_result.evaluation == fresh.evaluation
     files = {file.name for file in (tmp_path / "killed" / resumed_result.checkpoint).iterdir()}
-    assert files == FILES_OF_LAYOUT[STRATEGIES[strategy].checkpoint_layout.name](world_size)
+    assert files == expected
 
 
 def last_weights(models, result):

@@ -4,6 +4,7 @@ A box is given by integers alone (`Shard`). All ranks' boxes together are the `S
 writes beside the files. From it any rank of any other layout finds the files, and the places in them, that it needs:
 
     weights-00001.npz  optimizer-00001.npz    the boxes of rank 1, in the order of the index
+    rank-00000.npz                            what is rank 0's own: of ranks that read the same rows the first writes it
     shards.npz                                the index, as JSON
 
 A box that several ranks hold (replicas of a mesh, numbers that are not sharded) is written by the first of them.
@@ -19,7 +20,8 @@ from functools import cached_property
 import numpy as np
 
 from shardmill.errors import IntegrityError
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
+from train.checkpoints.checkpoint import SavedFiles
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.contracts.values import from_json, to_json
 
 INDEX = "shards.npz"
@@ -146,6 +148,22 @@ def whole_arrays(files: Mapping[str, bytes], part: str, where: str) -> list[np.n
         return load_arrays(files[REPLICATED_FILES[part]])
     index = read_index(lambda name: files[name])
     return index.assemble(index.whole(part), files, where)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """The parts of a checkpoint that an export needs, as arrays of a learner."""
+
+    weights: list[np.ndarray]
+    """`StatePart.WEIGHTS`."""
+    own: list[np.ndarray]
+    """`StatePart.OWN` of rank 0."""
+
+
+def read_whole_model(saved: SavedFiles) -> WholeModel:
+    """The model in a checkpoint of either layout; needs no ranks."""
+    files = {name: saved.read(name) for name in whole_files(saved.read, saved.names, WEIGHTS_PART)}
+    return WholeModel(whole_arrays(files, WEIGHTS_PART, "the checkpoint"), load_arrays(saved.read(rank_file(0))))
 
 
 def dump_index(index: ShardIndex) -> list[np.ndarray]:

@@ -24,6 +24,7 @@ from shardmill.stores import open_store
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, StatePart, model_spec
 from train.checkpoints.checkpoint import open_checkpoint
+from train.checkpoints.shards import WholeModel, read_whole_model
 from train.config import TrainConfig
 from train.contracts.values import Evaluation, ModelIdentity, TrainResult
 from train.contracts.world import World
@@ -40,9 +41,7 @@ from train.published.exported import (
     verify_export,
 )
 from train.records import put_record, record_numbers
-from train.strategies import STRATEGIES
 from train.strategies.collective import SingleCollective
-from train.strategies.strategy import WholeModel
 
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64
@@ -213,8 +212,7 @@ def _read_weights(store: Store, result: TrainResult) -> WholeModel:
     """The weights that a training recommends. Raises IntegrityError if its checkpoint is missing or damaged."""
     try:
         found = open_checkpoint(store, result.checkpoint)
-        layout = STRATEGIES[result.strategy].checkpoint_layout
-        return layout.whole_model(found.files(store))
+        return read_whole_model(found.files(store))
     except IntegrityError as error:
         raise IntegrityError(
             f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",

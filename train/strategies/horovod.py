@@ -26,7 +26,7 @@ from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.member import MemberStep
-from train.strategies.replicated import REPLICATED, ReplicatedMember, replicated
+from train.strategies.replicated import ReplicatedMember, replicated
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 
 if TYPE_CHECKING:
@@ -160,7 +160,6 @@ HOROVOD = Strategy(
     exact_resume=True,
     syncs_batch_norm=True,
     leaves_out_batches=True,
-    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=replicated(join_horovod, _sum_in_step, HorovodMember),
     timeline=timeline,

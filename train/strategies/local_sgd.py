@@ -31,7 +31,7 @@ from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.local_sgd_check import check_local_sgd
 from train.strategies.member import Member, MemberStep, SiloIndex
 from train.strategies.options import LocalSgdOptions, silos_of
-from train.strategies.replicated import REPLICATED, ReplicatedMember
+from train.strategies.replicated import ReplicatedMember
 from train.strategies.silo_mailbox import SiloMailbox
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
@@ -233,7 +233,6 @@ LOCAL_SGD = Strategy(
     backends=("keras", "torch"),
     synchronous=False,
     exact_resume=True,
-    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_local_sgd,
     check=check_local_sgd,

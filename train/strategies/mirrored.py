@@ -24,7 +24,7 @@ from train.contracts.world import World, alone
 from train.strategies.collective import SingleCollective
 from train.strategies.member import Member
 from train.strategies.options import MirroredOptions
-from train.strategies.replicated import REPLICATED, ReplicatedMember
+from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import Strategy
 
 
@@ -178,7 +178,6 @@ MIRRORED = Strategy(
     synchronous=True,
     exact_resume=True,
     syncs_batch_norm=True,
-    checkpoint_layout=REPLICATED,
     max_world_size=1,
     devices_per_rank="all",
     leaves_out_batches=False,

@@ -22,7 +22,7 @@ from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
 from train.strategies.grpc_port import reserved_port
 from train.strategies.member import Member
-from train.strategies.replicated import REPLICATED, ReplicatedMember
+from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import Strategy
 
 # Collectives of TensorFlow know no bytes; a sum in which all but one rank have zeros is exact in integers.
@@ -159,7 +159,6 @@ MULTI_WORKER_MIRRORED = Strategy(
     synchronous=True,
     exact_resume=True,
     syncs_batch_norm=True,
-    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_multi_worker,
     check=_check,

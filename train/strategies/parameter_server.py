@@ -35,7 +35,7 @@ from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
-from train.strategies.replicated import REPLICATED, ReplicatedMember
+from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import Strategy
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.
@@ -200,7 +200,6 @@ PARAMETER_SERVER = Strategy(
     backends=("keras",),
     synchronous=False,
     exact_resume=False,
-    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_chief,
     # What the chief says of a worker or server that failed or is gone.

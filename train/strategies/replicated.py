@@ -33,20 +33,11 @@ from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import Member, MemberStep
-from train.strategies.strategy import CheckpointLayout, Join, WholeModel
+from train.strategies.strategy import Join
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
     from train.contracts.epochs import Batches, Epoch
-
-
-def read_whole_model(saved: SavedFiles) -> WholeModel:
-    """`CheckpointLayout.whole_model`."""
-    files = {name: saved.read(name) for name in whole_files(saved.read, saved.names, WEIGHTS_PART)}
-    return WholeModel(whole_arrays(files, WEIGHTS_PART, "the checkpoint"), load_arrays(saved.read(rank_file(0))))
-
-
-REPLICATED = CheckpointLayout("replicated", read_whole_model)
 
 
 PARTS = {StatePart.WEIGHTS: WEIGHTS_PART, StatePart.OPTIMIZER: OPTIMIZER_PART}
@@ -139,12 +130,14 @@ class ReplicatedMember:
         if self.rank == 0:
             of_parts = [whole_files(saved.read, saved.names, part) for part in (WEIGHTS_PART, OPTIMIZER_PART)]
             return [*sorted({name for names in of_parts for name in names}), rank_file(0)]
-        return [rank_file(self.rank)] if saved.world_size == self.world_size else []
+        own = rank_file(self.rank)
+        # Ranks that read the same rows have written one file together.
+        return [own] if saved.world_size == self.world_size and own in saved.names else []
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
         self._take((StatePart.WEIGHTS, StatePart.OPTIMIZER, StatePart.OWN), files if self.rank == 0 else {}, source)
         # After the broadcast, which has just given every rank the moving statistics and generators of rank 0.
-        if saved_world_size == self.world_size:
+        if saved_world_size == self.world_size and rank_file(self.rank) in files:
             self.learner.assign(StatePart.OWN, load_arrays(files[rank_file(self.rank)]), source)
         else:
             self.learner.decorrelate(self.rank)

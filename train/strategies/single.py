@@ -5,7 +5,7 @@ from __future__ import annotations
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.strategies.collective import SingleCollective
-from train.strategies.replicated import REPLICATED, replicated
+from train.strategies.replicated import replicated
 from train.strategies.strategy import Strategy
 
 
@@ -20,7 +20,6 @@ SINGLE = Strategy(
     exact_resume=True,
     syncs_batch_norm=True,
     leaves_out_batches=True,
-    checkpoint_layout=REPLICATED,
     max_world_size=1,
     join=replicated(open_single),
 )

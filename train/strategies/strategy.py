@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-import numpy as np
-
 from train.backends.backend import Learner
-from train.checkpoints.checkpoint import SavedFiles
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -35,25 +32,6 @@ class Join(Protocol):
         Raises what `build` raises, before any rank waits for another.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class WholeModel:
-    """The parts of a checkpoint that an export needs, as arrays of a learner."""
-
-    weights: list[np.ndarray]
-    """`StatePart.WEIGHTS`."""
-    own: list[np.ndarray]
-    """`StatePart.OWN` of rank 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointLayout:
-    """The files of a checkpoint."""
-
-    name: str
-    whole_model: Callable[[SavedFiles], WholeModel]
-    """-> the model, from the files of a checkpoint, whichever strategy has written it; needs no ranks."""
 
 
 def _loses_none(config: TrainConfig) -> frozenset[int]:
@@ -99,8 +77,6 @@ class Strategy:
     """All ranks apply the same update at the same step."""
     exact_resume: bool
     """A resumed training at the same world size ends with the same bits as one that never stopped."""
-    checkpoint_layout: CheckpointLayout
-    """The files of its checkpoints, from which an export reads the model without ranks."""
     max_world_size: int | None
     """Largest world size, or None if only `train.num_streams` bounds it."""
     join: Join

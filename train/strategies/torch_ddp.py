@@ -32,7 +32,7 @@ from train.strategies.member import Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.options import TorchDdpOptions
 from train.strategies.powersgd import LowRankSums
-from train.strategies.replicated import REPLICATED, ReplicatedMember
+from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
 from train.strategies.torch_buckets import BucketSums
 
@@ -240,7 +240,6 @@ TORCH_DDP = Strategy(
     exact_resume=True,
     syncs_batch_norm=True,
     leaves_out_batches=True,
-    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_ddp,
     compressions=tuple(SUMS),

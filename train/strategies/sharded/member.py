@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,7 @@ from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import MemberStep
-from train.strategies.replicated import PARTS, ReplicatedMember, read_whole_model
-from train.strategies.strategy import CheckpointLayout
+from train.strategies.replicated import PARTS, ReplicatedMember
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
@@ -86,7 +86,7 @@ class ShardedMember(ReplicatedMember):
         self._index = self._agree()
         # It never changes, and a step waits for the copy of a checkpoint.
         self._index_file = dump_index(self._index) if self.rank == 0 else []
-        # Of ranks that draw the same numbers; another layout had one generator for each.
+        # Ranks that draw the same numbers: one of them writes the state of its own.
         self._draws_as = data.index if sharding.draws_alike else self.rank
         of_ranks = [int(each) for each in self.gather_bytes(str(self._draws_as).encode())]
         self._own_rank = of_ranks.index(self._draws_as)
@@ -124,15 +124,16 @@ class ShardedMember(ReplicatedMember):
             return self._sharding.add_up(learner, [*learner.own_gradients(), figures])
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
-        files = {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}
+        files: dict[str, list[np.ndarray]] = {}
+        if self.rank == self._own_rank:
+            files[rank_file(self.rank)] = self.learner.arrays(StatePart.OWN)
         for state, part in PARTS.items():
             mine = dict(zip(self._shards(part), self.learner.arrays(state), strict=True))
             files[shard_file(part, self.rank)] = [mine[each] for each in self._index.written_by(self.rank, part)]
         return files | ({INDEX: self._index_file} if self.rank == 0 else {})
 
     def files_to_resume(self, saved: SavedFiles) -> list[str]:
-        own = rank_file(self._own_rank if saved.world_size == self.world_size else 0)
-        return [own, *self._files_with(saved, tuple(PARTS.values()))]
+        return [self._own_file(saved.names, saved.world_size), *self._files_with(saved, tuple(PARTS.values()))]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
         # Rank 0 may have read `train.init_from`.
@@ -140,12 +141,18 @@ class ShardedMember(ReplicatedMember):
             mine = dump_arrays(self.learner.arrays(part)) if self.rank == 0 else b""
             self.learner.assign(part, load_arrays(self.broadcast_bytes(mine)), "rank 0")
         self._torch_learner.place(self._sharding.place, self._sharding.layout, self._sharding.make_passes)
+        own = self._own_file(files, saved_world_size)
         if files:
             self._take_shards(files, tuple(PARTS), source)
-            own = rank_file(self._own_rank if saved_world_size == self.world_size else 0)
             self.learner.assign(StatePart.OWN, load_arrays(files[own]), source)
-        if saved_world_size != self.world_size:
+        if own != rank_file(self._own_rank):
             self.learner.decorrelate(self._draws_as)
+
+    def _own_file(self, names: Collection[str], saved_world_size: int) -> str:
+        """Where this rank finds state of its own: with other ranks, or if several had read the same rows, that of
+        rank 0."""
+        own = rank_file(self._own_rank)
+        return own if saved_world_size == self.world_size and own in names else rank_file(0)
 
     def weight_files(self, saved: SavedFiles) -> list[str]:
         return [rank_file(0), *self._files_with(saved, (PARTS[StatePart.WEIGHTS],))]
@@ -194,6 +201,3 @@ class ShardedMember(ReplicatedMember):
 
     def _shards(self, part: str) -> list[Shard]:
         return [shard for shard in self._index.of_ranks[self.rank] if shard.part == part]
-
-
-SHARDED = CheckpointLayout("sharded", read_whole_model)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.strategies.sharded import pipeline
-from train.strategies.sharded.member import SHARDED
 from train.strategies.sharded.placement import check_layers_of, held_on, sharded
 from train.strategies.sharded.zero1 import held_by_zero1, join_zero1
 from train.strategies.strategy import Strategy
@@ -50,7 +49,6 @@ TORCH_FSDP = Strategy(
     exact_resume=True,
     leaves_out_batches=True,
     needs_module=True,
-    checkpoint_layout=SHARDED,
     max_world_size=None,
     join=sharded(fsdp_mesh),
     mesh=fsdp_mesh,
