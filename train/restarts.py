@@ -20,7 +20,7 @@ from train.contracts.values import TrainResult
 from train.contracts.world import Role
 from train.launching.faults import RankLost
 from train.reporting.observer import TrainObserver
-from train.strategies import STRATEGIES, roles_of
+from train.strategies import find_strategy, mesh_of, roles_of
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan
@@ -57,8 +57,9 @@ def launch_until_done(
 ) -> Launched:
     """`launch(plan)`; after a loss of ranks without those, up to `train.max_restarts` times.
 
-    `check` raises UsageError if a training cannot run with so few ranks. Raises what `launch` raises; of a
-    fault that comes again at the same step, the first.
+    `check` raises UsageError if a training cannot run with so few ranks; fewer are tried then, because ranks that hold
+    a model together need not divide it by any number. Raises what `launch` raises; of a fault that comes again at the
+    same step, the first.
     """
     first_at: dict[Cursor | None, RankLost] = {}
     restarts: list[Restart] = []
@@ -74,15 +75,14 @@ def launch_until_done(
                     repeated.add_note(note)
                 raise repeated from lost
             _stop_if_asked()
-            smaller = _without(plan, lost.ranks)
-            if smaller is None or len(restarts) == plan.config.max_restarts:
+            if len(restarts) == plan.config.max_restarts:
                 raise
-            num_ranks = smaller.config.num_workers
             try:
-                check(smaller.config)
+                smaller = _without(plan, lost.ranks, check)
             except UsageError as refusal:
-                lost.add_note(f"it could not continue with {counted(num_ranks, 'rank')}: {refusal}")
+                lost.add_note(f"it could not continue with {refusal}")
                 raise lost from refusal
+            num_ranks = smaller.config.num_workers
             restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), num_ranks))
             _report(restarts, plan.config, smaller.config, observer)
             plan = smaller
@@ -94,15 +94,46 @@ def _stop_if_asked() -> None:
         raise Terminated("terminated by SIGTERM; the ranks had ended already")
 
 
-def _without(plan: TrainingPlan, lost_ranks: frozenset[int]) -> TrainingPlan | None:
-    """The plan for the ranks that are left; at least one, because the driver's own host is there. None if no smaller
-    world works. A lost chief or server is replaced: `train.num_workers` does not count them."""
-    strategy, roles = STRATEGIES[plan.config.strategy], roles_of(plan.config)
+def _without(plan: TrainingPlan, lost_ranks: frozenset[int], check: Callable[[TrainConfig], object]) -> TrainingPlan:
+    """The plan for the ranks that are left, or for as many of them as can hold the model; at least one, because the
+    driver's own host is there. A lost chief or server is replaced: `train.num_workers` does not count them.
+
+    Raises UsageError, which names the numbers of ranks that are allowed.
+    """
+    roles, num_before = roles_of(plan.config), plan.config.num_workers
     num_lost = sum(roles[rank] in (Role.MEMBER, Role.WORKER) for rank in lost_ranks)
-    world_size = max(1, plan.config.num_workers - num_lost)
-    while world_size and not strategy.allows_world_size(world_size):
-        world_size -= 1
-    return plan.after_loss(world_size) if world_size else None
+    most = max(1, num_before - num_lost)
+    refusals: list[UsageError] = []
+    for num_ranks in range(most, 0, -1):
+        smaller = plan.after_loss(num_ranks)
+        try:
+            _check_layout(smaller.config)
+            check(smaller.config)
+        except UsageError as refusal:
+            refusals.append(refusal)
+        else:
+            return smaller
+    allowed = ", ".join(
+        str(each) for each in range(most + 1, num_before + 1) if _has_layout(plan.after_loss(each).config)
+    )
+    raise UsageError(
+        f"{counted(most, 'rank')}{' or fewer' if most > 1 else ''}: {refusals[0]}",
+        f"it can have these numbers of ranks: {allowed}",
+    )
+
+
+def _check_layout(config: TrainConfig) -> None:
+    """Raises UsageError if so many ranks cannot divide the training, with the sizes of `train.mesh` that were set."""
+    find_strategy(config.strategy, config.num_workers)
+    mesh_of(config)
+
+
+def _has_layout(config: TrainConfig) -> bool:
+    try:
+        _check_layout(config)
+    except UsageError:
+        return False
+    return True
 
 
 def _report(restarts: list[Restart], before: TrainConfig, after: TrainConfig, observer: TrainObserver) -> None:

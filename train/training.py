@@ -20,6 +20,7 @@ from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.backends.freezing import never_unfrozen
+from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
@@ -45,6 +46,7 @@ from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import StepTimes, Verdict
 from train.restarts import Restart, launch_until_done
 from train.results import read_result
+from train.strategies import mesh_of
 from train.tree import TrainTree
 
 
@@ -157,10 +159,18 @@ def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
             lambda plan: launcher.launch(choice.task(plan.config, nonce), settled.spark, observer),
             plan,
             observer,
-            check=partial(check_ranks, dataset=dataset),
+            check=partial(check_fewer, dataset, observer),
         )
     _check_published(models, choice)
     return TrainOutcome(done.result, models.uri, plan, skipped=False, restarts=done.restarts)
+
+
+def check_fewer(dataset: Dataset, observer: TrainObserver, config: TrainConfig) -> None:
+    """Before ranks that were lost are done without. Raises UsageError if the others cannot train: their windows are too
+    large, or they cannot divide the model."""
+    check_ranks(config, dataset)
+    if mesh_of(config).num_ranks > mesh_of(config).data_size:
+        try_build(config, dataset.manifest.row_schema, observer)
 
 
 def _try_build(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardmill.errors import TrainingError
+from shardmill.failpoints import VARIABLE
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
 from train.backends.backend import Learner, StatePart
@@ -33,6 +34,8 @@ from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
+KILLED_IN = "SHARDMILL_TEST_KILLED_IN"
+"""`RANK PLACE`: the failpoint at which that rank dies, and no other rank."""
 
 
 def _finish_checkpoint() -> None:
@@ -95,6 +98,13 @@ def last_rank_stalls(task: WorkerTask, world: World, reporter: Reporter) -> Trai
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     dies = world.rank == world.world_size - 1
     return run_worker(task, world, DyingReporter(reporter, world.world_size) if dies else reporter)
+
+
+def one_rank_dies_in_a_checkpoint(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    rank, place = os.environ[KILLED_IN].split()
+    if world.rank == int(rank):
+        os.environ[VARIABLE] = place
+    return run_worker(task, world, reporter)
 
 
 def last_rank_freezes(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.values import Cursor
@@ -22,6 +24,7 @@ from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all,
 from train.planning.auto import resolve
 from train.restarts import launch_until_done
 from train.strategies import STRATEGIES, roles_of
+from train.training import check_fewer
 
 GELU = "tests.train.torch_models:smooth"
 # More than 60 steps. Smoothed labels keep the loss from 0, where a relative bound means nothing.
@@ -152,7 +155,23 @@ def test_what_a_restart_cannot_cure_is_raised_at_once():
 
     sizes, told = go_on_through([lost(1, {3})], refuse)
     assert sizes == [4] and isinstance(told, RankLost)
-    assert "it could not continue with 3 ranks: windows need more memory on 3 ranks" in told.__notes__[0]
+    assert "it could not continue with 3 ranks or fewer: windows need more memory on 3 ranks" in told.__notes__[0]
+
+
+def test_ranks_that_hold_a_model_together_go_on_in_a_layout_that_is_allowed(tiny_uri):
+    """Sizes of `train.mesh` that were set stay: a rank may have no memory for more than its share."""
+    fsdp = {"strategy": "torch_fsdp", "model": GELU}
+    assert go_on_through([lost(1, {3})], **fsdp) == ([4, 3], None)
+    assert go_on_through([lost(1, {3}), lost(2, {0, 1})], **fsdp, mesh={"data": 2}) == ([4, 2], None)
+    assert go_on_through([lost(1, {3}), lost(2, {0})], **fsdp, mesh={"fsdp": 2})[0] == [4, 2]
+    sizes, error = go_on_through([lost(1, {3})], **fsdp, num_workers=6, mesh={"fsdp": 6})
+    assert sizes == [6] and isinstance(error, RankLost) and error.exit_code == 5
+    assert "it could not continue with 5 ranks or fewer" in error.__notes__[0]
+    assert "it can have these numbers of ranks: 6" in error.__notes__[0]
+    # Four heads, and three ranks that are left: a process that builds the model refuses them.
+    dataset, observer = open_dataset(tiny_uri), StepWatcher()
+    divided = {"strategy": "tensor_parallel", "model": "tests.train.torch_models:tiny_vit"}
+    assert go_on_through([lost(1, {3})], partial(check_fewer, dataset, observer), **divided) == ([4, 2], None)
 
 
 @pytest.mark.parametrize(
