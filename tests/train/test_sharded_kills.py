@@ -16,6 +16,7 @@ from tests.train.multi_rank_workers import KILLED_IN
 from tests.train.test_multi_rank import WORKERS, Watcher, train_on_ranks
 from tests.train.training import task_of
 from train.checkpoints.checkpoint import complete_checkpoints
+from train.launching import faults
 from train.launching.faults import RankLost
 
 NUM_KILLS = int(os.environ.get("SHARDMILL_SHARDED_KILLS", "30"))
@@ -34,6 +35,8 @@ def test_no_kill_of_a_rank_costs_a_complete_checkpoint(tiny_uri, tmp_path, monke
               "num_streams": 6, "epochs": NUM_KILLS // 3 + 2, "checkpoint_every_steps": 1}  # fmt: skip
     whole_result, whole = train_on_ranks(tiny_uri, tmp_path / "whole", 2, config)
     print("seed", seed := random.randrange(2**32))
+    # That one was killed says all: no other fault of the same cause is waited for.
+    monkeypatch.setattr(faults, "GRACE_SECONDS", 0.1)
     pick, store, losses, newest = random.Random(seed), open_store(tmp_path / "killed"), {}, None
     for _ in range(NUM_KILLS):
         rank = pick.randrange(2)
