@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardmill
 
 parser = argparse.ArgumentParser()
-parser.add_argument("dataset", help="with its version, which all processes must share: DATASET@1")
+parser.add_argument("dataset", help="DATASET@1, or DATASET: the processes compare what they open")
 parser.add_argument("--coordinator")
 parser.add_argument("--num-processes", type=int)
 parser.add_argument("--process", type=int)
