@@ -75,7 +75,10 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     def build() -> Any:
         return BACKENDS["torch"].build(config, SPEC)
 
-    alone = STRATEGIES["single"].join(World(), config, build, SilentReporter())
+    by_itself = TrainConfig(strategy="single", model=MODEL, optimizer="adam")
+    alone = STRATEGIES["single"].join(
+        World(), by_itself, lambda: BACKENDS["torch"].build(by_itself, SPEC), SilentReporter()
+    )
     alone.start({}, 0, "")
     member = STRATEGIES[config.strategy].join(world, config, build, SilentReporter())
     member.start({}, 0, "")

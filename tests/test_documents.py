@@ -79,7 +79,7 @@ def test_documents_name_keys_that_exist():
     sources = [path for folder in ("etl", "train", "pipeline") for path in (ROOT / folder).rglob("*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     # Those of a training get their prefix when they are written.
-    events = {*re.findall(r'"(\w+\.\w+)"', code), *(f"train.{name}" for name in re.findall(r'event\("(\w+)"', code))}
+    events = {*re.findall(r'"(\w+\.\w+)"', code), *(f"train.{name}" for name in re.findall(r'event\(\s*"(\w+)"', code))}
     fields = set(re.findall(r"^\| `([\w.]+)` \|", PAGES["reference/summary.md"](), re.MULTILINE))
     keys = {key for key, _ in config_keys(PipelineTree)}
     known = keys | {key.rpartition(".")[0] for key in keys} | fields | events

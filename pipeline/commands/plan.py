@@ -50,6 +50,8 @@ def plan(
     from train.tree import TrainTree
 
     common: Common = context.obj
+    if memory and (scaling or assume):
+        raise UsageError("--memory with --scaling or --assume", "expected one of the two tables", "call plan for each")
     memory_bytes = parse_bytes(memory) if memory else 0
     ranks = (f"train.num_workers={world_size}",) if world_size else ()
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)

@@ -63,6 +63,8 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
     begun, error = wrong.stderr.splitlines()
     assert wrong.returncode == 2 and begun.startswith("plan: ") and "no_model" in error
+    both = shardmill("plan", tiny_uri, "--memory", "1GB", "--scaling", cwd=tmp_path)
+    assert both.returncode == 2 and "expected one of the two tables" in both.stderr
     no_number = shardmill("plan", tiny_uri, "--assume", "overlap=much", cwd=tmp_path)
     assert no_number.returncode == 2 and "--assume overlap=much; expected a number" in no_number.stderr
     model = ("--set", "train.model=tests.train.torch_models:stateful")
