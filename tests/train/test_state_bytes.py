@@ -28,7 +28,7 @@ from train.planning.state_bytes import StateBytes, count_state
 from train.settings.mesh import MeshConfig
 from train.settings.reading import ReadingConfig
 
-SHARDED = ("zero1", "torch_fsdp", "tensor_parallel", "hybrid")
+SHARDED = ("zero1", "torch_fsdp", "tensor_parallel", "hybrid", "pipeline_parallel")
 # Two steps of the 44 rows of the data set `tiny`.
 TWO_STEPS = {"model": MODEL, "num_streams": 4, "global_batch_size": 24, "epochs": 1, "num_workers": 2}
 
@@ -110,6 +110,16 @@ def test_what_ranks_cannot_divide_is_refused_and_other_strategies_are_counted():
     configs = [TrainConfig(model=MODEL, num_workers=3, backend="torch", strategy=name) for name in SHARDED[1:3]]
     fsdp, tensor = count_state(tuple(configs), SPEC)
     assert fsdp.state > 0 == tensor.state and "4 heads, and 3 ranks" in tensor.refused
+
+
+def test_a_module_that_looks_at_numbers_is_counted_without_activations():
+    models = ("tests.train.peeking_model:peeking", "torchvision.models:vit_b_16")
+    peeking, vit = (
+        count_state((TrainConfig(model=each, backend="torch", num_workers=2, strategy="torch_ddp"),), SPEC)
+        for each in models
+    )
+    assert peeking[0].state > 0 == peeking[0].image and "RuntimeError" in peeking[0].why_not_stepped
+    assert vit[0].image > 0 and not vit[0].why_not_stepped, "attention of a library, without its weights"
 
 
 def test_activations_are_those_of_a_measured_step():

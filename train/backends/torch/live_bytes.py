@@ -117,9 +117,11 @@ def _fused_attention() -> Iterator[None]:
     functional = torch.nn.functional
     plain: Callable[..., Any] = functional.scaled_dot_product_attention
 
-    def fused(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **how: Any) -> Any:
+    def fused(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *causal: Any, **how: Any
+    ) -> Any:
         if attn_mask is not None or dropout_p or query.dim() != 4:
-            return plain(query, key, value, attn_mask, dropout_p, **how)
+            return plain(query, key, value, attn_mask, dropout_p, *causal, **how)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
     functional.scaled_dot_product_attention = fused
