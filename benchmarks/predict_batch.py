@@ -58,7 +58,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, help="a folder of photographs (JPEG)")
     parser.add_argument("--num-images", type=numbers, default=[1000, 4000], help="two numbers")
-    parser.add_argument("--model", default="auto", help="train.model")
+    parser.add_argument("--model", default="small_cnn", help="train.model")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", type=lambda text: text.split(","), help=", ".join(CONTESTANTS))
