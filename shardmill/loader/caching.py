@@ -61,6 +61,7 @@ def _open(
 ) -> tuple[ChunkCache | None, ...]:
     """The remote ones share the folder and its limit, because windows of a mix hold chunks of all."""
     folder, limit = options.named
+    check_folder(options.folder, folder)
     remote = list({dataset.pin: dataset for dataset in datasets if dataset.store.local_root is None}.values())
     for dataset in datasets:
         if dataset.store.local_root is not None:
@@ -71,10 +72,6 @@ def _open(
             )
     if not remote:
         return (None,) * len(datasets)
-    if "://" in options.folder:
-        raise UsageError(
-            f"{folder} = {options.folder!r}", "expected a folder on a local disk", "name one, or omit it for no cache"
-        )
     if options.limit_bytes is not None:
         check_limit(remote, spec, format, options.limit_bytes, limit)
     split_bytes = sum(int(dataset.index(spec.split, format).stored_bytes.sum()) for dataset in remote)
@@ -84,6 +81,14 @@ def _open(
     return tuple(
         ChunkCache(room, dataset.store.uri) if dataset.store.local_root is None else None for dataset in datasets
     )
+
+
+def check_folder(folder: str, named: str) -> None:
+    """Raises UsageError for a URI."""
+    if "://" in folder:
+        raise UsageError(
+            f"{named} = {folder!r}", "expected a folder on a local disk", "name one, or omit it for no cache"
+        )
 
 
 def check_limit(

@@ -252,3 +252,8 @@ def test_ranks_keep_chunks_of_a_remote_dataset(many_uri: str, tmp_path: Path, mo
     ):
         check_trainable(config, open_dataset(uri))
     check_trainable(config, open_dataset(many_uri))
+    alone = config_of("shardmill", cache={"limit_bytes": 999})
+    with pytest.raises(UsageError, match=r"train.cache.limit_bytes = 999 without train.cache.dir.*set both"):
+        check_trainable(alone, open_dataset(many_uri))
+    with pytest.raises(UsageError, match=r"train.cache.dir = 's3://a/b'; expected a folder on a local disk"):
+        check_trainable(config_of("shardmill", cache={"dir": "s3://a/b"}), open_dataset(many_uri))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from shardmill.loader.caching import check_limit
+from shardmill.loader.caching import check_folder, check_limit
 from shardmill.words import counted
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
@@ -239,16 +239,27 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
     if follows_plan(config):
         row_shares(config, splits["train"].num_rows)
     reader_of(config).check(config, dataset)
-    if config.cache.dir and config.cache.limit_bytes and dataset.store.local_root is None:
-        # Each rank looks at the disk of its host when it begins to read.
-        limit_bytes = config.cache.limit_bytes
-        check_limit([dataset], config.plan_spec(dataset), config.format, limit_bytes, "train.cache.limit_bytes")
+    _check_cache(config, dataset)
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(
             f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
             "expected a validation split, which early stopping needs",
             "set train.early_stop_epochs = 0, or raise etl.split_fractions.validation",
         )
+
+
+def _check_cache(config: TrainConfig, dataset: Dataset) -> None:
+    """Without a look at a disk: each rank looks at that of its host when it begins to read."""
+    folder, limit_bytes = config.cache.dir, config.cache.limit_bytes
+    if limit_bytes and not folder:
+        raise UsageError(
+            f"train.cache.limit_bytes = {limit_bytes} without train.cache.dir",
+            "expected the folder of the cache",
+            "set both, or neither",
+        )
+    check_folder(folder, "train.cache.dir")
+    if folder and limit_bytes and dataset.store.local_root is None:
+        check_limit([dataset], config.plan_spec(dataset), config.format, limit_bytes, "train.cache.limit_bytes")
 
 
 def check_ranks(config: TrainConfig, dataset: Dataset) -> WindowMemory:
