@@ -11,6 +11,7 @@ checkpoint.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -177,14 +178,22 @@ def _draw_ownership(axes: Any, found: dict[str, Any]) -> None:
             axes.text(x + width / 2, -0.06, label, ha="center", va="bottom", fontsize=7, color=MUTED)
             x += width + 0.12
         first, count = found["rows"][rank]
-        words = f"rank {rank}\nreads images {first} to {first + count - 1}"
+        words = f"rank {rank}\nreads images {first} to {first + count - 1}{_stage(found, rank)}"
         axes.text((first_x + x - 0.12) / 2, 1.1, words, ha="center", va="top", fontsize=8.5, color=COLORS[rank])
         left = x + 0.35
     axes.set_xlim(-0.1, left - 0.3)
-    axes.set_ylim(1.42, -0.2)
+    axes.set_ylim(1.62, -0.2)
     axes.set_aspect("equal")
     axes.axis("off")
-    axes.set_title("What a rank holds: weights of one block", fontsize=9.5, color=INK, loc="left")
+    axes.set_title("What a rank holds: weights of the first block", fontsize=9.5, color=INK, loc="left")
+
+
+def _stage(found: dict[str, Any], rank: int) -> str:
+    """The blocks of a stage, in words; empty if a rank holds something of all."""
+    blocks = {name.partition("blocks.")[2].partition(".")[0] for name, *_ in _boxes(found, rank) if "blocks." in name}
+    of_all = itertools.chain.from_iterable(found["boxes"])
+    all_blocks = {name.partition("blocks.")[2].partition(".")[0] for name, *_ in of_all}
+    return f"\nholds block {', '.join(sorted(blocks))}" if blocks < all_blocks - {""} else ""
 
 
 def _boxes(found: dict[str, Any], rank: int) -> list[Any]:
