@@ -58,8 +58,9 @@ class TrainConfig(_WithOptions):
     """Number of microbatches into which a rank splits its share of a step, so that it needs the memory of one;
     gradients are exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
     init_from: Annotated[str, DEFAULTED] = ""
-    """Initial weights: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or an export `MODELS@N`.
-    A last layer for different classes is initialized randomly. Changing the file starts a new run."""
+    """Initial weights: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, an export `MODELS@N`, or
+    the folder of a checkpoint of shards. A last layer for different classes is initialized randomly. Changing the file
+    starts a new run."""
     freeze: Annotated[tuple[str, ...], DEFAULTED] = ()
     """Weights that are not trained: `all_but_head` (all except the last layer), or name patterns such as `conv*`."""
     unfreeze_epoch: Annotated[int, DEFAULTED] = Field(default=0, ge=0)

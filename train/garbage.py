@@ -16,7 +16,8 @@ from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
-from train.checkpoints.checkpoint import MARKER, complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.checkpoints.state import MARKER
 from train.contracts.values import RESULT
 from train.planning.trainings import FRESH, TRAININGS
 from train.published.current import CURRENT, read_history

@@ -19,7 +19,7 @@ from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import dump_arrays
-from train.config import TrainConfig
+from train.config import SHA256_OF_FILE, TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, StepReport, TrainResult, to_json
@@ -162,6 +162,28 @@ def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Repor
     assert evaluation is None or evaluation.confused is None, "how classes were confused goes to a file"
     assert evaluation is None or world.rank == 0 or not evaluation.per_class, "rank 0 alone tells figures of classes"
     open_store(task.models_uri).put(f"told/rank-{world.rank}", result.weights_sha256.encode())
+    return result
+
+
+def every_rank_tells_how_much_it_reads(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Number of bytes of the file that `train.init_from` names."""
+    from shardmill.stores.local import LocalStore
+
+    name = task.config.init_from.partition(SHA256_OF_FILE)[0].rpartition("/")[2]
+    sizes: list[int] = []
+
+    def counted(sound: Callable[..., bytes]) -> Callable[..., bytes]:
+        def read(store: LocalStore, path: str, *arguments: Any) -> bytes:
+            data = sound(store, path, *arguments)
+            if path == name:
+                sizes.append(len(data))
+            return data
+
+        return read
+
+    LocalStore.read_range, LocalStore.read = counted(LocalStore.read_range), counted(LocalStore.read)
+    result = every_rank_tells_its_weights(task, world, reporter)
+    open_store(task.models_uri).put(f"read/rank-{world.rank}", str(sum(sizes)).encode())
     return result
 
 

@@ -13,7 +13,8 @@ from shardmill.stores import open_store
 from tests.train.driver_process import start_driver
 from tests.train.training import MODELS
 from train.checkpoints.attempts import claim_attempt
-from train.checkpoints.checkpoint import MARKER, complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.checkpoints.state import MARKER
 from train.results import read_result
 
 

@@ -23,7 +23,7 @@ from train.published.export import export_training
 
 def in_model(one: Learner) -> list[np.ndarray]:
     """What the model itself has, whatever the state calls weights."""
-    return [array.copy() for array in one.named_weights().arrays.values()]
+    return [array.copy() for array in one.named_weights().arrays().values()]
 
 
 def shares(num_updates: int, limit: float) -> list[float]:
@@ -69,7 +69,7 @@ def test_averages_follow_the_weights_which_train_as_without_them(name):
 def test_averages_leave_out_what_was_not_applied_and_begin_with_given_weights(name):
     one = learner(name, STATEFUL[name], ema_decay=0.9)
     named = one.named_weights()
-    given = {key: np.full_like(array, 0.5) for key, array in named.arrays.items()}
+    given = {key: np.full_like(array, 0.5) for key, array in named.arrays().items()}
     named.assign(given)
     assert all((array == 0.5).all() for array in one.arrays(StatePart.WEIGHTS))
 

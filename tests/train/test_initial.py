@@ -26,6 +26,7 @@ from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.backends.weight_files import read_arrays
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
+from train.checkpoints.stored_arrays import WeightFile
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.identity import settings_that_matter
@@ -124,7 +125,7 @@ def test_an_archive_with_code_gives_its_arrays_alone(tmp_path):
         target.writestr("model.weights.h5", source.read("model.weights.h5"))
     arrays = read_arrays(hostile.getvalue(), ".keras", "f")
     named = one.named_weights(arrays.keys())
-    assert set(named.arrays) <= set(arrays) and len(named.arrays) == len(one.arrays(StatePart.WEIGHTS))
+    assert set(named.arrays()) <= set(arrays) and len(named.arrays()) == len(one.arrays(StatePart.WEIGHTS))
 
 
 def test_nothing_is_unpickled(tmp_path):
@@ -138,10 +139,10 @@ def test_nothing_is_unpickled(tmp_path):
     reader = learner("torch", f"{TORCH_MODELS}:linear")
     for data in ((tmp_path / "a.pt").read_bytes(), pickle.dumps(Attack())):
         with pytest.raises(UsageError, match=r"^f holds more than tensors.*; expected a state_dict") as refused:
-            reader.read_weights(data, ".pt", "f")
+            reader.read_weights(WeightFile.of_bytes(data, ".pt", "f"))
         assert "weights_only" not in str(refused.value), "PyTorch's own advice is to run it"
     with pytest.raises(UsageError, match="f cannot be read as .pt: "):
-        reader.read_weights(b"PK\x03\x04 cut", ".pt", "f")
+        reader.read_weights(WeightFile.of_bytes(b"PK\x03\x04 cut", ".pt", "f"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -154,30 +155,30 @@ def ones(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("of_file", "of_model"), [("", ""), ("module.", ""), ("", "backbone."), ("a.", "")])
 def test_names_are_matched_below_a_common_prefix(of_file, of_model):
-    weights = {of_model + name: np.zeros(shape, np.float32) for name, shape in NAMED.items()}
+    weights = {of_model + name: shape for name, shape in NAMED.items()}
     given = ones({**{of_file + name: shape for name, shape in NAMED.items()}, of_file + "head.w": (2, 9), "step": ()})
     match = match_weights(weights, given, (f"{of_model}head.w",), "f")
     assert set(match.arrays) == {f"{of_model}a.w", f"{of_model}a.b"}
-    assert all(array.dtype == np.float32 and (array == 1).all() for array in match.arrays.values())
+    assert all((array[...] == 1).all() for array in match.arrays.values())
     assert match.replaced == (f"{of_model}head.w: (2, 9) in the file, (2, 3) in the model",)
     assert (match.missing, match.unused) == ((), ("step",))
     assert match.initialized("f", weights).share == 0.5
 
 
 def test_a_head_for_other_classes_is_replaced_and_anything_else_that_does_not_fit_refused():
-    weights = {name: np.zeros(shape, np.float32) for name, shape in NAMED.items()}
+    weights = NAMED
     assert match_weights(weights, ones(NAMED), ("head.w",), "f").replaced == ()
     match = match_weights(weights, ones(NAMED), ("head.w",), "f", other_classes=True)
     assert match.replaced == ("head.w: belongs to other classes",) and "head.w" not in match.arrays
     # Half of another head is none.
     whole = {**NAMED, "head.b": (3,)}
     half = match_weights(
-        {name: np.zeros(shape, np.float32) for name, shape in whole.items()},
+        whole,
         ones({**whole, "head.w": (2, 3, 1)}), ("head.w", "head.b"), "f",
     )  # fmt: skip
     assert len(half.replaced) == 2 and set(half.arrays) == {"a.w", "a.b"}
     # A count is an array without axes, and stays one.
-    assert match_weights({"n": np.array(0)}, {"n": np.array(3)}, (), "f").arrays["n"].shape == ()
+    assert match_weights({"n": ()}, {"n": np.array(3)}, (), "f").arrays["n"].shape == ()
     with pytest.raises(UsageError) as refused:
         match_weights(weights, ones({**NAMED, "a.w": (2, 5), "a.b": (5,)}), ("head.w",), "f")
     assert "f does not fit the model: a.w: (2, 5) in the file, (2, 2) in the model; a.b: (5,)" in str(refused.value)
@@ -190,7 +191,7 @@ def test_every_weight_of_a_file_of_the_same_model_is_taken(name, tmp_path):
     one, other = learner(name, NORMED[name]), learner(name, NORMED[name])
     one.apply(one.gradients(batch_of(SHAPE), 4, 1.0), 0.1)
     one.write_portable(tmp_path, batch_of(SHAPE).images_NHWC, 1e-3)
-    kinds = {".safetensors": plain(dict(one.named_weights().arrays))}
+    kinds = {".safetensors": plain(dict(one.named_weights().arrays()))}
     if name == "torch":
         kinds[".pt"] = (tmp_path / "state_dict.pt").read_bytes()
     else:
@@ -202,9 +203,9 @@ def test_every_weight_of_a_file_of_the_same_model_is_taken(name, tmp_path):
         kinds[".h5"] = (tmp_path / "a.h5").read_bytes()
     for suffix, data in kinds.items():
         other = learner(name, NORMED[name], seed=3)
-        given = other.read_weights(data, suffix, "f")
+        given = other.read_weights(WeightFile.of_bytes(data, suffix, "f"))
         named = other.named_weights(given.keys())
-        match = match_weights(named.arrays, given, named.head, "f")
+        match = match_weights(named.shapes, given, named.head, "f")
         assert (match.replaced, match.missing) == ((), ()), suffix
         named.assign(match.arrays)
         assert other.weights_sha256() == one.weights_sha256(), suffix
@@ -247,7 +248,7 @@ def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
 def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(place, tmp_path, tiny_uri, request):
     place = open_store(tmp_path if place == "folder" else request.getfixturevalue("s3_bucket"))
     pin, model = open_dataset(tiny_uri).pin, f"{TORCH_MODELS}:linear"
-    weights = learner("torch", model).named_weights().arrays
+    weights = learner("torch", model).named_weights().arrays()
     configs = {}
     for name, value in {"a": 0.01, "same": 0.01, "b": 0.02}.items():
         place.put(f"{name}.safetensors", plain({key: np.full(old.shape, value) for key, old in weights.items()}))

@@ -13,9 +13,11 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
-from tests.train.training import Recorder, task_of, train_here
-from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index
+from shardmill.stores import open_store
+from tests.train.test_multi_rank import assert_weights_close, kill_on_ranks, train_on_ranks
+from tests.train.training import Killed, Recorder, task_of, train_here
+from train.checkpoints.checkpoint import SavedFiles, complete_checkpoints
+from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index, read_whole_model
 from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.trial_build import try_build
@@ -108,6 +110,98 @@ def test_an_export_puts_the_shards_of_ranks_together(tiny_uri, tmp_path):
     record = export_training(str(tmp_path), settings, result, "run").export.record
     assert record.weights_sha256 == result.weights_sha256
     assert record.parity_num_images > 0
+
+
+@pytest.mark.parametrize("strategy", ["torch_fsdp", "tensor_parallel", "zero1"])
+def test_any_layout_has_the_weights_of_torchvisions_transformer(tiny_uri, tmp_path, strategy):
+    """To divide its attention, ranks take it apart; checkpoints, hashes and exports have it as torchvision has it."""
+    config = {**BASE, "model": "tests.train.sharded_models:torchvisions_vit", "optimizer": "sgd", "export": "last"}
+    recorder = Recorder()
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    one = read_whole_model(files_of(tmp_path / "one"))
+    sharded = {**config, "strategy": strategy}
+    result, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, sharded)
+    expected = [float.fromhex(loss) for loss in recorder.losses.values()]
+    assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
+    # Weights are sums of gradients.
+    assert_weights_close(read_whole_model(files_of(tmp_path / "two")).weights, one.weights)
+    settings = task_of(tiny_uri, tmp_path / "two", num_workers=2, launcher="local", **sharded).config
+    record = export_training(str(tmp_path / "two"), settings, result, "run").export.record
+    assert record.weights_sha256 == result.weights_sha256
+
+
+@pytest.mark.drill
+def test_torchvisions_transformer_goes_on_in_other_layouts(tiny_uri, tmp_path, monkeypatch):
+    config = {**BASE, "model": "tests.train.sharded_models:torchvisions_vit"}
+    recorder, losses = Recorder(), {}
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    for strategy, num_ranks, killed_at in (("tensor_parallel", 2, 4), ("torch_fsdp", 3, 7), ("hybrid", 4, 10)):
+        how = {**config, "strategy": strategy}
+        losses |= kill_on_ranks(tiny_uri, tmp_path / "several", num_ranks, how, monkeypatch, killed_at).losses
+    rest = Recorder()
+    train_here(tiny_uri, tmp_path / "several", rest, **config)
+    losses |= rest.losses
+    expected = {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
+    assert {step: float.fromhex(loss) for step, loss in losses.items()} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero1", "torch_fsdp", "tensor_parallel", "hybrid"])
+@pytest.mark.parametrize("unfrozen_at", [0, 1])
+def test_what_is_frozen_stays_as_it_was_in_every_layout(tiny_uri, tmp_path, name, unfrozen_at):
+    layout = dict(LAYOUTS[name])
+    config = {**BASE, "epochs": 2, "freeze": ["blocks.0.*", "embedding.*"], "unfreeze_epoch": unfrozen_at}
+    recorder = Recorder()
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    _, watcher = train_on_ranks(tiny_uri, tmp_path / "several", layout.pop("num_workers"), {**config, **layout})
+    expected = {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
+    found = {step: float.fromhex(loss) for step, loss in watcher.losses.items()}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["computing", "tied"])
+@pytest.mark.parametrize("strategy", ["torch_fsdp", "zero1"])
+def test_a_module_that_cannot_be_built_without_numbers_is_built_whole(tiny_uri, tmp_path, model, strategy):
+    config, recorder = {**BASE, "model": f"tests.train.sharded_models:{model}", "epochs": 1}, Recorder()
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    _, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, {**config, "strategy": strategy})
+    expected = [float.fromhex(loss) for loss in recorder.losses.values()]
+    assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
+    assert ("built_whole" in watcher.events) == (model == "computing")
+
+
+@pytest.mark.drill
+def test_a_residual_network_is_sharded_and_resumes_exactly(tiny_uri, tmp_path, monkeypatch):
+    """Its batch norms have statistics of each rank's rows."""
+    config = {**BASE, "model": "torchvision.models:resnet18", "strategy": "torch_fsdp", "epochs": 2}
+    whole_result, whole = train_on_ranks(tiny_uri, tmp_path / "whole", 2, config)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 2, config, monkeypatch, killed_at=5)
+    result, rest = train_on_ranks(tiny_uri, tmp_path / "killed", 2, config)
+    assert result.resumed_from is not None
+    assert killed.losses | rest.losses == whole.losses
+    assert result.weights_sha256 == whole_result.weights_sha256
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_85_million_weights_are_trained_by_every_strategy(tiny_uri, tmp_path, monkeypatch):
+    config = {**BASE, "model": "tests.train.sharded_models:base_vit", "global_batch_size": 8, "num_streams": 4,
+              "checkpoint_every_steps": 0}  # fmt: skip
+    recorder = Recorder(killed_at=3)
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    expected = [float.fromhex(loss) for loss in recorder.losses.values()]
+    assert len(expected) == 3
+    for strategy in ("zero1", "torch_fsdp", "tensor_parallel", "hybrid"):
+        how = {**config, "strategy": strategy}
+        several = kill_on_ranks(tiny_uri, tmp_path / strategy, 2, how, monkeypatch, killed_at=3)
+        assert [float.fromhex(loss) for loss in several.losses.values()] == pytest.approx(expected, rel=1e-5)
+
+
+def files_of(models) -> SavedFiles:
+    """Those of the newest checkpoint below `models`."""
+    store = open_store(models)
+    found = next(complete_checkpoints(store, "t"))
+    return found.files(store)
 
 
 def test_batch_norms_of_divided_layers_keep_the_statistics_of_one_rank(tiny_uri, tmp_path):

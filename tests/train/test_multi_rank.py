@@ -19,9 +19,8 @@ from shardmill.jobs.config import SparkConfig
 from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
-from train.checkpoints.checkpoint import MARKER
 from train.checkpoints.shards import INDEX, OPTIMIZER_PART, WEIGHTS_PART, shard_file
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.checkpoints.state import MARKER, OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.contracts.values import BEFORE_CHECKPOINT, TrainResult
 from train.launching import LAUNCHERS

@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.class_weights import class_weights
+from train.checkpoints.stored_arrays import ArrayLike, WeightFile
 from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
 from train.labels import LabelSpec
@@ -120,11 +121,14 @@ class StatePart(Enum):
 class NamedWeights:
     """All weights of a model, without optimizer and generators, by the names that files give them."""
 
-    arrays: Mapping[str, np.ndarray]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of whole arrays, also if this rank holds a part."""
     head: tuple[str, ...]
     """The names of the last layer's."""
-    assign: Callable[[Mapping[str, np.ndarray]], None]
-    """Gives some of them new values."""
+    arrays: Callable[[], dict[str, np.ndarray]]
+    """-> copies of what they are now; only if this rank holds all of them."""
+    assign: Callable[[Mapping[str, ArrayLike]], None]
+    """Gives some of them new values, of which this rank's are read."""
 
 
 class Learner(Protocol):
@@ -193,7 +197,7 @@ class Learner(Protocol):
         """
         ...
 
-    def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
+    def read_weights(self, file: WeightFile) -> Mapping[str, ArrayLike]:
         """Name -> array of a file of weights. Raises UsageError for an invalid file; runs nothing in it."""
         ...
 
@@ -267,9 +271,12 @@ class Backend(Protocol):
         """Threads for this rank's share of the node, seeds, deterministic kernels."""
         ...
 
-    def build(self, config: TrainConfig, spec: ModelSpec) -> Learner:
+    def build(self, config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> Learner:
         """Build the model that `train.model` names, with fresh weights from `train.seed`. Raises UsageError if it does
         not fit.
+
+        `has_numbers`: false if the weights of rank 0 will be given to it, which has tried the model, too. It may have
+        shapes alone then.
         """
         ...
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
+from train.checkpoints.stored_arrays import StoredArray, WeightFile
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_ARRAY_BYTES = 16_000_000_000
@@ -34,7 +35,8 @@ def read_arrays(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
     """Name -> array. Raises UsageError for a file of another kind."""
     try:
         if suffix == ".safetensors":
-            return _safetensors(data)
+            stored = stored_safetensors(WeightFile.of_bytes(data, suffix, where))
+            return {name: array[...] for name, array in stored.items()}
         if suffix == ".keras":
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 check_expansion(archive.getinfo(WEIGHTS_OF_KERAS).file_size, len(data))
@@ -57,33 +59,33 @@ def check_expansion(num_bytes: int, num_bytes_of_file: int) -> None:
         raise ValueError(f"its arrays have {num_bytes} bytes, in a file of {num_bytes_of_file}")
 
 
-def _safetensors(data: bytes) -> dict[str, np.ndarray]:
-    """Eight bytes of length, a JSON header of types, shapes and offsets, then the arrays (huggingface/safetensors)."""
-    num_bytes = int.from_bytes(data[:8], "little")
-    if not 2 <= num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError(f"a header of {num_bytes} bytes in a file of {len(data)}")
-    header = json.loads(data[8 : 8 + num_bytes])
+def stored_safetensors(file: WeightFile) -> dict[str, StoredArray]:
+    """Eight bytes of length, a JSON header of types, shapes and offsets, then the arrays (huggingface/safetensors).
+
+    Raises ValueError for anything else.
+    """
+    num_bytes = int.from_bytes(file.read_range(0, 8), "little")
+    if not 2 <= num_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
+        raise ValueError(f"a header of {num_bytes} bytes in a file of {file.size_bytes}")
+    header = json.loads(file.read_range(8, num_bytes))
     if not isinstance(header, dict):
         raise ValueError(f"its header is a JSON {type(header).__name__}, not an object")
-    body = memoryview(data)[8 + num_bytes :]
+    body_start = 8 + num_bytes
+    body_bytes = file.size_bytes - body_start
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     # Ranges may overlap: many names for the same bytes. What is widened takes memory for each.
     widened = sum(4 * math.prod(entry["shape"]) for entry in entries.values() if entry["dtype"] == "BF16")
-    check_expansion(widened, len(data))
+    check_expansion(widened, file.size_bytes)
     arrays = {}
     for name, entry in entries.items():
         dtype, shape, (start, end) = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), entry["data_offsets"]
         if any(type(each) is not int or each < 0 for each in (*shape, start, end)):
             raise ValueError(f"{name!r} has the shape {shape} and the place {start}..{end}")
         size = math.prod(shape) * dtype.itemsize
-        if end - start != size or end > len(body):
-            raise ValueError(f"{name!r} has {end - start} bytes for a shape of {size}, in a body of {len(body)}")
-        array = np.frombuffer(body[start:end], dtype).reshape(shape)
-        if entry["dtype"] == "BF16":
-            # The upper half of a float32.
-            array = (array.astype("<u4") << 16).view("<f4")
-        arrays[name] = array
-    check_expansion(sum(array.nbytes for array in arrays.values()), len(data))
+        if end - start != size or end > body_bytes:
+            raise ValueError(f"{name!r} has {end - start} bytes for a shape of {size}, in a body of {body_bytes}")
+        arrays[name] = StoredArray(file, body_start + start, dtype, shape, is_bfloat16=entry["dtype"] == "BF16")
+    check_expansion(sum(array.size * array.dtype.itemsize for array in arrays.values()), file.size_bytes)
     return arrays
 
 

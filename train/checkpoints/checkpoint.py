@@ -22,11 +22,10 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.checkpoints.attempts import Attempt
+from train.checkpoints.state import MARKER
 from train.contracts.progress import Progress
 from train.contracts.values import ModelIdentity, from_json
 from train.settings.moved import key_of
-
-MARKER = "MARKER.json"
 
 _DAMAGED = "restore it from a backup, or train again: a training resumes from its newest complete checkpoint"
 

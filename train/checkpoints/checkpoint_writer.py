@@ -22,8 +22,8 @@ from shardmill.errors import StorageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
 from shardmill.storage import Store
-from train.checkpoints.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
-from train.checkpoints.state import dump_arrays
+from train.checkpoints.checkpoint import CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
+from train.checkpoints.state import MARKER, dump_arrays
 from train.contracts.activities import Activity, during, waiting
 from train.contracts.progress import Progress
 from train.contracts.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json

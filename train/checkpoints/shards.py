@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from shardmill.errors import IntegrityError
 from train.checkpoints.checkpoint import SavedFiles
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.checkpoints.state import INDEX, OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.checkpoints.stored_arrays import ArrayLike
 from train.contracts.values import from_json, to_json
 
-INDEX = "shards.npz"
-WEIGHTS_PART, OPTIMIZER_PART = "weights", "optimizer"
+WEIGHTS_PART, OPTIMIZER_PART = PARTS_IN_ORDER = "weights", "optimizer"
 REPLICATED_FILES = {WEIGHTS_PART: WEIGHTS, OPTIMIZER_PART: OPTIMIZER}
 """A replicated model is one shard: rank 0 writes all of a part, by position and without names."""
 
@@ -45,6 +45,11 @@ class Shard:
     def is_empty(self) -> bool:
         """Whether it has no element: a rank may get none of a short axis."""
         return 0 in self.shape and 0 not in self.global_shape
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """Where its elements lie in the array."""
+        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.shape, strict=True))
 
     def overlap(self, other: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """The elements that both boxes have: their places in this one and in `other`; None if there are none."""
@@ -69,14 +74,20 @@ class ShardIndex:
     """Whether one rank has written all, into `REPLICATED_FILES`."""
     arrays: tuple[Shard, ...] = ()
     """Every array as one box, in the order of `Learner.arrays`; empty if rank 0 has something of each in this order."""
+    own: tuple[str, ...] = ()
+    """The names of the arrays in rank 0's file of its own, but for generators."""
 
     def file(self, part: str, rank: int) -> str:
         """The file with a rank's boxes of a part."""
         return REPLICATED_FILES[part] if self.is_replicated else shard_file(part, rank)
 
+    def of_rank(self, rank: int, part: str) -> list[Shard]:
+        """The boxes of a part that a rank holds, in its order."""
+        return [shard for shard in self.of_ranks[rank] if shard.part == part]
+
     def written_by(self, rank: int, part: str) -> list[Shard]:
-        """The boxes in the rank's file of a part, in its order."""
-        return [shard for shard in self.of_ranks[rank] if shard.part == part and self._writers.get(shard) == rank]
+        """The boxes in the rank's file of a part, in its order; one that it holds twice once."""
+        return [shard for shard in dict.fromkeys(self.of_rank(rank, part)) if self._writers.get(shard) == rank]
 
     @cached_property
     def _writers(self) -> dict[Shard, int]:
@@ -126,7 +137,29 @@ class ShardIndex:
         by_name: dict[tuple[str, str], list[tuple[Shard, np.ndarray]]] = {}
         for shard, array in pieces:
             by_name.setdefault((shard.part, shard.name), []).append((shard, array))
-        return [_filled(shard, by_name.get((shard.part, shard.name), []), where) for shard in wanted]
+        return [filled(shard, by_name.get((shard.part, shard.name), []), where) for shard in wanted]
+
+
+def arrays_in_order(of_ranks: Sequence[Sequence[Shard]], weights: Sequence[str]) -> tuple[Shard, ...]:
+    """`ShardIndex.arrays`, of ranks each of which has some of them in order. `weights`: all names, in their order.
+
+    The order is that of a rank with all: of each weight what the optimizer remembers, then what belongs to no weight,
+    then the weights themselves.
+    """
+    places = {name: place for place, name in enumerate(weights)}
+
+    def place_of(array: Shard) -> tuple[int, int]:
+        of_weight = places.get(array.name.rpartition("/")[0])
+        if array.name in places:
+            return 2, places[array.name]
+        return (1, 0) if of_weight is None else (0, of_weight)
+
+    found = {
+        (shard.part, shard.name): replace(shard, offsets=(0,) * len(shard.global_shape), shape=shard.global_shape)
+        for shards in of_ranks
+        for shard in shards
+    }
+    return tuple(sorted(found.values(), key=lambda array: (PARTS_IN_ORDER.index(array.part), place_of(array))))
 
 
 def shard_file(part: str, rank: int) -> str:
@@ -177,11 +210,11 @@ def read_index(read: Callable[[str], bytes]) -> ShardIndex:
     return from_json(ShardIndex, text.tobytes())
 
 
-def _filled(wanted: Shard, pieces: Sequence[tuple[Shard, np.ndarray]], where: str) -> np.ndarray:
-    """One box out of those that overlap it, which overlap each other nowhere."""
+def filled(wanted: Shard, pieces: Sequence[tuple[Shard, ArrayLike]], where: str) -> np.ndarray:
+    """One box out of those that overlap it, which overlap each other nowhere; of them nothing else is read."""
     if not pieces and not wanted.is_empty:
         raise _incomplete(wanted, 0, where)
-    array = np.zeros(wanted.shape, pieces[0][1].dtype if pieces else np.float32)
+    array: np.ndarray | None = None
     num_filled = 0
     for shard, values in pieces:
         if shard.global_shape != wanted.global_shape:
@@ -192,8 +225,12 @@ def _filled(wanted: Shard, pieces: Sequence[tuple[Shard, np.ndarray]], where: st
             )
         if places := wanted.overlap(shard):
             here, there = places
-            array[here] = values[there]
-            num_filled += values[there].size
+            found = values[there]
+            array = np.zeros(wanted.shape, found.dtype) if array is None else array
+            array[here] = found
+            num_filled += found.size
+    if array is None:
+        array = np.zeros(wanted.shape, np.float32)
     if num_filled != array.size:
         raise _incomplete(wanted, num_filled, where)
     return array

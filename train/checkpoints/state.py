@@ -14,6 +14,8 @@ import numpy as np
 
 WEIGHTS = "weights.npz"
 OPTIMIZER = "optimizer.npz"
+INDEX = "shards.npz"
+MARKER = "MARKER.json"
 
 
 def rank_file(rank: int) -> str:

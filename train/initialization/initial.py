@@ -5,14 +5,17 @@ Nothing here imports a framework: the driver finds and hashes the file, rank 0 r
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
+from functools import partial
 
-from shardmill.checksummed import checksum_file
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
+from train.checkpoints.state import INDEX, MARKER
+from train.checkpoints.stored_arrays import WeightFile
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.models import MODELS
 from train.models.user import framework_of, imported_packages
@@ -33,9 +36,11 @@ _BEGINS = {
     # Of today, and of PyTorch before 1.6.
     ".pt": rb"PK\x03\x04|\x80\x02",
     ".pth": rb"PK\x03\x04|\x80\x02",
+    MARKER: rb"\{",
 }
 """First bytes of each kind of file, which detect a saved web page before anything starts."""
 _LONGEST_BEGINNING = 64
+_BLOCK_BYTES = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,21 @@ class InitialFile:
                 "download or save it again",
             )
 
-    def read(self) -> bytes:
+    def opened(self) -> WeightFile:
         """Raises as `check` does."""
         self.check()
         store, name = self._place()
-        return store.read(name)
+        found = store.stat(name)
+        assert found is not None
+        return WeightFile(self.suffix, self.uri, found.size_bytes, partial(store.read_range, name))
 
     def read_digest(self) -> str:
-        """SHA-256 of its bytes. Raises as `check` does."""
-        return checksum_file(self.uri, self.read()).sha256
+        """SHA-256 of its bytes, of which few are in memory at a time. Raises as `check` does."""
+        digest = hashlib.sha256()
+        with self.opened().opened() as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
 
     def _place(self) -> tuple[Store, str]:
         folder, _, name = self.uri.rpartition("/")
@@ -107,6 +118,8 @@ def find_initial(config: TrainConfig) -> InitialFile:
     suffixes = KERAS_SUFFIXES if is_keras else TORCH_SUFFIXES
     # The longest: `.weights.h5` is also `.h5`, and another format.
     suffix = max((each for each in suffixes if given.endswith(each)), key=len, default=None)
+    if suffix is None and not is_keras and (marker := _marker_in(given)):
+        return InitialFile(marker, MARKER, sha256=sha256)
     if suffix is None:
         kind = "Keras" if is_keras else "PyTorch"
         raise UsageError(
@@ -116,6 +129,21 @@ def find_initial(config: TrainConfig) -> InitialFile:
         )
     store, name = _place_of(given)
     return InitialFile(join_uri(store.uri, name), suffix, sha256=sha256)
+
+
+def _marker_in(given: str) -> str:
+    """URI of the marker of the checkpoint `given`; empty for no checkpoint. Raises UsageError if its arrays have no
+    names."""
+    store, name = _place_of(given.removesuffix(f"/{MARKER}"))
+    if not name or store.stat(name) is not None or store.stat(f"{name}/{MARKER}") is None:
+        return ""
+    if store.stat(f"{name}/{INDEX}") is None:
+        raise UsageError(
+            f"train.init_from = {given!r} is a checkpoint whose arrays have no names",
+            "expected one of a strategy that shards the model, or an export MODELS@N",
+            "export that training (`shardmill export`), and give the export",
+        )
+    return join_uri(store.uri, f"{name}/{MARKER}")
 
 
 def _place_of(given: str) -> tuple[Store, str]:
@@ -182,18 +210,17 @@ def pinned(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"init_from": f"{place}{SHA256_OF_FILE}{sha256}"})
 
 
-def read_pinned(config: TrainConfig) -> tuple[InitialFile, bytes]:
-    """The file and its bytes. Raises IntegrityError if they are not those that the driver hashed."""
+def read_pinned(config: TrainConfig) -> InitialFile:
+    """The file. Raises IntegrityError if its bytes are not those that the driver hashed."""
     file = find_initial(config)
-    data = file.read()
-    digest = checksum_file(file.uri, data).sha256
+    digest = file.read_digest()
     if digest != file.sha256:
         raise IntegrityError(
             f"{file.uri} has SHA-256 {digest}",
             f"expected {file.sha256}, which the driver found",
             "do not change it while a training starts",
         )
-    return file, data
+    return file
 
 
 def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:

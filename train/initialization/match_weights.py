@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardmill.errors import UsageError
+from train.checkpoints.stored_arrays import ArrayLike
 
 MAX_NAMED = 8
 
@@ -35,55 +35,56 @@ class Initialized:
 class Match:
     """Values for some of a model's weights, and what is said of the others; as in `Initialized`."""
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, ArrayLike]
+    """Not read yet, if they are in a file."""
     replaced: tuple[str, ...]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
 
-    def initialized(self, source: str, weights: Mapping[str, np.ndarray]) -> Initialized:
+    def initialized(self, source: str, shapes: Mapping[str, tuple[int, ...]]) -> Initialized:
         """Return the record."""
-        size = sum(array.size for array in weights.values())
+        size = sum(map(math.prod, shapes.values()))
         share = sum(array.size for array in self.arrays.values()) / max(1, size)
-        return Initialized(source, len(self.arrays), len(weights), share, self.replaced, self.missing, self.unused)
+        return Initialized(source, len(self.arrays), len(shapes), share, self.replaced, self.missing, self.unused)
 
 
 def match_weights(
-    weights: Mapping[str, np.ndarray],
-    given: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, ArrayLike],
     head: Collection[str],
     source: str,
     *,
     other_classes: bool = False,
 ) -> Match:
-    """`weights`: the model's, `given`: the file's, both by name; `head`: the names of those of the last layer.
+    """`shapes`: those of the model's weights, `given`: the file's arrays, by name; `head`: the last layer's names.
 
     Names of either side may have a common prefix: a model inside an export or in DistributedDataParallel, a file of a
     backbone that is a part of the model. The head's arrays are left out if one of them does not fit, or with
     `other_classes`. Raises UsageError that lists all other weights of which the file has another shape, or if nothing
     fits.
     """
-    of_file, of_model = _prefixes(weights, given)
+    of_file, of_model = _prefixes(shapes, given)
     # The head as a whole: half of another one is none.
     shapes_there = {
         name: given[there].shape for name in head if (there := of_file + name.removeprefix(of_model)) in given
     }
-    other_head = other_classes or any(weights[name].shape != shape for name, shape in shapes_there.items())
+    other_head = other_classes or any(shapes[name] != shape for name, shape in shapes_there.items())
     arrays, replaced, unfit, missing = {}, [], [], []
     taken: set[str] = set()
-    for name, weight in weights.items():
+    for name, shape in shapes.items():
         name_there = of_file + name.removeprefix(of_model)
         array = given.get(name_there) if name.startswith(of_model) else None
         if array is None:
             missing.append(name)
             continue
         taken.add(name_there)
-        shapes = f"{name}: {array.shape} in the file, {weight.shape} in the model"
+        both = f"{name}: {array.shape} in the file, {shape} in the model"
         if name in head and other_head:
-            replaced.append(shapes if array.shape != weight.shape else f"{name}: belongs to other classes")
-        elif array.shape != weight.shape:
-            unfit.append(shapes)
+            replaced.append(both if array.shape != shape else f"{name}: belongs to other classes")
+        elif array.shape != shape:
+            unfit.append(both)
         else:
-            arrays[name] = np.array(array, dtype=weight.dtype, order="C")
+            arrays[name] = array
     if unfit:
         raise UsageError(
             f"{source} does not fit the model: {listed(unfit)}",
@@ -93,7 +94,7 @@ def match_weights(
     if not arrays:
         raise UsageError(
             f"no array of {source} fits a weight of the model",
-            f"the model has {listed(list(weights))}; the file has {listed(list(given)) or 'none'}",
+            f"the model has {listed(list(shapes))}; the file has {listed(list(given)) or 'none'}",
             "use the model with which the file was created",
         )
     return Match(arrays, tuple(replaced), tuple(missing), tuple(sorted(given.keys() - taken)))
@@ -105,7 +106,7 @@ def listed(names: Collection[str], most: int = MAX_NAMED) -> str:
     return shown + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
-def _prefixes(weights: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray]) -> tuple[str, str]:
+def _prefixes(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, ArrayLike]) -> tuple[str, str]:
     """The file's and the model's under which most names are found with their shapes; of equal ones the shortest.
 
     One of the two is empty.
@@ -114,9 +115,9 @@ def _prefixes(weights: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray]
     by_end: dict[str, list[str]] = {}
     for name in given:
         by_end.setdefault(_end(name), []).append(name)
-    for weight, array in weights.items():
+    for weight, shape in shapes.items():
         for name in by_end.get(_end(weight), ()):
-            if given[name].shape != array.shape:
+            if given[name].shape != shape:
                 continue
             of_file, of_model = name.removesuffix(weight), weight.removesuffix(name)
             if name == weight:

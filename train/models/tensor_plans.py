@@ -27,12 +27,13 @@ def tensor_plan(module: nn.Module) -> dict[str, Split]:
 
     Of a vision transformer these are attention and MLP of every block; in torchvision's, `split_attention` must have
     taken the attention apart. Of any other module it is the last linear layer alone: a convolution is never divided.
-    Raises UsageError for a module without a linear layer.
+    An attention or MLP with frozen weights stays whole. Raises UsageError for a module without a linear layer.
     """
     plan: dict[str, Split] = {
         f"{path}.{name}".lstrip("."): split
         for path, part in module.named_modules()
         for name, split in _plan_of(part).items()
+        if all(each.requires_grad for layer in _plan_of(part) for each in part.get_submodule(layer).parameters())
     }
     return plan or _classifier(module)
 
@@ -41,12 +42,16 @@ def attention_in(module: nn.Module) -> list[Attention]:
     """The attention that `tensor_plan` divides by heads."""
     from train.models.vit_torch import Attention
 
-    return [each for each in module.modules() if isinstance(each, Attention)]
+    attention = [each for each in module.modules() if isinstance(each, Attention)]
+    return [each for each in attention if all(weight.requires_grad for weight in each.parameters())]
 
 
 def heads_of(module: nn.Module) -> frozenset[int]:
-    """Its numbers of heads."""
-    return frozenset(each.num_heads for each in attention_in(module))
+    """Its numbers of heads, also of what is yet to be taken apart."""
+    from train.models.split_attention import fused_blocks
+
+    attention = [*attention_in(module), *(block.self_attention for block in fused_blocks(module))]
+    return frozenset(each.num_heads for each in attention)
 
 
 def check_heads(model: str, heads: Collection[int], num_ranks: int) -> None:
@@ -68,21 +73,21 @@ def check_heads(model: str, heads: Collection[int], num_ranks: int) -> None:
 
 def _plan_of(part: Any) -> dict[str, Split]:
     """Of the layers that belong to `part` itself."""
+    from train.models.split_attention import is_torchvisions
     from train.models.vit_torch import Attention, Block
 
     if isinstance(part, Attention):
         return _ATTENTION
     if isinstance(part, Block):
         return _MLP
-    kind = type(part)
-    is_mlp = (kind.__module__, kind.__name__) == ("torchvision.models.vision_transformer", "MLPBlock")
-    return _MLP_OF_TORCHVISION if is_mlp else {}
+    return _MLP_OF_TORCHVISION if is_torchvisions(part, "MLPBlock") else {}
 
 
 def _classifier(module: nn.Module) -> dict[str, Split]:
     from torch import nn
 
-    names = [name for name, each in module.named_modules() if isinstance(each, nn.Linear) and name]
+    linear = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear) and name]
+    names = [name for name, each in linear if all(weight.requires_grad for weight in each.parameters())]
     if not names:
         raise UsageError(
             f"a {type(module).__name__} has no linear layer that ranks could divide",

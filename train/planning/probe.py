@@ -105,7 +105,7 @@ def measure(task: ProbeTask) -> StepCost:
     gradients = learner.arrays(StatePart.WEIGHTS)
     sent, remembered = sent_bytes(gradients, config), remembered_bytes(gradients, config)
     del gradients
-    model = learner.named_weights().arrays.values()
+    model = learner.named_weights().arrays().values()
     _forget_peak()
     before_bytes = _peak_bytes()
     num_few = min(FEW_IMAGES * config.num_microbatches, task.local_batch_size)

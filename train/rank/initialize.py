@@ -1,6 +1,7 @@
 """Sets the first weights of a training that has no checkpoint yet: loads `train.init_from` into rank 0's model.
 
-The other ranks get them as they get fresh ones: by the broadcast with which every training starts.
+The other ranks get them as they get fresh ones: by the broadcast with which every training starts. Ranks that hold a
+model together read what they hold, each for itself.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING
 from shardmill.checksummed import with_checksum
 from shardmill.jobs.observer import WARNING
 from shardmill.storage import Store
+from train.checkpoints.state import MARKER
 from train.contracts.activities import Activity, during
 from train.contracts.values import to_json
-from train.initialization.initial import InitialFile, read_pinned
+from train.initialization.checkpoint_arrays import arrays_of_checkpoint
+from train.initialization.initial import InitialFile, find_initial, read_pinned
 from train.initialization.match_weights import Initialized, listed, match_weights
 from train.records import read_if_whole
 
@@ -28,17 +31,19 @@ _FEW = 0.5
 
 def initialize(session: Session) -> None:
     """Raises UsageError if the file does not fit the model, IntegrityError if it is another file by now."""
-    config, learner = session.task.config, session.member.learner
-    if not config.init_from or session.member.rank != 0:
+    config, learner, is_first = session.task.config, session.member.learner, session.member.rank == 0
+    if not config.init_from or not (is_first or session.member.reads_its_weights):
         return
     with during(session.reporter, Activity("reading train.init_from")):
-        file, data = read_pinned(config)
-    given = learner.read_weights(data, file.suffix, file.uri)
-    named = learner.named_weights(given.keys())
-    other_classes = file.class_names is not None and file.class_names != session.dataset.manifest.class_names
-    match = match_weights(named.arrays, given, named.head, file.uri, other_classes=other_classes)
-    named.assign(match.arrays)
-    found = match.initialized(file.uri, named.arrays)
+        file = read_pinned(config) if is_first else find_initial(config)
+        given = arrays_of_checkpoint(file.uri) if file.suffix == MARKER else learner.read_weights(file.opened())
+        named = learner.named_weights(given.keys())
+        other_classes = file.class_names is not None and file.class_names != session.dataset.manifest.class_names
+        match = match_weights(named.shapes, given, named.head, file.uri, other_classes=other_classes)
+        named.assign(match.arrays)
+    if not is_first:
+        return
+    found = match.initialized(file.uri, named.shapes)
     session.checkpoints.store.put(f"{session.task.training_dir}/{INITIALIZED}", with_checksum(to_json(found)))
     fields: dict[str, str | int | float] = {
         "source": found.source,

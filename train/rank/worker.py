@@ -183,9 +183,17 @@ def _with_files(world: World, task: WorkerTask) -> World:
     return replace(world, files_uri=join_uri(task.models_uri, f"{task.training_dir}/{EXCHANGED_FILES}"))
 
 
-def _build(backend: Backend, task: WorkerTask, manifest: Manifest, world: World, reporter: Reporter) -> Learner:
+def _build(
+    backend: Backend,
+    task: WorkerTask,
+    manifest: Manifest,
+    world: World,
+    reporter: Reporter,
+    *,
+    has_numbers: bool = True,
+) -> Learner:
     check_source(task.config.model, task.model_source_sha256)
-    learner = backend.build(task.config, model_spec(manifest, task.config))
+    learner = backend.build(task.config, model_spec(manifest, task.config), has_numbers=has_numbers)
     if world.rank == 0:
         # Now, not after hours of training.
         with during(reporter, Activity("a trial of the export")):

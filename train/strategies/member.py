@@ -53,6 +53,8 @@ class Member(Protocol):
     world_size: int
     data: DataIndex
     learner: Learner
+    reads_its_weights: bool
+    """Whether it reads its own part of `train.init_from`. If not, rank 0 reads all, and `start` gives it to all."""
 
     def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
         """Yield the remaining batches of `epoch` from `cursor` on, as this member has them."""

@@ -47,6 +47,8 @@ PARTS = {StatePart.WEIGHTS: WEIGHTS_PART, StatePart.OPTIMIZER: OPTIMIZER_PART}
 class ReplicatedMember:
     """`train.strategies.member.Member` with the whole model."""
 
+    reads_its_weights = False
+
     def __init__(self, learner: Learner, collective: Collective, data: DataIndex, gather_aside: Gather) -> None:
         self.rank = data.index
         self.world_size = data.count

@@ -23,10 +23,18 @@ if TYPE_CHECKING:
     from train.contracts.task import WorkerTask
 
 
+class Build(Protocol):
+    """Builds the learner of a rank."""
+
+    def __call__(self, *, has_numbers: bool = True) -> Learner:
+        """`train.backends.backend.Backend.build`."""
+        ...
+
+
 class Join(Protocol):
     """Called once on every rank, when the backend runs and before any variable exists."""
 
-    def __call__(self, world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    def __call__(self, world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
         """Build the learner in the scope that the strategy needs, and connect to the other ranks.
 
         Raises what `build` raises, before any rank waits for another.

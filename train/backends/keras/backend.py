@@ -24,6 +24,7 @@ from train.backends.keras.runtime import assign_variables, decorrelate_seed_stat
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, SumInside, TrainStep
 from train.checkpoints.state import arrays_sha256
+from train.checkpoints.stored_arrays import ArrayLike, WeightFile
 from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
 from train.models import MODELS
@@ -107,15 +108,15 @@ class KerasLearner:
         variables = self.variables(StatePart.OWN)
         return [index for index, variable in enumerate(variables) if "float" in str(variable.dtype)]
 
-    def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
-        return read_weights(data, suffix, where)
+    def read_weights(self, file: WeightFile) -> Mapping[str, ArrayLike]:
+        return read_weights(file)
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
         named, averages = named_weights(self._model, like), self._averages
         if averages is None:
             return named
 
-        def assign(arrays: Mapping[str, np.ndarray]) -> None:
+        def assign(arrays: Mapping[str, ArrayLike]) -> None:
             named.assign(arrays)
             averages.begin()
 
@@ -184,7 +185,7 @@ class KerasBackend:
     def start(self, world: World, seed: int) -> None:
         start_tensorflow(world, seed)
 
-    def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
+    def build(self, config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> KerasLearner:
         built = build_model(config, spec.image_shape_HWC, spec.labels, spec.class_weights)
         if not MODELS.is_own(config.model):
             limit_momentum(built.model, largest_momentum(spec.steps_per_epoch))

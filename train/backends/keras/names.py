@@ -14,6 +14,7 @@ import numpy as np
 from train.backends.backend import NamedWeights
 from train.backends.keras.freeze import head_of
 from train.backends.weight_files import read_arrays
+from train.checkpoints.stored_arrays import ArrayLike, WeightFile
 
 # Keras's own files number the variables of each layer below this name.
 VARIABLES = "vars"
@@ -21,10 +22,10 @@ VARIABLES = "vars"
 LEGACY_WEIGHTS, LEGACY_OPTIMIZER = "model_weights/", "optimizer_weights/"
 
 
-def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
+def read_weights(file: WeightFile) -> dict[str, np.ndarray]:
     """`train.backends.backend.Learner.read_weights` of a Keras model."""
-    arrays = read_arrays(data, suffix, where)
-    return _legacy_names(arrays) if suffix == ".h5" else arrays
+    arrays = read_arrays(file.read(), file.suffix, file.where)
+    return _legacy_names(arrays) if file.suffix == ".h5" else arrays
 
 
 def named_weights(model: Any, like: Collection[str] = ()) -> NamedWeights:
@@ -37,13 +38,18 @@ def named_weights(model: Any, like: Collection[str] = ()) -> NamedWeights:
     variables = _by_place(model) if by_place else _by_path(model)
     head = {id(variable) for variable in head_of(model).weights}
 
-    def assign(arrays: Mapping[str, np.ndarray]) -> None:
-        for name, array in arrays.items():
-            variables[name].assign(array)
+    def arrays() -> dict[str, np.ndarray]:
+        return {name: np.array(keras.ops.convert_to_numpy(variable)) for name, variable in variables.items()}
+
+    def assign(given: Mapping[str, ArrayLike]) -> None:
+        for name, array in given.items():
+            now = np.asarray(keras.ops.convert_to_numpy(variables[name]))
+            variables[name].assign(np.array(array[...], dtype=now.dtype, order="C"))
 
     return NamedWeights(
-        arrays={name: np.array(keras.ops.convert_to_numpy(variable)) for name, variable in variables.items()},
+        shapes={name: tuple(variable.shape) for name, variable in variables.items()},
         head=tuple(name for name, variable in variables.items() if id(variable) in head),
+        arrays=arrays,
         assign=assign,
     )
 

@@ -11,39 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.errors import UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.microbatches import microbatches_of
-from train.backends.torch.averages import WeightAverages
-from train.backends.torch.layout import (
-    NamedTensor,
-    Place,
-    TensorLayout,
-    WholeTensors,
-    kept_whole,
-    named_state_of,
-    named_weights_of,
-)
+from train.backends.torch.layout import Place, TensorLayout, WholeTensors, kept_whole
 from train.backends.torch.losses import Loss
+from train.backends.torch.meta import give_memory, take_numbers
 from train.backends.torch.model import BuiltModule, build_module
-from train.backends.torch.names import named_weights, read_weights
-from train.backends.torch.optimizers import clear_state, creates, empty_like, new_optimizer, norm_of, state_tensors
+from train.backends.torch.names import read_weights, shapes_and_head, weights_of
+from train.backends.torch.optimizers import clear_state, creates, norm_of
 from train.backends.torch.passes import MakePasses, Objective, Parts, Passes, WholeModel, on_device
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
-from train.backends.torch.runtime import (
-    decorrelate_generators,
-    device,
-    generator_states,
-    import_torch,
-    restore_generators,
-    start_torch,
-)
+from train.backends.torch.runtime import decorrelate_generators, device, import_torch, start_torch
 from train.backends.torch.sample_draws import SampleDraws
 from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
-from train.checkpoints.state import arrays_sha256
+from train.backends.torch.state import ModelState
+from train.checkpoints.stored_arrays import ArrayLike, WeightFile
 from train.config import TrainConfig
 from train.contracts.step_outcome import StepOutcome
 from train.contracts.world import World
@@ -61,50 +46,74 @@ class TorchLearner:
         self.config_sha256, self.outputs_are_logits = built.config_sha256, built.outputs_are_logits
         # A Keras model is exported by Keras on TensorFlow, from the same arrays.
         self.export_backend = "keras" if built.is_keras else "torch"
+        # Before anything is computed, and before the optimizer exists.
         creates(config)
         self._config, self._built, self._spec = config, built, spec
         self.classifier = built.classifier
-        self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
+        # As they are now: what is frozen for some epochs is still in training.
+        self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
         self._recomputed = Recomputed(config, built.model, built.is_keras)
         self._precision = Precision(config.mixed_precision)
         draws = SampleDraws(config, built.model, built.is_keras)
         self.parts = Parts(built.classifier, spec.image_shape_HWC, draws, self._recomputed, self._precision)
         self._passes: Passes = WholeModel(self.parts)
-        self._loss = Loss(spec.labels.kind, built.outputs_are_logits, config.label_smoothing, spec.class_weights)
         self.layout: TensorLayout = WholeTensors()
-        self._take_weights()
-
-    def _take_weights(self) -> None:
-        """The model's weights as they are now, with a fresh optimizer and fresh averages."""
-        config, built = self._config, self._built
-        self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
-        # As they are now: what is frozen for some epochs keeps its place among the weights.
-        self.weights, self._own = built.parts_of_state()
-        self._updated = self.layout.updated(self.weights)
-        self.__dict__.pop("_optimizer", None)
-        self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
+        self._names: tuple[Mapping[str, tuple[int, ...]], tuple[str, ...]] | None = None
+        """Shapes and head of the whole model, if this rank has a part of it."""
 
     @cached_property
-    def _optimizer(self) -> Any:
-        """With the first use: a rank that will keep a part of the model never has the state of all of it."""
-        return new_optimizer(self._config, self._built.model, self.weights, self._updated)
+    def state(self) -> ModelState:
+        """Made when it is first needed, behind `place`: no rank ever has the optimizer of more than its shards."""
+        return ModelState(self._config, self._built, self.layout, self._precision)
+
+    @cached_property
+    def _loss(self) -> Loss:
+        config, spec = self._config, self._spec
+        return Loss(spec.labels.kind, self.outputs_are_logits, config.label_smoothing, spec.class_weights)
+
+    @cached_property
+    def _served(self) -> Any:
+        return served_module(self.classifier, self._spec.labels.kind, self.outputs_are_logits)
+
+    @property
+    def why_whole(self) -> str:
+        """`BuiltModule.why_whole`."""
+        return self._built.why_whole
 
     @property
     def module(self) -> Any:
         """The `nn.Module` that `train.model` has built."""
         return self._built.model
 
-    def place(self, place: Place, layout: TensorLayout, make_passes: MakePasses | None = None) -> None:
-        """Give the weights another layout, and compute as that needs it; the optimizer starts anew."""
-        place(self._built.model, kept_whole(self._built.model))
+    @property
+    def weights(self) -> list[Any]:
+        """Its trainable weights."""
+        return self.state.weights
+
+    def place(self, place: Place, layout: TensorLayout, make_passes: MakePasses | None = None) -> dict[str, Any]:
+        """Exchange the weights for this rank's shards, whose numbers are left to chance, and compute as that needs it;
+        before anything needs `state`.
+
+        -> the parameters as they were, by name, with numbers on the rank that has built some.
+        """
+        assert "state" not in vars(self), "an optimizer has the weights as they were"
+        model = self._built.model
+        self._names = shapes_and_head(model)
+        numbers = take_numbers(model)
+        place(model, kept_whole(model))
+        give_memory(model, device())
+        with import_torch().no_grad():
+            for name, each in model.named_parameters():
+                if not each.requires_grad and numbers[name].device.type != "meta":
+                    each.copy_(numbers[name])
         self.layout = layout
         self._passes = (make_passes or WholeModel)(self.parts)
-        self._built = replace(self._built, frozen=self._built.frozen.placed(self._built.model))
-        self._take_weights()
+        self._built = replace(self._built, frozen=self._built.frozen.placed(model))
+        return numbers
 
     @property
     def learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.state.optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         figures = self.differentiate(batch, global_weight, share_of_streams)
@@ -171,19 +180,19 @@ class TorchLearner:
         if np.isfinite(loss) and not is_usable and self._precision.lower():
             return StepOutcome(loss, num_correct, gradient_norm, is_applied=True, overflowed=True)
         if is_usable:
-            for group in self._optimizer.param_groups:
+            for group in self.state.optimizer.param_groups:
                 group["lr"] = group["lr"] if learning_rate is None else learning_rate
             limit = self._config.gradient_clip_norm
             if limit and gradient_norm > limit:
                 gradients = [each * (limit / gradient_norm) for each in gradients]
-            for weight, updated, gradient in zip(self.weights, self._updated, gradients, strict=True):
+            for weight, updated, gradient in zip(self.weights, self.state.updated, gradients, strict=True):
                 # The optimizer leaves alone what has none.
                 updated.grad = self.layout.for_update(gradient).to(weight.dtype) if weight.requires_grad else None
-            self._optimizer.step()
+            self.state.optimizer.step()
             self.layout.after_update(self.weights)
             self._precision.after_update()
-            if self._averages:
-                self._averages.update()
+            if self.state.averages:
+                self.state.averages.update()
         return StepOutcome(loss, num_correct, gradient_norm, bool(is_usable))
 
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
@@ -195,59 +204,31 @@ class TorchLearner:
         return outputs_NK
 
     def arrays(self, part: StatePart) -> list[np.ndarray]:
-        arrays = [self.layout.local(tensor).cpu().numpy() for tensor in self._of_part(part)]
-        if part is StatePart.OWN and not self._built.is_keras:
-            arrays += generator_states()
-        # PyTorch has no unsigned 32-bit seeds; on TensorFlow, where the model is exported, Keras has.
-        return [array.astype(np.uint32) if self._is_seed(array) else array.copy() for array in arrays]
+        return self.state.arrays(part)
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
-        torch = import_torch()
-        tensors, given, generators = list(map(self.layout.local, self._of_part(part))), list(arrays), []
-        if part is StatePart.OWN and not self._built.is_keras:
-            given, generators = given[: len(tensors)], given[len(tensors) :]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if [array.shape for array in given] != shapes or (generators == []) != (not self._has_generators(part)):
-            raise UsageError(
-                f"{source} holds {len(given)} arrays that differ in number or shapes",
-                f"this model has {len(tensors)} tensors as its {part.name.lower()}",
-                "make train.model build the same model as then, or train under another models.uri",
-            )
-        with torch.no_grad():
-            for tensor, array in zip(tensors, given, strict=True):
-                tensor.copy_(torch.from_numpy(array.astype(np.int64) if array.dtype == np.uint32 else array.copy()))
-        if generators:
-            restore_generators(generators)
-        if self._averages and part is StatePart.WEIGHTS:
-            self._averages.give()
+        self.state.assign(part, arrays, source)
 
     def averaged(self) -> AbstractContextManager[None]:
-        return self._averages.swapped() if self._averages else nullcontext()
+        return self.state.averages.swapped() if self.state.averages else nullcontext()
 
-    def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
-        if self._built.is_keras:
-            from train.backends.keras.names import read_weights as read_weights_of_keras
-
-            return read_weights_of_keras(data, suffix, where)
-        return read_weights(data, suffix, where)
+    def read_weights(self, file: WeightFile) -> Mapping[str, ArrayLike]:
+        return read_weights(file, self._built.is_keras)
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
-        named, averages = self._named_weights(like), self._averages
+        named, averages = self._named_weights(like), self.state.averages
         if averages is None:
             return named
 
-        def assign(arrays: Mapping[str, np.ndarray]) -> None:
+        def assign(arrays: Mapping[str, ArrayLike]) -> None:
             named.assign(arrays)
             averages.begin()
 
         return replace(named, assign=assign)
 
     def _named_weights(self, like: Collection[str]) -> NamedWeights:
-        if self._built.is_keras:
-            from train.backends.keras.names import named_weights as named_weights_of_keras
-
-            return named_weights_of_keras(self._built.model, like)
-        return named_weights(self._built.model)
+        named = weights_of(self._built, self.layout, like)
+        return named if self._names is None else replace(named, shapes=self._names[0], head=self._names[1])
 
     def freeze(self) -> None:
         self._built.frozen.set_trainable(False)
@@ -256,15 +237,14 @@ class TorchLearner:
     def unfreeze(self) -> None:
         self._built.frozen.set_trainable(True)
         self.classifier.still = ()
-        clear_state(self._optimizer, self._updated)
+        clear_state(self.state.optimizer, self.state.updated)
         self._precision.begin()
 
     def sum_moments_by(self, sum_in_step: SumInStep) -> None:
         self._recomputed.norms.sum_in_step = sum_in_step
 
     def moving_statistics(self) -> list[int]:
-        tensors = self._of_part(StatePart.OWN)
-        return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        return [index for index, tensor in enumerate(self.state.own) if tensor.is_floating_point()]
 
     def decorrelate(self, rank: int) -> None:
         if not self._built.is_keras:
@@ -275,9 +255,7 @@ class TorchLearner:
         self.assign(StatePart.OWN, moved, f"rank {rank}")
 
     def weights_sha256(self) -> str:
-        if self._built.is_keras:
-            return arrays_sha256(weight.value.detach().cpu().numpy() for weight in self._built.model.weights)
-        return arrays_sha256(tensor.cpu().numpy() for tensor in self.layout.state_of(self._built.model))
+        return self.state.weights_sha256()
 
     def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
@@ -296,35 +274,6 @@ class TorchLearner:
         write_state(self._built.model, folder / STATE_FILE)
         return f"{STATE_FILE} holds the weights alone: load them into what train.model builds"
 
-    def _of_part(self, part: StatePart) -> Sequence[Any]:
-        match part:
-            case StatePart.WEIGHTS:
-                return self._averages.averages if self._averages else self.weights
-            case StatePart.OPTIMIZER:
-                remembered = [*state_tensors(self._optimizer, self._updated), *self._precision.state()]
-                if self._averages is None:
-                    return remembered
-                return [*remembered, self._averages.num_updates, *self.weights]
-            case StatePart.OWN:
-                return self._own
-
-    def tensors(self, part: StatePart) -> list[NamedTensor]:
-        """The tensors of WEIGHTS or OPTIMIZER, in the order of `arrays`, by names that no layout changes."""
-        weights = named_weights_of(self._built.model, self.weights)
-        if part is StatePart.WEIGHTS:
-            return weights
-        # Of names and shapes only, because it is asked before the weights are placed.
-        empty = empty_like(self._updated)
-        remembered = named_state_of(new_optimizer(self._config, self._built.model, self.weights, empty), weights, empty)
-        remembered += [NamedTensor(f"loss_scale/{place}", (), "") for place in range(len(self._precision.state()))]
-        return [*remembered, NamedTensor("averages/num_updates", (), ""), *weights] if self._averages else remembered
-
-    def _has_generators(self, part: StatePart) -> bool:
-        return part is StatePart.OWN and not self._built.is_keras
-
-    def _is_seed(self, array: np.ndarray) -> bool:
-        return self._built.is_keras and array.shape == (2,) and array.dtype.kind in "iu"
-
 
 class TorchBackend:
     """`train.backends.backend.Backend` of PyTorch."""
@@ -335,8 +284,8 @@ class TorchBackend:
     def start(self, world: World, seed: int) -> None:
         start_torch(world, seed)
 
-    def build(self, config: TrainConfig, spec: ModelSpec) -> TorchLearner:
-        return TorchLearner(config, build_module(config, spec), spec)
+    def build(self, config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> TorchLearner:
+        return TorchLearner(config, build_module(config, spec, has_numbers=has_numbers), spec)
 
     def load_served(self, folder: Path) -> ServedModel:
         return load_program(folder / SERVED)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from train.backends.freezing import frozen_names
+from train.backends.torch.boxes import rows_by_name
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Frozen:
 
     def placed(self, model: Any) -> Frozen:
         """The same of a module whose parameters were exchanged for this rank's."""
-        parameters = tuple(each for name, each in model.named_parameters() if name in self.names)
+        rows_of = rows_by_name(model)
+        parameters = tuple(each for name, each in model.named_parameters() if rows_of[name].name in self.names)
         return replace(self, parameters=parameters)
 
     def set_trainable(self, is_trainable: bool) -> None:

@@ -7,56 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from train.backends.torch.optimizers import norm_of, tensors_of_state
+from train.backends.torch.boxes import Box, rows_by_name, whole_box
+from train.backends.torch.meta import take_numbers
+from train.backends.torch.optimizers import norm_of
 from train.backends.torch.runtime import import_torch
 
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """The elements of a tensor that this rank holds."""
-
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
-    """A tensor of a learner's state."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of all its elements."""
-    like: str
-    """The weight beside whose elements its own lie; empty if every rank has all of it."""
-    is_state: bool = False
-    """Whether the optimizer has it: only who updates an element needs that."""
-    of: str = ""
-    """The weight without which a rank does not have it; empty if every rank has it."""
-
-
-def named_weights_of(model: Any, weights: Sequence[Any]) -> list[NamedTensor]:
-    """Weights of a module, by their names in it."""
-    named = {id(weight): name for name, weight in model.named_parameters()}
-    return [NamedTensor(name, tuple(each.shape), name, of=name) for each in weights for name in [named[id(each)]]]
-
-
-def named_state_of(optimizer: Any, named: Sequence[NamedTensor], weights: Sequence[Any]) -> list[NamedTensor]:
-    """What an optimizer remembers of each weight: a number of steps, or what lies where the weight lies."""
-    return [
-        NamedTensor(
-            f"{of.name}/{key}", tuple(tensor.shape), of.name if tensor.shape == weight.shape else "", True, of.name
-        )
-        for of, weight in zip(named, weights, strict=True)
-        for key, tensor in tensors_of_state(optimizer, weight).items()
-    ]
-
-
 Place = Callable[[Any, Collection[Any]], None]
-"""(module, parameters that stay whole): exchanges the other parameters for this rank's shards, in place."""
+"""(module without numbers, parameters that stay whole): exchanges the other parameters for this rank's shards, in
+place."""
 
 
 class TensorLayout(Protocol):
@@ -162,7 +122,13 @@ class ShardedTensors(_UpdatesAllItHolds):
             module.reshard()
 
     def state_of(self, module: Any) -> Iterator[Any]:
-        return map(self.whole, module.state_dict().values())
+        rows_of = rows_by_name(module)
+        parts: dict[str, list[Any]] = {}
+        for name, tensor in module.state_dict().items():
+            parts.setdefault(rows_of[name].name if name in rows_of else name, []).append(tensor)
+        for of_one in parts.values():
+            whole = [self.whole(each) for each in of_one]
+            yield whole[0] if len(whole) == 1 else import_torch().cat(whole)
 
     def whole(self, tensor: Any) -> Any:
         tensor = tensor.detach()
@@ -207,25 +173,15 @@ class ShardedTensors(_UpdatesAllItHolds):
         return number
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """All elements of a tensor."""
-    return Box(shape, (0,) * len(shape), shape)
-
-
 def kept_whole(module: Any) -> set[Any]:
     """What `train.freeze` freezes for good stays whole: each rank has it as its own state."""
     return {each for each in module.parameters() if not each.requires_grad}
 
 
 def boxes_when_placed(module: Any, place: Place, layout: TensorLayout) -> dict[str, Box]:
-    """The box of each trainable weight, by name, that `place` would leave here. Changes nothing, and takes no memory:
-    it places a copy of the module that has shapes and no numbers."""
-    torch = import_torch()
-    tensors = [*module.parameters(), *module.buffers()]
-    empty = {id(each): torch.empty_like(each, device="meta", requires_grad=each.requires_grad) for each in tensors}
-    for parameter in module.parameters():
-        empty[id(parameter)] = torch.nn.Parameter(empty[id(parameter)].detach(), parameter.requires_grad)
-    copied = copy.deepcopy(module, empty)
+    """The box of each trainable weight, by name, that `place` would leave here. Changes nothing."""
+    copied = copy.deepcopy(module)
+    take_numbers(copied)
     place(copied, kept_whole(copied))
     return {name: layout.box(each) for name, each in copied.named_parameters() if each.requires_grad}
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from train.backends.layer_errors import as_layers_raised_them
 from train.backends.output_form import Probe, are_logits
 from train.backends.torch.batch_norms import limit_momentum
 from train.backends.torch.freeze import Frozen, freeze
+from train.backends.torch.meta import built_without_numbers
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
 from train.labels import check_labels
@@ -43,6 +45,9 @@ class BuiltModule:
     frozen: Frozen
     """The weights that `train.freeze` names."""
     config_sha256: str
+    why_whole: str = ""
+    """Why it has numbers of its own, though rank 0's were to be given to it; empty if it has none, or was to have
+    them."""
 
     def parts_of_state(self) -> tuple[list[Any], list[Any]]:
         """The tensors of `StatePart.WEIGHTS` and, but for generators, of `StatePart.OWN`."""
@@ -54,15 +59,25 @@ class BuiltModule:
         return weights, [*(each for each in model.parameters() if not each.requires_grad), *model.buffers()]
 
 
-def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
-    """Build what `train.model` names, with fresh weights from PyTorch's seed. Raises UsageError if it does not fit."""
-    torch = import_torch()
+def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> BuiltModule:
+    """Build what `train.model` names, with fresh weights from PyTorch's seed. Raises UsageError if it does not fit.
+
+    `has_numbers`: false on a rank that is given those of rank 0, which also tries the model.
+    """
     check_labels(config, spec.labels)
     if "keras" in imported_packages(config):
         _start_keras(config)
-    model = create_model(config, spec)
+    make, why_whole = partial(create_model, config, spec), ""
+    if not has_numbers:
+        model, why_whole = built_without_numbers(make)
+        if model is not None:
+            _limit_momentum(config, model, spec, is_keras=False)
+            frozen, identity = freeze(config, model, is_keras=False), _identity(model, is_keras=False)
+            classifier = classifier_of(model, is_keras=False, spec=spec)
+            return BuiltModule(classifier, model, False, True, frozen, identity)
+    model = make()
     is_keras = _is_keras(model)
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, import_torch().nn.Module):
         raise UsageError(
             f"train.model = {config.model!r}: the factory returned {type(model).__module__}.{type(model).__name__}",
             "expected an nn.Module, or a Keras 3 model on Keras's torch backend",
@@ -74,16 +89,20 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
         from train.backends.keras.build import check_pixels
 
         check_pixels(config, model)
-    classifier = classifier_of(model.to(device()), is_keras=is_keras, spec=spec).to(device())
+    classifier = classifier_of(model.to(device()), is_keras=is_keras, spec=spec)
     _check_outputs(config.model, classifier, spec)
     if is_keras:
         _refuse_compiled(config, model)
     outputs_are_logits = are_logits(config, spec.labels.kind, spec.image_shape_HWC, _probe(classifier))
     frozen, identity = freeze(config, model, is_keras), _identity(model, is_keras)
+    _limit_momentum(config, model, spec, is_keras)
+    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity, why_whole)
+
+
+def _limit_momentum(config: TrainConfig, model: Any, spec: ModelSpec, is_keras: bool) -> None:
+    """By how long the training is, which is no part of what the model is."""
     if not MODELS.is_own(config.model):
-        # Of how long the training is, and no part of what the model is.
         limit_momentum(model, is_keras, largest_momentum(spec.steps_per_epoch))
-    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity)
 
 
 def create_model(config: TrainConfig, spec: ModelSpec) -> Any:
@@ -109,7 +128,7 @@ def classifier_of(model: Any, *, is_keras: bool, spec: ModelSpec) -> Any:
             # PyTorch takes four times as long.
             self.pixels_WC = spec.image_shape_HWC[1:]
             for name, values in (("mean", spec.scale.mean), ("std", spec.scale.std)):
-                of_row = torch.tensor(values, dtype=torch.float32).repeat(self.pixels_WC[0])
+                of_row = torch.tensor(values, dtype=torch.float32, device=device()).repeat(self.pixels_WC[0])
                 self.register_buffer(name, of_row, persistent=False)
 
         def forward(self, images_NHWC: Any) -> Any:

@@ -63,7 +63,8 @@ def sgd(config: TrainConfig, groups: list[dict[str, Any]]) -> Any:
         config.base_learning_rate,
         momentum=momentum_of(config),
         weight_decay=weight_decay_of(config),
-        fused=_is_fused(groups),
+        # PyTorch has this fused update for Adam's shards alone.
+        fused=None if _are_shards(groups) else _is_fused(groups),
     )
 
 
@@ -108,10 +109,8 @@ def new_optimizer(config: TrainConfig, model: Any, weights: list[Any], updated: 
     return optimizer
 
 
-def empty_like(weights: list[Any]) -> list[Any]:
-    """Weights of these shapes without numbers, which take no memory."""
-    torch = import_torch()
-    return [torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad) for each in weights]
+def _are_shards(groups: list[dict[str, Any]]) -> bool:
+    return any(hasattr(weight, "device_mesh") for group in groups for weight in group["params"])
 
 
 def create_state(optimizer: Any, weights: list[Any]) -> None:

@@ -1,13 +1,13 @@
 """A rank that holds shards of a PyTorch model: its step, and its files of a checkpoint.
 
-Every rank builds the same fresh model, takes over rank 0's weights, and only then keeps its shards: a layout never
-decides with which numbers a training begins. From then on the whole model is nowhere; a whole tensor is there for the
-moment in which it is used, hashed, or exported from the files of a checkpoint.
+Rank 0 alone builds the model with numbers, and gives each rank those of its shards: a layout never decides with which
+numbers a training begins. From then on the whole model is nowhere; a whole tensor is there for the moment in which it
+is used, hashed, or exported from the files of a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardmill.jobs.observer import WARNING
 from shardmill.values import Batch
 from train.backends.backend import StatePart
 from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.shards import (
     INDEX,
+    WEIGHTS_PART,
     Shard,
     ShardIndex,
+    arrays_in_order,
     dump_index,
     read_index,
     shard_file,
@@ -34,10 +37,11 @@ from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import MemberStep
 from train.strategies.replicated import PARTS, ReplicatedMember
+from train.strategies.sharded.first_numbers import hand_out
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
-    from train.backends.torch.layout import Box, NamedTensor, Place, TensorLayout
+    from train.backends.torch.layout import Place, TensorLayout
     from train.backends.torch.passes import MakePasses
 
 
@@ -67,6 +71,8 @@ class Sharding:
 class ShardedMember(ReplicatedMember):
     """`train.strategies.member.Member` with shards of the model."""
 
+    reads_its_weights = True
+
     def __init__(
         self,
         learner: TorchLearner,
@@ -82,13 +88,19 @@ class ShardedMember(ReplicatedMember):
         self._sharding = sharding
         self._reporter, self._has_stepped = reporter, False
         self._waiting = partial(during, reporter, waiting("an allreduce in its step"))
-        self._index = self._agree()
+        self._report_whole(reporter)
+        numbers = learner.place(sharding.place, sharding.layout, sharding.make_passes)
+        self._index = self._agree(list(numbers))
+        with during(reporter, waiting("the first weights")):
+            of_ranks = [self._index.of_rank(rank, WEIGHTS_PART) for rank in range(self.world_size)]
+            hand_out(numbers, of_ranks, list(map(sharding.layout.local, learner.weights)), self.rank)
+        learner.state.begin()
         # It never changes, and a step waits for the copy of a checkpoint.
         self._index_file = dump_index(self._index) if self.rank == 0 else []
         # Ranks that draw the same numbers: one of them writes the state of its own.
         self._draws_as = data.index if sharding.draws_alike else self.rank
-        of_ranks = [int(each) for each in self.gather_bytes(str(self._draws_as).encode())]
-        self._own_rank = of_ranks.index(self._draws_as)
+        drawing = [int(each) for each in self.gather_bytes(str(self._draws_as).encode())]
+        self._own_rank = drawing.index(self._draws_as)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         from train.backends.torch.collectives import Moved, blocked, traced
@@ -135,15 +147,13 @@ class ShardedMember(ReplicatedMember):
         return [self._own_file(saved.names, saved.world_size), *self._files_with(saved, tuple(PARTS.values()))]
 
     def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
-        # Rank 0 may have read `train.init_from`.
-        for part in (StatePart.WEIGHTS, StatePart.OWN) if not files else ():
-            mine = dump_arrays(self.learner.arrays(part)) if self.rank == 0 else b""
-            self.learner.assign(part, load_arrays(self.broadcast_bytes(mine)), "rank 0")
-        self._torch_learner.place(self._sharding.place, self._sharding.layout, self._sharding.make_passes)
         own = self._own_file(files, saved_world_size)
         if files:
             self._take_shards(files, tuple(PARTS), source)
             self.learner.assign(StatePart.OWN, load_arrays(files[own]), source)
+        else:
+            mine = dump_arrays(self.learner.arrays(StatePart.OWN)) if self.rank == 0 else b""
+            self.learner.assign(StatePart.OWN, load_arrays(self.broadcast_bytes(mine)), "rank 0")
         if own != rank_file(self._own_rank):
             self.learner.decorrelate(self._draws_as)
 
@@ -178,25 +188,25 @@ class ShardedMember(ReplicatedMember):
             (tuple(shard for part in PARTS.values() for shard in self._index.whole(part)),), is_replicated=True
         )
 
-    def _agree(self) -> ShardIndex:
-        """Learn which rank holds what, before the model is sharded: a checkpoint is chosen by that."""
-        from train.backends.torch.layout import boxes_when_placed, whole_box
+    def _report_whole(self, reporter: Reporter) -> None:
+        """Rank 0 has tried the model and knows the form of its outputs. Some models only build with numbers."""
+        learner = self._torch_learner
+        learner.outputs_are_logits = from_json(bool, self.broadcast_bytes(to_json(learner.outputs_are_logits)))
+        reasons = [from_json(str, each) for each in self.gather_bytes(to_json(learner.why_whole))]
+        if self.rank == 0 and any(reasons):
+            warning = f"every rank builds the whole model before it keeps its shards: {next(filter(None, reasons))}"
+            reporter.event("built_whole", {"rank": 0, WARNING: warning})
 
-        layout = self._sharding.layout
-        boxes = boxes_when_placed(self._torch_learner.module, self._sharding.place, layout)
-
-        def box_of(tensor: NamedTensor) -> Box:
-            box = boxes[tensor.like] if tensor.like else whole_box(tensor.shape)
-            return layout.state_box(box) if tensor.is_state and tensor.like else box
-
-        def shard(part: str, name: str, box: Box) -> Shard:
-            return Shard(part, name, box.global_shape, box.offsets, box.shape)
-
-        tensors = [(part, each) for state, part in PARTS.items() for each in self._torch_learner.tensors(state)]
-        mine = [shard(part, each.name, box_of(each)) for part, each in tensors if not each.of or each.of in boxes]
-        whole = tuple(shard(part, each.name, whole_box(each.shape)) for part, each in tensors)
-        of_ranks = [from_json(list[Shard], each) for each in self.gather_bytes(to_json(mine))]
-        return ShardIndex(tuple(map(tuple, of_ranks)), arrays=whole)
+    def _agree(self, weights: Sequence[str]) -> ShardIndex:
+        """Which rank holds what. `weights`: names of all parameters of the module, in its order."""
+        mine = [
+            Shard(part, each.name, each.box.global_shape, each.box.offsets, each.box.shape)
+            for state, part in PARTS.items()
+            for each in self._torch_learner.state.boxes(state)
+        ]
+        of_ranks = tuple(tuple(from_json(list[Shard], each)) for each in self.gather_bytes(to_json(mine)))
+        own = tuple(self._torch_learner.state.own_names())
+        return ShardIndex(of_ranks, arrays=arrays_in_order(of_ranks, weights), own=own)
 
     def _shards(self, part: str) -> list[Shard]:
-        return [shard for shard in self._index.of_ranks[self.rank] if shard.part == part]
+        return self._index.of_rank(self.rank, part)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -23,7 +22,7 @@ from train.strategies.held import Held, num_bytes
 from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.sharded.sums import sum_in_place, sum_over_all
-from train.strategies.strategy import Join
+from train.strategies.strategy import Build, Join
 from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
     """The `Strategy.join` of ranks that hold one module together, along the axes of `mesh`."""
 
-    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    def join(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
         from train.backends.torch.layout import ShardedTensors
 
         axes = mesh(config)
         # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
-        learner = cast("TorchLearner", build())
+        learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
         check_layers(mesh)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(axes)
@@ -135,6 +134,7 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    from train.models.split_attention import split_attention
     from train.models.tensor_plans import attention_in, tensor_plan
 
     if hasattr(module, "parallelize"):
@@ -145,7 +145,8 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
         "row": RowwiseParallel(),
         "column_gathered": ColwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(module, device_mesh, {name: styles[split] for name, split in tensor_plan(module).items()})
+    plan = tensor_plan(split_attention(module))
+    parallelize_module(module, device_mesh, {name: styles[split] for name, split in plan.items()})
     for each in attention_in(module):
         each.register_forward_pre_hook(partial(_share_input, device_mesh))
 

@@ -6,11 +6,11 @@ rank updates some rows of every weight, and the ranks exchange what they have up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from train.backends.backend import Learner
-from train.backends.torch.layout import Box, WholeTensors, whole_box
+from train.backends.torch.boxes import Box, whole_box
+from train.backends.torch.layout import WholeTensors
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -19,6 +19,7 @@ from train.strategies.collective import AnnouncedCollective
 from train.strategies.held import Held, holds_all, num_bytes
 from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.strategy import Build
 from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
@@ -78,10 +79,10 @@ class ShardedUpdates(WholeTensors):
         return num_rows * rank // self._num_ranks, num_rows * (rank + 1) // self._num_ranks
 
 
-def join_zero1(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+def join_zero1(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
     # The only backend that this strategy runs with.
-    learner = cast("TorchLearner", build())
+    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     layout = ShardedUpdates(world.rank, world.world_size)
     sharding = Sharding(_leave_whole, layout, lambda learner, addends: collective.sum_tensors(addends))
@@ -103,8 +104,4 @@ def held_by_zero1(config: TrainConfig, module: Any) -> Held:
 
 
 def _leave_whole(module: Any, kept: Collection[Any]) -> None:
-    return
-
-
-def _exchange_nothing(learner: TorchLearner, is_last: bool) -> None:
     return

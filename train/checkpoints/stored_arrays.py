@@ -1,0 +1,158 @@
+"""Arrays in files of weights, of which slices are read: no rank needs to read, or hold, more than its own part.
+
+A file is given as a function that reads a range of it, so it can lie in any store.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Protocol
+
+import numpy as np
+
+from shardmill.errors import IntegrityError
+
+Places = tuple[slice, ...] | EllipsisType
+"""A box of an array: a slice with a start and an end for each axis; or all of it."""
+
+# What lies closer together is read at once: a request costs more than some bytes.
+MOST_BYTES_BETWEEN = 1 << 16
+MOST_BYTES_AT_ONCE = 1 << 26
+# Around each place that a reader of archives looks at.
+BUFFER_BYTES = 1 << 13
+
+
+class ArrayLike(Protocol):
+    """An array of NumPy, or one in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> int: ...
+    def __getitem__(self, places: Places, /) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file of weights that is read piece by piece."""
+
+    suffix: str
+    where: str
+    size_bytes: int
+    read_range: Callable[[int, int], bytes]
+    """(start, number of bytes) -> these bytes; fewer at the end of the file."""
+
+    @classmethod
+    def of_bytes(cls, data: bytes, suffix: str, where: str) -> WeightFile:
+        """A file that is in memory."""
+        return cls(suffix, where, len(data), lambda start, num_bytes: data[start : start + num_bytes])
+
+    def read(self) -> bytes:
+        """All of it."""
+        return self.read_range(0, self.size_bytes)
+
+    def opened(self) -> io.BufferedReader:
+        """As a file of Python."""
+        return io.BufferedReader(_Ranges(self), BUFFER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array, row by row from byte `start` of a file on: `array[2:4, 0:8]` reads these elements."""
+
+    file: WeightFile
+    start: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    is_bfloat16: bool = False
+    """Read as float32, of which it is the upper half; NumPy has no such type."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __getitem__(self, places: Places) -> np.ndarray:
+        if isinstance(places, EllipsisType):
+            places = tuple(slice(0, size) for size in self.shape)
+        box = tuple(each.stop - each.start for each in places)
+        array = np.empty(box, self.dtype)
+        firsts, length = _runs(self.shape, places)
+        # Reshaped in place: `array` is new, and lies row by row.
+        runs = array.reshape(len(firsts), length)
+        done = 0
+        for together in _together(firsts, length, self.dtype.itemsize):
+            first, end = together[0], together[-1] + length
+            data = np.frombuffer(self._read(first, end - first), self.dtype)
+            for each in together:
+                runs[done] = data[each - first : each - first + length]
+                done += 1
+        return (array.astype("<u4") << 16).view("<f4") if self.is_bfloat16 else array
+
+    def _read(self, first: int, num: int) -> bytes:
+        start, num_bytes = self.start + first * self.dtype.itemsize, num * self.dtype.itemsize
+        data = self.file.read_range(start, num_bytes)
+        if len(data) != num_bytes:
+            raise IntegrityError(
+                f"{self.file.where} has {len(data)} bytes from {start} on", f"expected {num_bytes}", "save it again"
+            )
+        return data
+
+
+def _runs(shape: tuple[int, ...], places: tuple[slice, ...]) -> tuple[list[int], int]:
+    """The first element of each run of a box, all in a row in the array, and the length of all runs."""
+    if any(each.stop == each.start for each in places):
+        return [], 0
+    # Behind the last axis that is cut all is in a row.
+    cut = [axis for axis, each in enumerate(places) if each.stop - each.start != shape[axis]]
+    last = cut[-1] if cut else 0
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    outer = itertools.product(*(range(each.start, each.stop) for each in places[:last]))
+    inner = places[last].start * strides[last] if places else 0
+    length = math.prod(each.stop - each.start for each in places[last:])
+    return [sum(map(int.__mul__, index, strides)) + inner for index in outer], length
+
+
+def _together(firsts: list[int], length: int, itemsize: int) -> Iterator[list[int]]:
+    """Runs that one read gives."""
+    group: list[int] = []
+    for first in firsts:
+        if group:
+            is_near = (first - group[-1] - length) * itemsize <= MOST_BYTES_BETWEEN
+            if not is_near or (first + length - group[0]) * itemsize > MOST_BYTES_AT_ONCE:
+                yield group
+                group = []
+        group.append(first)
+    if group:
+        yield group
+
+
+class _Ranges(io.RawIOBase):
+    """A `WeightFile` as a file of Python."""
+
+    def __init__(self, file: WeightFile) -> None:
+        super().__init__()
+        self._file, self._place = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._file.size_bytes}[whence]
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        data = self._file.read_range(self._place, len(buffer))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
