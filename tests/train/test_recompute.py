@@ -152,3 +152,30 @@ def test_it_makes_no_other_training():
     for setting in ("on", "off", "auto"):
         config = TrainConfig.model_validate({"memory": {"activation_checkpointing": setting}})
         assert settings_that_matter(config) == settings_that_matter(TrainConfig())
+
+
+def test_blocks_are_computed_again_for_inputs_and_for_weights():
+    """A pipeline's zero bubble has the two parts of a backward pass apart: equal bits, dropout by sample included."""
+    import torch
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    from train.backends.torch.recompute import Recomputed
+    from train.layers.sample_bits import drawing, number_layers
+    from train.layers.torch import SampleDropout
+    from train.models.vit_torch import vit
+
+    model, keys_N = vit((16, 16, 3), 2, dropout=0.1, width=32, num_blocks=2, num_heads=4), torch.arange(4)
+    number_layers(each for each in model.modules() if isinstance(each, SampleDropout))
+    weights, tokens_NPE = list(model.blocks.parameters()), torch.randn(4, 64, 32)
+    found = []
+    for how in ("off", "on"):
+        config = TrainConfig(model="vit_tiny", backend="torch", memory={"activation_checkpointing": how})  # pyright: ignore
+        recomputed, inputs = Recomputed(config, model, False), tokens_NPE.clone().requires_grad_()
+        for weight in weights:
+            weight.grad = None
+        with drawing(keys_N), recomputed.forward(None, lambda: drawing(keys_N)):
+            loss = model.blocks(inputs.view_as(inputs)).square().sum()
+        (gradient,), groups = stage_backward_input([loss], None, [inputs], iter(weights))
+        stage_backward_weight(iter(weights), groups)
+        found.append([gradient, *(weight.grad for weight in weights)])
+    assert all(torch.equal(one, again) for one, again in zip(*found, strict=True))

@@ -93,7 +93,7 @@ class Recomputed:
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             sums: list[Any] = []
-            return self.norms.keeping(sums), again(_buffers(modules), sums)
+            return self.norms.keeping(sums), _Reentered(partial(again, _buffers(modules), sums))
 
         @contextmanager
         def again(buffers: list[tuple[dict[str, Any], str, Any]], sums: list[Any]) -> Iterator[None]:
@@ -101,6 +101,22 @@ class Recomputed:
                 yield
 
         return checkpoint(compute, *flat, use_reentrant=False, context_fn=contexts)
+
+
+class _Reentered:
+    """A context that is made anew each time: a backward pass in two parts, of inputs and of weights, computes a block
+    again in both."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 def _blocks(model: Any, compute: Callable[..., Any]) -> Iterator[tuple[Any, partial[Any]]]:
