@@ -30,7 +30,7 @@ CONFIG = TrainConfig(num_workers=2, strategy="torch_ddp", global_batch_size=16, 
 
 
 def facts(device_gib: float, **states: StateBytes) -> ModelFacts:
-    room = Room("one T4", int(device_gib * GIB), GIB, 0, holds_checkpoint=False)
+    room = Room("one T4", int(device_gib * GIB), GIB, 0, is_host=False)
     rows = {name: row_of(CONFIG.model_copy(update={"strategy": name}), state, room) for name, state in states.items()}
     return ModelFacts("one T4", room.device_bytes, rows)
 
@@ -76,10 +76,15 @@ def test_a_row_says_how_it_fits():
     assert all_of(80).rows["torch_ddp"].verdict == "yes" and all_of(80).rows["torch_ddp"].total == 21 * GIB
     assert all_of(5).rows["torch_ddp"].verdict == "no"
     config = CONFIG.model_copy(update={"mixed_precision": "auto"})
-    room = Room("one T4", int(6.2 * GIB), GIB, 0, holds_checkpoint=False)
+    room = Room("one T4", int(6.2 * GIB), GIB, 0, is_host=False)
     assert row_of(config, STATE, room).verdict.endswith("train.mixed_precision = 'bfloat16'")
     # A host also has the copy of which a checkpoint is written.
-    assert row_of(CONFIG, STATE, replace(room, holds_checkpoint=True)).checkpoint == 3 * GIB
+    assert row_of(CONFIG, STATE, replace(room, is_host=True)).checkpoint == 3 * GIB
+    # And so rank 0's host must hold the whole model before the ranks have their parts.
+    large = replace(DIVIDED, start=9 * GIB)
+    host = Room("a host", 8 * GIB, GIB, 0, is_host=True)
+    assert row_of(CONFIG, large, replace(host, is_host=False)).fits
+    assert row_of(CONFIG, large, host).verdict == "no: it begins with all parameters, 10.0 GiB"
     # What is exchanged behind the backward pass takes the place of the activations.
     assert row_of(CONFIG, replace(STATE, update=3 * GIB), room).exchange == GIB
 

@@ -170,10 +170,8 @@ def _facts(config: TrainConfig, limit: Limit, spark: SparkConfig, dataset: Datas
     device_bytes = bytes_of_a_rank(limit, config, spark)
     rows = {}
     for each, state in zip(configs, states, strict=True):
-        room = Room(limit.device, device_bytes, GPU_FRAMEWORK_BYTES, 0, holds_checkpoint=False)
+        room = Room(limit.device, device_bytes, GPU_FRAMEWORK_BYTES, 0, is_host=False)
         if not limit.on_gpu:
-            room = Room(
-                limit.device, device_bytes, HOST_FRAMEWORK_BYTES, input_bytes(each, dataset), holds_checkpoint=True
-            )
+            room = Room(limit.device, device_bytes, HOST_FRAMEWORK_BYTES, input_bytes(each, dataset), is_host=True)
         rows[each.strategy] = row_of(each, state, room)
     return ModelFacts(limit.device, device_bytes, rows)

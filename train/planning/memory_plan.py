@@ -162,7 +162,7 @@ def _room(config: TrainConfig, dataset: Dataset, memory_bytes: int) -> Room:
     """On a GPU, unless `train.devices` says otherwise; input counts there, too, although it is in the host's memory."""
     is_host = config.devices == "cpu"
     framework_bytes = HOST_FRAMEWORK_BYTES if is_host else GPU_FRAMEWORK_BYTES
-    return Room("a rank", memory_bytes, framework_bytes, input_bytes(config, dataset), holds_checkpoint=is_host)
+    return Room("a rank", memory_bytes, framework_bytes, input_bytes(config, dataset), is_host=is_host)
 
 
 def _divided(config: TrainConfig, facts: ModelFacts, reason: str) -> tuple[str, str]:

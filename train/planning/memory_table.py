@@ -28,8 +28,9 @@ class Room:
     device_bytes: int
     framework_bytes: int
     input_bytes: int
-    holds_checkpoint: bool
-    """It is a host's: the copy of the state from which a checkpoint is written is in it."""
+    is_host: bool
+    """It is a host's: the copy of the state from which a checkpoint is written is in it, and so is the whole model that
+    rank 0 builds before each rank has its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class MemoryRow:
     framework: int = 0
     """Assumed, not counted."""
     start: int = 0
-    """Of a rank before it cuts out its part, with the whole model's parameters; not part of the total."""
+    """Of rank 0 before ranks have their parts, in a host's memory; not part of the total."""
     fits: bool = False
     accumulation_steps: int = 1
     mixed_precision: str = ""
@@ -116,7 +117,7 @@ def row_of(config: TrainConfig, state: StateBytes, room: Room) -> MemoryRow:
         input=room.input_bytes,
         checkpoint=_checkpoint(state, room),
         framework=room.framework_bytes,
-        start=room.framework_bytes + state.start,
+        start=room.framework_bytes + state.start if room.is_host else 0,
         accumulation_steps=found.num_microbatches * config.num_microbatches,
         mixed_precision="bfloat16" if found.to_bfloat16 and config.mixed_precision == "auto" else "",
         recomputes=found.recomputes,
@@ -168,4 +169,4 @@ def _activations(facts: MemoryFacts, found: Fit, state: StateBytes) -> int:
 
 
 def _checkpoint(state: StateBytes, room: Room) -> int:
-    return state.parameters + state.optimizer if room.holds_checkpoint else 0
+    return state.parameters + state.optimizer if room.is_host else 0

@@ -38,7 +38,7 @@ class StateBytes:
     update: int = 0
     """Both as in `train.strategies.held.Held`."""
     start: int = 0
-    """Parameters of the whole module, which a rank has for a moment before it cuts out its part; 0 if it keeps all."""
+    """Parameters of the whole module, which rank 0 builds in its host at first; 0 if all ranks keep it."""
     step: int = 0
     """What a step has beside these for any number of images."""
     image: int = 0
