@@ -32,15 +32,17 @@ class Border:
     """What a stage hands on for each sample."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: str
+    """Its name in PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Some blocks in a row."""
 
-    blocks: tuple[Any, ...]
-    weights: frozenset[str]
+    places: tuple[int, ...]
+    """Of its blocks in `chain_of`."""
+    weights: tuple[str, ...]
     """Names of those that are trained."""
     border: Border
     cost: int
@@ -52,19 +54,18 @@ def stages_of(config: TrainConfig, learner: TorchLearner, place_of: Sequence[int
 
     Raises UsageError for a module that cannot be cut into so many.
     """
-    blocks = _chain(config, learner.module)
+    blocks = chain_of(config, learner.module)
     measured = _measured(config, learner, blocks)
     parts = _divided(config, learner.module, blocks, [each.cost for each in measured], place_of)
     return tuple(
-        Stage(tuple(blocks[place] for place in part.places), part.weights, measured[part.places[-1]].border, part.cost)
-        for part in parts
+        Stage(part.places, tuple(sorted(part.weights)), measured[part.places[-1]].border, part.cost) for part in parts
     )
 
 
 def weights_by_stage(config: TrainConfig, module: Any, place_of: Sequence[int]) -> list[frozenset[str]]:
     """Names of the weights of each stage, cut by numbers of weights: what is near to `stages_of` where the size of
     images is unknown. Raises as it does."""
-    blocks = _chain(config, module)
+    blocks = chain_of(config, module)
     costs = [1 + sum(each.numel() for each in block.parameters()) for block in blocks]
     return [part.weights for part in _divided(config, module, blocks, costs, place_of)]
 
@@ -139,8 +140,8 @@ def cut(costs: Sequence[int], num_parts: int) -> list[int]:
     return list(best[-1][1])
 
 
-def _chain(config: TrainConfig, module: Any) -> list[Any]:
-    """Raises UsageError if it is none."""
+def chain_of(config: TrainConfig, module: Any) -> list[Any]:
+    """The blocks of a module, which may be without numbers. Raises UsageError if it is no chain."""
     nn = import_torch().nn
 
     def links(module: Any) -> list[Any]:
@@ -225,7 +226,7 @@ def _measured(config: TrainConfig, learner: TorchLearner, blocks: Sequence[Any])
                     "expected one tensor whose first axis is the batch: it may go to another rank",
                     f"join what it returns, {ANOTHER}",
                 )
-            border = Border(tuple(values.shape[1:]), values.dtype)
+            border = Border(tuple(values.shape[1:]), str(values.dtype).removeprefix("torch."))
             measured.append(_Measured(border, (counter.get_total_flops() + values.numel()) // len(images_NHWC)))
     difference = (values.float() - expected).abs().max() if values.shape == expected.shape else math.inf
     if not difference <= TOLERANCE * (1 + expected.abs().max()):

@@ -24,6 +24,8 @@ from train.backends.torch.runtime import device, import_torch
 class Pipeline:
     """The stages of a module, and which rank of a pipeline computes which."""
 
+    blocks: tuple[Any, ...]
+    """Of the whole module, in a row."""
     stages: tuple[Stage, ...]
     place_of: tuple[int, ...]
     """Of each stage the rank in `group`."""
@@ -128,7 +130,9 @@ class StagePasses:
         if number == 0 or pipeline.has(number - 1):
             return here
         border = pipeline.stages[number - 1].border
-        received = import_torch().empty((num_rows, *border.shape), dtype=border.dtype, device=device())
+        received = import_torch().empty(
+            (num_rows, *border.shape), dtype=getattr(import_torch(), border.dtype), device=device()
+        )
         dist.recv(received, pipeline.world_rank(number - 1), group=pipeline.group)
         return received
 
@@ -142,7 +146,11 @@ class StagePasses:
         def example(stage: int) -> Any:
             """What leaves it; stage -1 stands for the images."""
             border = pipeline.stages[stage].border
-            shape, dtype = (border.shape, border.dtype) if stage >= 0 else (self._parts.image_shape_HWC, torch.uint8)
+            shape, dtype = (
+                (border.shape, getattr(torch, border.dtype))
+                if stage >= 0
+                else (self._parts.image_shape_HWC, torch.uint8)
+            )
             if stage == pipeline.last:
                 dtype = torch.float32
             size = (num_rows // num_microbatches, *shape)
@@ -204,5 +212,5 @@ class StageTensors(WholeTensors):
 def _module_of(pipeline: Pipeline, parts: Parts, number: int) -> Any:
     from train.backends.torch.stage_module import StageModule
 
-    blocks = pipeline.stages[number].blocks
+    blocks = tuple(pipeline.blocks[place] for place in pipeline.stages[number].places)
     return StageModule(blocks, parts, is_first=number == 0, is_last=number == pipeline.last)

@@ -14,7 +14,7 @@ from shardmill.errors import UsageError
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
-from train.contracts.values import Reporter
+from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.held import Held, Shape, holds_all, num_bytes
@@ -45,14 +45,17 @@ def pipeline_mesh(config: TrainConfig) -> Mesh:
 
 def join_pipeline(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
+    from train.backends.torch.chain import Stage, chain_of
     from train.backends.torch.stages import StagePasses, StageTensors
 
     mesh = pipeline_mesh(config)
     # The only backend of this strategy; a Keras model was refused by the driver (`needs_module`).
     learner = cast("TorchLearner", build())
-    stages = _stages(config, learner)
+    # Rank 0 alone has a module with numbers; what is cut where must be the same on all ranks anyway.
+    mine = to_json(_stages(config, learner)) if world.rank == 0 else b""
     collective = AnnouncedCollective(TorchCollective, world, reporter)
-    pipeline, readers = _groups(config, mesh, stages)
+    stages = tuple(from_json(list[Stage], collective.broadcast_bytes(mine)))
+    pipeline, readers = _groups(config, mesh, chain_of(config, learner.module), stages)
     if world.rank == 0:
         _tell(config, pipeline, mesh, reporter)
     sharding = Sharding(
@@ -73,7 +76,7 @@ def _stages(config: TrainConfig, learner: TorchLearner) -> tuple[Stage, ...]:
     return stages_of(config, learner, schedule.place_of(num_ranks))
 
 
-def _groups(config: TrainConfig, mesh: Mesh, stages: tuple[Stage, ...]) -> tuple[Pipeline, Any]:
+def _groups(config: TrainConfig, mesh: Mesh, blocks: list[Any], stages: tuple[Stage, ...]) -> tuple[Pipeline, Any]:
     """-> this rank's pipeline, and the process group of the ranks that have its stages. All ranks call it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -86,6 +89,7 @@ def _groups(config: TrainConfig, mesh: Mesh, stages: tuple[Stage, ...]) -> tuple
     ranks = init_device_mesh(device().type, (mesh.pipeline, mesh.data_size), mesh_dim_names=("pipeline", "data"))
     group = ranks["pipeline"].get_group()
     pipeline = Pipeline(
+        tuple(blocks),
         stages,
         schedule.place_of(mesh.pipeline),
         dist.get_rank(group),
@@ -108,7 +112,7 @@ def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporte
             "rank": 0,
             "schedule": schedule.name,
             "stages": len(pipeline.stages),
-            "blocks": ", ".join(str(len(stage.blocks)) for stage in pipeline.stages),
+            "blocks": ", ".join(str(len(stage.places)) for stage in pipeline.stages),
             "cost": ", ".join(f"{cost:.0%}" for cost in costs),
             "microbatches": num_microbatches,
             "idle_share": round(idle_share(orders(schedule, mesh.pipeline, num_microbatches), costs), 4),
