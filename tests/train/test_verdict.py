@@ -217,7 +217,9 @@ class SlowStore:
 
 def test_slow_storage_is_found(tiny_uri, tmp_path, monkeypatch):
     monkeypatch.setitem(STORES.entries, "slow", Entry("tests.train.test_verdict:SlowStore", "late"))
-    verdict = launched(task_of(f"slow://{tiny_uri}", tmp_path, model=f"{TORCH_MODELS}:linear", epochs=5))
+    # In windows of one chunk: a split that fits into them would be read in the first epoch alone.
+    config = {"epochs": 5, "num_streams": 1, "reading": {"window_budget_bytes": 1}}
+    verdict = launched(task_of(f"slow://{tiny_uri}", tmp_path, model=f"{TORCH_MODELS}:linear", **config))
     assert verdict.bound == "input" and verdict.sentence.startswith("input-bound: storage; ")
 
 
