@@ -10,13 +10,15 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_job import Recorder, tree_of
+from train.backends.backend import ModelSpec
 from train.config import TrainConfig
+from train.planning import divide, memory_plan
 from train.planning.divide import DIVISION_RULES, ModelFacts, nothing_holds, with_room
 from train.planning.make import plan_training
 from train.planning.memory_plan import plan_memory
 from train.planning.memory_table import Room, row_of
 from train.planning.plan import TrainingPlan
-from train.planning.state_bytes import StateBytes
+from train.planning.state_bytes import StateBytes, count_state
 from train.settings.memory import MemoryConfig
 from train.training import train_model
 
@@ -97,8 +99,19 @@ def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
     assert "num_workers" not in alone and "use a smaller model or larger devices" in alone
 
 
-def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path):
+def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, monkeypatch):
     """Counted by a process, for a limit between what a rank needs of the whole model and of a half."""
+    counted: dict[tuple[str, ...], tuple[StateBytes, ...]] = {}
+
+    def count_once(configs: tuple[TrainConfig, ...], spec: ModelSpec) -> tuple[StateBytes, ...]:
+        key = tuple(config.strategy for config in configs)
+        if key not in counted:
+            counted[key] = count_state(configs, spec)
+        return counted[key]
+
+    # The budget is nothing that it counts.
+    for module in (divide, memory_plan):
+        monkeypatch.setattr(module, "count_state", count_once)
     spark, dataset = SparkConfig(), open_dataset(tiny_uri)
     open_to_choose = {"model": "vit_tiny", "num_workers": 2, "devices": "cpu", "accumulation_steps": 12}
     tree = tree_of(tiny_uri, tmp_path, **open_to_choose)
