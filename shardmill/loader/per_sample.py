@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardmill.errors import UsageError
-from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.batch import NAMES, LoaderBatch
 from shardmill.mix import mix64
 
 _DRAWS = 5
@@ -73,31 +74,44 @@ def change_samples(
                 "the cause is above; `loader.seek(epoch, step)` gives its batch again",
             ) from error
         new = new if isinstance(new, Mapping) else {"image": new}
-        if nothing := [each for each in new if each in OWN_NAMES and new[each] is None]:
-            raise UsageError(
-                f"the transform gave no {' and no '.join(nothing)} at {name(place)}",
-                "expected a new one: None is what a function without `return` gives",
-                "return what is new, also if it was changed in place",
-            )
-        if place and new.keys() != changed.keys():
-            raise UsageError(
-                f"the transform gave {', '.join(new)} at {name(place)}",
-                f"expected {', '.join(changed)}, as for the samples before it",
-                "give the same names for every sample",
-            )
-        for key_, value in new.items():
-            values = changed.setdefault(key_, [])
-            if key_ in OWN_NAMES and np.shape(value) != np.shape(values[0] if values else value):
+        _check_names(new, list(changed) if place else None, partial(name, place))
+        for what, value in new.items():
+            values = changed.setdefault(what, [])
+            if what in OWN_NAMES and np.shape(value) != np.shape(values[0] if values else value):
                 raise UsageError(
-                    f"the transform gave the {key_} the shape {tuple(np.shape(value))} at {name(place)}",
+                    f"the transform gave the {what} the shape {tuple(np.shape(value))} at {name(place)}",
                     f"expected {tuple(np.shape(values[0]))}, as for the samples before it",
                     "resize or crop to one size",
                 )
             values.append(value)
     return {
-        OWN_NAMES.get(each, each): _stacked(values, batch.images) if each in OWN_NAMES else values
-        for each, values in changed.items()
+        OWN_NAMES.get(what, what): _stacked(values, batch.images) if what in OWN_NAMES else values
+        for what, values in changed.items()
     }
+
+
+def _check_names(new: Mapping[str, Any], before: list[str] | None, name: Callable[[], str]) -> None:
+    """`before`: what the transform gave for the samples before this one; None at the first."""
+    if nothing := [each for each in new if each in OWN_NAMES and new[each] is None]:
+        raise UsageError(
+            f"the transform gave no {' and no '.join(nothing)} at {name()}",
+            "expected a new one: None is what a function without `return` gives",
+            "return what is new, also if it was changed in place",
+        )
+    # A batch's names: a list of rows would take the place of its array.
+    if of_batch := [each for each in new if each in NAMES]:
+        near = [own for own, each in OWN_NAMES.items() if each in of_batch]
+        raise UsageError(
+            f"the transform gave {', '.join(of_batch)} at {name()}",
+            "expected image, label and extra columns, because per_sample = True changes one sample at a time",
+            f"did you mean {' and '.join(near)}?" if near else "leave it out",
+        )
+    if before is not None and new.keys() != set(before):
+        raise UsageError(
+            f"the transform gave {', '.join(new)} at {name()}",
+            f"expected {', '.join(before)}, as for the samples before it",
+            "give the same names for every sample",
+        )
 
 
 def _stacked(values: list[Any], images: Any) -> Any:

@@ -64,6 +64,7 @@ def test_a_transform_that_fails_names_the_samples_and_keeps_its_cause(dataset):
         (lambda batch, rng: {"images": batch.images[:5]}, "gave images 5 rows at epoch 0, step 0, .*expected 24"),
         (lambda batch, rng: {"boxes": 3}, "gave boxes as int at epoch 0"),
         (lambda batch, rng: None, "returned NoneType at epoch 0"),
+        (lambda batch, rng: {"image": batch.images}, "gave image at epoch 0, step 0.*did you mean images"),
     ],
 )
 def test_a_transform_that_gives_no_such_batch_is_refused(transform, said, dataset):
@@ -167,6 +168,11 @@ def test_torchvision_draws_for_each_sample_and_leaves_the_generator_of_the_loop(
         (lambda sample, rng: sample.image[: 5 + sample.sample_id % 7], "image the shape .*, sample .*resize or crop"),
         (lambda sample, rng: {str(sample.sample_id % 2): 1}, "the transform gave [01] at .*expected [01], as for"),
         (lambda sample, rng: None, "the transform gave no image at .*sample .*return what is new, also if"),
+        (
+            lambda sample, rng: {"images": sample.image},
+            "the transform gave images at .*sample .*did you mean image[?]$",
+        ),
+        (lambda sample, rng: {"weights": 1}, "the transform gave weights at .*sample .*image, label and extra columns"),
     ],
 )
 def test_a_sample_that_fails_is_named_with_its_source(transform, said, dataset):
