@@ -17,7 +17,7 @@ from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.loader.report import DatasetRows
-from shardmill.loader.sampling import MAX_REPEATS, repeats_of
+from shardmill.loader.sampling import MAX_REPEATS, NUMBERS, repeats_of
 from shardmill.loader.selection import Selection, select_apart
 from shardmill.typed_columns import ExtraColumn
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Amount = float | tuple[str, float]
 """A share of an epoch's rows, `("repeat", times)` or `("choose", rows)`."""
-_NUMBERS = int | float | np.integer | np.floating
 Mix = Sequence[tuple[Dataset, Amount]]
 
 DATASET = "dataset"
@@ -166,9 +165,9 @@ def _is_amount(amount: object) -> bool:
     if isinstance(amount, tuple):
         kind, value = amount if len(amount) == 2 else (None, None)
         if kind == "repeat":
-            return isinstance(value, _NUMBERS) and bool(0 < value <= MAX_REPEATS)
+            return isinstance(value, NUMBERS) and bool(0 < value <= MAX_REPEATS)
         return kind == "choose" and isinstance(value, int | np.integer) and bool(value >= 1)
-    return isinstance(amount, _NUMBERS) and bool(amount > 0)
+    return isinstance(amount, NUMBERS) and bool(amount > 0)
 
 
 def _check_columns(own: Dataset, columns: Sequence[str] | None) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Sample = str | Mapping[str, float]
 ONCE, BALANCED = "once", "balanced"
 MAX_REPEATS = 10_000
+NUMBERS = int | float | np.integer | np.floating
+"""What an amount or a weight may be: one of NumPy, too, as those that are computed are."""
 
 
 def select_rows(dataset: Dataset, split: str, where: str | Expression | None, sample: Sample) -> Selection | None:
@@ -78,7 +80,7 @@ def _weights(sample: Mapping[str, float], names: tuple[str, ...]) -> np.ndarray:
                 f"sample names the class {name!r}",
                 f"expected some of {', '.join(names[:6])}" + (f"; did you mean {near[0]!r}?" if near else ""),
             )
-        if not isinstance(weight, int | float) or not 0 <= weight <= MAX_REPEATS:
+        if not isinstance(weight, NUMBERS) or not 0 <= weight <= MAX_REPEATS:
             raise UsageError(f"sample = {{{name!r}: {weight}}}", f"expected a weight from 0 to {MAX_REPEATS}")
     return np.array([sample.get(name, 1) for name in names], np.float64)
 

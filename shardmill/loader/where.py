@@ -60,14 +60,17 @@ def _parse(text: str, names: set[str]) -> Any:
     """The expression that a text means; the columns that it names are added to `names`."""
     try:
         return _expression(ast.parse(text.strip(), mode="eval").body, names)
-    except (SyntaxError, ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
+    except SyntaxError as error:
+        # Not its text, which names a file and a line.
+        raise _refusal(text, error.msg) from None
+    except (ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
         raise _refusal(text, str(error).splitlines()[0]) from None
 
 
 def _refusal(where: object, why: str) -> UsageError:
     return UsageError(
         f"where = {str(where)!r}: {why}",
-        "expected a condition on metadata columns",
+        "expected a condition on metadata columns in Python's syntax (==, !=, in, and, or, not)",
         'write, for example, "label in (1, 2) and caption is not None", or pass a pyarrow expression',
     )
 

@@ -172,6 +172,7 @@ def test_where_chooses_the_rows_for_which_it_is_true(where, holds, captioned):
         ({"sample": "balanced"}, "a dataset without one class an image"),
         ({"sample": "caption"}, "sample = 'caption', a column of string; expected numbers"),
         ({"sample": "age"}, "rows have a weight that is null, negative or above 10000.*where = 'age >= 0'"),
+        ({"where": "age = 3"}, "where = 'age = 3': invalid syntax; expected a condition .*Python's syntax .==, !="),
         ({"sample": 3}, "sample = 3; expected 'once', 'balanced'"),
         ({"columns": ["captoin"]}, "there is no extra column captoin; expected some of age, box, caption"),
         ({"transform": "flip"}, "transform = 'flip'; expected a function"),
@@ -180,6 +181,12 @@ def test_where_chooses_the_rows_for_which_it_is_true(where, holds, captioned):
 def test_what_no_row_has_is_refused_before_the_first_batch(given, said, captioned):
     with pytest.raises(UsageError, match=said):
         captioned.batches("train", **BATCH, **given)
+
+
+def test_weights_of_classes_may_be_numbers_of_numpy(dataset):
+    plain = dataset.batches("train", **BATCH, sample={"class_1": 2})
+    for weight in (np.int64(2), np.float32(2)):
+        assert dataset.batches("train", **BATCH, sample={"class_1": weight}).state_dict() == plain.state_dict()
 
 
 def test_unknown_classes_are_refused_with_the_nearest(dataset):
