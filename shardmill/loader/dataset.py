@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
 
-import numpy as np
-
 from shardmill.augment.mixing import check_mixing, check_streams
 from shardmill.augment.options import augment_options
 from shardmill.dataset.dataset import Dataset
@@ -15,6 +13,7 @@ from shardmill.dataset.open import open_dataset as open_version
 from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
+from shardmill.loader.arguments import check_known, with_whole_numbers
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import open_caches
 from shardmill.loader.contact_sheet import contact_sheet
@@ -31,7 +30,6 @@ from shardmill.loader.sampling import ONCE, Sample, select_rows
 from shardmill.loader.torch import Layout, as_tensors, require_torch
 from shardmill.loader.torch_device import place_on
 from shardmill.loader.transform import HandOver, check_transform
-from shardmill.loader.whole_number import whole_number
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
@@ -49,9 +47,6 @@ if TYPE_CHECKING:
     from shardmill.loader.per_sample import SampleTransform
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch
-
-_LEAST = {"global_batch_size": 1, "num_threads": 1, "num_streams": 1, "world_size": 1, "cache_limit_bytes": 1}
-_WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size", "cache_limit_bytes")
 
 
 class Reading(TypedDict, total=False):
@@ -155,7 +150,7 @@ class LoadableDataset(Dataset):
         """
         if reading.get("rank") is not None or reading.get("world_size") is not None:
             raise UsageError("a jax_loader with rank or world_size", "expected neither", "the sharding says it")
-        reading = _with_whole_numbers(reading)
+        reading = cast("Reading", with_whole_numbers(reading))
         placement = DevicePlacement.of(sharding, reading["global_batch_size"])
         reading["num_streams"] = placement.num_streams(reading.get("num_streams"))
         return self._loader(split, as_arrays, reading, placement, placement.ranks)
@@ -206,13 +201,8 @@ class LoadableDataset(Dataset):
         self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading,
         place: Place | None = None, ranks: Ranks | None = None,
     ) -> Loader:  # fmt: skip
-        if unknown := sorted(set(reading) - Reading.__annotations__.keys()):
-            raise UsageError(
-                f"a loader with {', '.join(unknown)}",
-                f"expected some of {', '.join(Reading.__annotations__)}",
-                "correct the name of the argument",
-            )
-        reading = _with_whole_numbers(reading)
+        check_known(reading, Reading.__annotations__)
+        reading = cast("Reading", with_whole_numbers(reading))
         global_batch_size, shuffle = reading["global_batch_size"], reading.get("shuffle", True)
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         rows = self._row_options(split, reading)
@@ -269,19 +259,6 @@ class LoadableDataset(Dataset):
         augment.shape_of(self.manifest.normalize.image_shape_HWC)
         check_mixing(augment, schema.label_kind, len(schema.class_names))
         return RowOptions(augment, None if columns is None else tuple(columns), selection, mixed)
-
-
-def _with_whole_numbers(reading: Reading) -> Reading:
-    """Raises UsageError for what is none, for a batch or threads below 1, and for a choice but True and False."""
-    given: dict[str, Any] = {"global_batch_size": None, **reading}
-    for name in _WHOLE:
-        if given.get(name) is not None or name == "global_batch_size":
-            given[name] = whole_number(name, given[name], least=_LEAST.get(name))
-    for name in ("shuffle", "per_sample"):
-        # "no" would count as True.
-        if not isinstance(given.get(name, True), bool | np.bool_):
-            raise UsageError(f"{name} = {given[name]!r}", "expected True or False", f"leave {name} out, for example")
-    return cast("Reading", given)
 
 
 def open_dataset(uri: str) -> LoadableDataset:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, SupportsInt
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
@@ -110,6 +110,14 @@ class Loader:
         plan = plan_epoch(self.spec, self._chunk_rows, self._epoch)
         self._reader = self._open(plan, self._step)
         return self._iterate(self._reader, plan)
+
+    def __getitem__(self, which: object) -> NoReturn:
+        """Refuses what asks for rows by number, as a DataLoader around a loader does. Raises UsageError."""
+        raise UsageError(
+            f"{which!r}, a row of a loader",
+            "expected an iteration, and no DataLoader around it: a loader gives whole batches, in an order of its own",
+            f"iterate the loader itself; dataset.samples({self.spec.split!r}) has single rows, also for a DataLoader",
+        )
 
     def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[Any]:
         return BatchReader(self._source, plan, first_step=first_step, finish=self._hand_over)

@@ -35,12 +35,23 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
         ({"cache_dir": ""}, "cache_dir = ''; expected a folder"),
         ({"cache_dir": "/tmp", "cache_limit_bytes": "50GB"}, "cache_limit_bytes = '50GB'; expected a whole number"),
         ({"cache_dir": "/tmp", "cache_limit_bytes": 0}, "cache_limit_bytes = 0; expected a whole number from 1 on"),
-        ({"batch_size": 4}, "a loader with batch_size; expected some of global_batch_size, seed"),
+        (
+            {"batch_size": 4},
+            "a loader with batch_size; expected some of global_batch_size, seed.*did you mean global_batch_size",
+        ),
+        ({"shufle": False}, "a loader with shufle; .*did you mean shuffle"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_the_first_batch(given, said, dataset):
     with pytest.raises(UsageError, match=said):
         dataset.batches("train", **{**BATCH, **given})
+
+
+def test_a_loader_in_a_data_loader_says_that_it_is_iterated_itself(dataset):
+    data = pytest.importorskip("torch.utils.data")
+    loader = dataset.torch_loader("train", **BATCH)
+    with pytest.raises(UsageError, match=r"a row of a loader.*no DataLoader around it.*samples\('train'\)"):
+        next(iter(data.DataLoader(loader, batch_size=None)))
 
 
 def test_a_state_of_another_plan_is_refused(dataset):

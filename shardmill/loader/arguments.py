@@ -1,0 +1,39 @@
+"""Checks the keyword arguments of a loader by themselves, before anything is looked up for them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from shardmill.errors import UsageError
+from shardmill.loader.whole_number import whole_number
+
+_LEAST = {"global_batch_size": 1, "num_threads": 1, "num_streams": 1, "world_size": 1, "cache_limit_bytes": 1}
+_WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size", "cache_limit_bytes")
+
+
+def check_known(given: Collection[str], known: Collection[str]) -> None:
+    """Raises UsageError, with the nearest name, for an argument that no loader has."""
+    if unknown := sorted(set(given).difference(known)):
+        near = [each for name in unknown for each in difflib.get_close_matches(name, known, n=1)]
+        raise UsageError(
+            f"a loader with {', '.join(unknown)}",
+            f"expected some of {', '.join(known)}",
+            f"did you mean {' and '.join(near)}?" if near else "correct the name of the argument",
+        )
+
+
+def with_whole_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises UsageError for what is none, for a batch or threads below 1, and for a choice but True and False."""
+    checked: dict[str, Any] = {"global_batch_size": None, **given}
+    for name in _WHOLE:
+        if checked.get(name) is not None or name == "global_batch_size":
+            checked[name] = whole_number(name, checked[name], least=_LEAST.get(name))
+    for name in ("shuffle", "per_sample"):
+        # "no" would count as True.
+        if not isinstance(checked.get(name, True), bool | np.bool_):
+            raise UsageError(f"{name} = {checked[name]!r}", "expected True or False", f"leave {name} out, for example")
+    return checked
