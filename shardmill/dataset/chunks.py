@@ -87,7 +87,7 @@ class ChunkFetcher:
             data = self._bytes(shard, place, shard.footer_crc32c, "footer", is_last=True)
             opened = _Opened(shard, self._format.open_footer(place, bytes(data)))
             with self._lock:
-                # Evicted and read by another thread meanwhile, it is there already.
+                # Evicted and opened again while this one was read: then it is there already.
                 if number not in self._opened:
                     self._opened[number] = opened
                     self._opened_bytes += shard.footer_bytes + _SHARD_BYTES
@@ -112,7 +112,7 @@ class ChunkFetcher:
         store = self._store
 
         def fetch() -> bytes | memoryview:
-            with _named(store, shard):
+            with _missing_as_integrity_error(store, shard):
                 if take is not None and isinstance(store, ReadsIntoMemory):
                     data, actual = hashed(store.read_blocks(shard.path, place.start, place.num_bytes, take))
                 else:
@@ -126,9 +126,7 @@ class ChunkFetcher:
 
         return fetch() if self._cache is None else self._cache.read(shard.sha256, place, crc32c, fetch, take)
 
-    def _verify(
-        self, shard: ShardFile, place: ByteRange, num_bytes: int, actual: int, crc32c: int, what: str
-    ) -> None:  # fmt: skip
+    def _verify(self, shard: ShardFile, place: ByteRange, num_bytes: int, actual: int, crc32c: int, what: str) -> None:
         uri = join_uri(self._store.uri, shard.path)
         if num_bytes != place.num_bytes:
             raise IntegrityError(
@@ -143,7 +141,7 @@ class ChunkFetcher:
 
 
 @contextmanager
-def _named(store: Store, shard: ShardFile) -> Iterator[None]:
+def _missing_as_integrity_error(store: Store, shard: ShardFile) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

@@ -38,11 +38,11 @@ class LoaderReport:
     epoch_rows_left_out: int
     """Rows of the split that `where` or a weight of 0 leave out."""
     wait_seconds: float
-    """The loop waited so long for batches."""
+    """That the loop waited for batches."""
     fetch_seconds: float
-    """Threads read and verified chunks so long, all together."""
+    """That threads read and verified chunks, summed over them."""
     decode_seconds: float
-    """Threads decoded and changed images so long, all together."""
+    """That threads decoded and changed images, summed over them."""
     retries: int
     """Requests to storages that this process repeated."""
     cache: CacheCounts | None = None

@@ -32,7 +32,7 @@ def check_same_plan(ranks: Ranks, spec: PlanSpec, pins: Mapping[DatasetPin, bool
             raise UsageError(
                 f"{pin.uri} without a version, on rank {ranks.rank} of {ranks.world_size}",
                 "expected the same version on every rank, and each would look up the latest one for itself",
-                f"open {version}, or pass rank and world_size",
+                f"open {version}, or pass rank and world_size, or initialise the process group before",
             )
         return
     mine = (
