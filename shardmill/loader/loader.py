@@ -164,7 +164,8 @@ class Loader:
         if state.get("plan") != self.spec.fingerprint:
             raise UsageError(
                 "the loader state belongs to another plan",
-                f"expected the plan of {self.spec}",
+                f"expected that of split {self.spec.split!r}, seed {self.spec.seed}, global_batch_size "
+                f"{self.spec.global_batch_size}, num_streams {self.spec.num_streams}, of this dataset version",
                 "give the same datasets, split, global_batch_size, seed, num_streams, shuffle, where, sample and mix",
             )
         self.seek(state.get("epoch", ""), state.get("step", ""))
