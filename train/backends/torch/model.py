@@ -71,8 +71,8 @@ def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = Tr
     if not has_numbers:
         model, why_whole = built_without_numbers(make)
         if model is not None:
-            _limit_momentum(config, model, spec, is_keras=False)
             frozen, identity = freeze(config, model, is_keras=False), _identity(model, is_keras=False)
+            _limit_momentum(config, model, spec, is_keras=False)
             classifier = classifier_of(model, is_keras=False, spec=spec)
             return BuiltModule(classifier, model, False, True, frozen, identity)
     model = make()
