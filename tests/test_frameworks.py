@@ -17,6 +17,8 @@ ROOMS = (
     "shardmill/loader/torch_device.py",
     "shardmill/loader/tensorflow.py",
     "shardmill/loader/jax.py",
+    # Asks those that are running for their processes.
+    "shardmill/loader/ranks.py",
     # Of Horovod that which starts ranks.
     "train/launching/horovod_spark.py",
 )
