@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from etl.checks.facts import (
     check_classes,
@@ -56,6 +57,7 @@ from shardmill.values import DatasetPin
 
 # Each is a version that another writer made, so that all of them together always get on.
 _MAX_LOST_COMMITS = 1_000
+_WORK = ("seconds", "images_per_second", "num_units", "num_units_kept", "num_task_retries", "published")
 SUMMARY_SECTIONS = ("dataset", "etl")
 """Sections that the ETL adds to a run's summary."""
 
@@ -266,17 +268,14 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
         status="skipped" if outcome.skipped else "done",
         sections={
             "dataset": dataset_section(outcome.pin, outcome.manifest),
-            "etl": {
-                "engine": tree.etl.engine,
-                "seconds": outcome.seconds,
-                "images_per_second": outcome.images_per_second,
-                "num_units": outcome.num_units,
-                "num_units_kept": outcome.num_units_kept,
-                "num_task_retries": outcome.num_task_retries,
-                "published": outcome.published,
-            },
+            "etl": work_done(outcome, tree.etl.engine),
         },
     )
+
+
+def work_done(outcome: BuildOutcome, engine: str) -> dict[str, Any]:
+    """What a build did, for a run's summary."""
+    return {"engine": engine, **{name: getattr(outcome, name) for name in _WORK}}
 
 
 def main() -> int:

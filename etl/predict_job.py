@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.job import BuildOutcome, build_dataset
+from etl.job import BuildOutcome, build_dataset, work_done
 from etl.sources import COMMITTED
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
@@ -67,14 +67,8 @@ def predictions_record(outcome: BuildOutcome, engine: str) -> StageRecord:
         **dataset_section(outcome.pin, outcome.manifest),
         "model": str(made_by),
         "source": outcome.manifest.source.described,
-        "engine": engine,
         "num_predicted": outcome.num_images_read,
-        "seconds": outcome.seconds,
-        "images_per_second": outcome.images_per_second,
-        "num_units": outcome.num_units,
-        "num_units_kept": outcome.num_units_kept,
-        "num_task_retries": outcome.num_task_retries,
-        "published": outcome.published,
+        **work_done(outcome, engine),
     }
     status = "skipped" if outcome.skipped else "done"
     return StageRecord(stage="predict", status=status, sections={"predictions": predictions})

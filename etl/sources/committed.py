@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.chunks import ChunkFetcher, with_fetchers
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import read_rows
@@ -85,15 +85,10 @@ class StoredImages:
     @cached_property
     def _places(self) -> dict[str, tuple[ChunkFetcher, int, list[int]]]:
         """Of each shard: who reads it, the number of its first chunk, and the first row of each of its chunks."""
-        dataset, places = self._dataset, {}
-        for split in dataset.manifest.splits:
-            index = dataset.index(split)
-            fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
-            shards = dataset.shards_of(split)
-            for shard, first in zip(shards, index.first_chunk_of_shard.tolist(), strict=True):
-                rows = [0, *itertools.accumulate(chunk.num_rows for chunk in shard.chunks)]
-                places[shard.path] = fetcher, first, rows
-        return places
+        return {
+            shard.path: (fetcher, first, [0, *itertools.accumulate(chunk.num_rows for chunk in shard.chunks)])
+            for shard, fetcher, first in with_fetchers(self._dataset, ("auto",))
+        }
 
     def read(self, image: SourceImage) -> bytes:
         """The stored bytes. Raises IntegrityError for an altered chunk: a dataset is whole, or not read at all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from shardmill.dataset.chunk_cache import ChunkCache
+    from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.split_index import SplitIndex
     from shardmill.recycled_memory import RecycledMemory
+    from shardmill.values import ShardInfo
 
 
 # Of footers as they are stored; parsed by pyarrow 14 they take 16 times as much, so that 300 of 13 KB are 64 MB.
@@ -138,6 +140,17 @@ class ChunkFetcher:
             raise IntegrityError(
                 f"{what} of shard {uri} was altered: CRC-32C {actual:08x}", f"expected {crc32c:08x}", RESTORE
             )
+
+
+def with_fetchers(dataset: Dataset, formats: Iterable[str]) -> Iterator[tuple[ShardInfo, ChunkFetcher, int]]:
+    """Every shard of a version in these formats, who reads its chunks, and the number of the first of them there."""
+    for split in dataset.manifest.splits:
+        for format_name in formats:
+            index = dataset.index(split, format_name)
+            fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
+            shards = dataset.shards_of(split, format_name)
+            for shard, first_chunk in zip(shards, index.first_chunk_of_shard.tolist(), strict=True):
+                yield shard, fetcher, first_chunk
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
 
 from shardmill.checksummed import verify_file
-from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.chunks import with_fetchers
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import shard_file
 from shardmill.dataset.segment import RESTORE, require
@@ -28,7 +28,7 @@ def read_everything(
 ) -> str:
     """Every byte of every shard against its checksums, and every row against its row segment, which `rows_of` reads."""
     num_bytes = num_rows = 0
-    for number, (shard, fetcher, first_chunk) in enumerate(_with_fetchers(dataset)):
+    for number, (shard, fetcher, first_chunk) in enumerate(with_fetchers(dataset, dataset.manifest.formats)):
         where = join_uri(dataset.store.uri, shard.path)
         known = rows_of(shard).to_pylist()
         place = 0
@@ -113,13 +113,3 @@ def _is_same(stored: Value, expected: Value) -> bool:
     if isinstance(expected, float) and isinstance(stored, float):
         return bool(np.isclose(stored, expected, rtol=1e-6, equal_nan=True)) or stored == np.float32(expected)
     return stored == expected
-
-
-def _with_fetchers(dataset: Dataset) -> Iterator[tuple[ShardInfo, ChunkFetcher, int]]:
-    for split in dataset.manifest.splits:
-        for format_name in dataset.manifest.formats:
-            index = dataset.index(split, format_name)
-            fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
-            shards = dataset.shards_of(split, format_name)
-            for shard, first_chunk in zip(shards, index.first_chunk_of_shard.tolist(), strict=True):
-                yield shard, fetcher, first_chunk

@@ -174,7 +174,7 @@ class _OpenTar:
         self._file = folder / f"{split}-{number:06d}.tar"
         with as_storage_error(self._file):
             # The plain format of POSIX: our names are short, and every reader knows it.
-            self._tar = tarfile.open(self._file, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  `close` does it
+            self._tar = tarfile.open(self._file, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  `close` closes it
         self._num_rows = self._digest_sum = 0
 
     def size_with(self, members: Members) -> int:

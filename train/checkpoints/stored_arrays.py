@@ -37,6 +37,11 @@ class ArrayLike(Protocol):
     def __getitem__(self, places: Places, /) -> np.ndarray: ...
 
 
+def box_of(shape: tuple[int, ...], places: Places) -> tuple[slice, ...]:
+    """`places` of an array of this shape, with a slice for each axis."""
+    return tuple(slice(0, size) for size in shape) if isinstance(places, EllipsisType) else places
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     """A file of weights that is read piece by piece."""
@@ -77,8 +82,7 @@ class StoredArray:
         return math.prod(self.shape)
 
     def __getitem__(self, places: Places) -> np.ndarray:
-        if isinstance(places, EllipsisType):
-            places = tuple(slice(0, size) for size in self.shape)
+        places = box_of(self.shape, places)
         box = tuple(each.stop - each.start for each in places)
         array = np.empty(box, self.dtype)
         firsts, length = _runs(self.shape, places)

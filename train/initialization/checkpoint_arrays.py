@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import EllipsisType
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from shardmill.stores import open_store
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import WEIGHTS_PART, Shard, filled, read_index
 from train.checkpoints.state import rank_file
-from train.checkpoints.stored_arrays import ArrayLike, Places, StoredArray, WeightFile
+from train.checkpoints.stored_arrays import ArrayLike, Places, StoredArray, WeightFile, box_of
 
 _LOCAL_HEADER_BYTES = 30
 _LONGEST_NPY_HEADER = 1 << 12
@@ -57,8 +56,7 @@ class _BoxedArray:
         return math.prod(self.shape)
 
     def __getitem__(self, places: Places) -> np.ndarray:
-        if isinstance(places, EllipsisType):
-            places = tuple(slice(0, size) for size in self.shape)
+        places = box_of(self.shape, places)
         any_box = self.boxes[0][0]
         offsets, sizes = tuple(each.start for each in places), tuple(each.stop - each.start for each in places)
         return filled(Shard(any_box.part, any_box.name, self.shape, offsets, sizes), self.boxes, self.where)

@@ -139,7 +139,7 @@ class Planned:
 
 
 def scaling_table(planned: Planned, given: Sequence[str] = ()) -> ScalingTable:
-    """Raises UsageError for an assumption that is none, and for a strategy without a model."""
+    """Raises UsageError for an invalid assumption, and for a strategy whose exchanges are not modelled."""
     assumptions, names = assumptions_of(given)
     if planned.strategy not in EXCHANGES:
         raise UsageError(

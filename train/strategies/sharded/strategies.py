@@ -12,6 +12,7 @@ as many copies of the shards: gathers stay inside a group, and only sums cross i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from train.config import TrainConfig
@@ -55,21 +56,21 @@ TORCH_FSDP = Strategy(
     held=held_on(fsdp_mesh),
     secondary_error=TORCH_DDP.secondary_error,
 )
+
+
+def _with_divided_layers(mesh: Callable[[TrainConfig], Mesh]) -> Strategy:
+    return replace(
+        TORCH_FSDP,
+        join=sharded(mesh),
+        mesh=mesh,
+        held=held_on(mesh),
+        check_learner=check_layers_of(mesh),
+    )
+
+
 ZERO1 = replace(TORCH_FSDP, join=join_zero1, mesh=Mesh.of, held=held_by_zero1)
-TENSOR_PARALLEL = replace(
-    TORCH_FSDP,
-    join=sharded(tensor_mesh),
-    mesh=tensor_mesh,
-    held=held_on(tensor_mesh),
-    check_learner=check_layers_of(tensor_mesh),
-)
-HYBRID = replace(
-    TORCH_FSDP,
-    join=sharded(hybrid_mesh),
-    mesh=hybrid_mesh,
-    held=held_on(hybrid_mesh),
-    check_learner=check_layers_of(hybrid_mesh),
-)
+TENSOR_PARALLEL = _with_divided_layers(tensor_mesh)
+HYBRID = _with_divided_layers(hybrid_mesh)
 PIPELINE_PARALLEL = replace(
     TORCH_FSDP,
     join=pipeline.join_pipeline,
