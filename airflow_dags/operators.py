@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
@@ -67,18 +67,29 @@ class StageOperator(BaseOperator):
         return RunFolder(self.workdir, self.shardmill_run_id)
 
     def chosen_flags(self, context: Context) -> list[str]:
-        """The options whose params are set in this run."""
+        """The options whose params are set in this run, or were in the one whose version has started it."""
+        events = [event.extra or {} for of_asset in self._events(context) for event in of_asset]
+        newest = max(events, key=lambda extra: extra.get("version") or 0, default={})
+        chosen = {*self._set_params(context), *newest.get("params", ())}
+        return [option for name, option in self.flags.items() if name in chosen]
+
+    def _set_params(self, context: Context) -> list[str]:
         params = context.get("params") or {}
-        return [option for name, option in self.flags.items() if params.get(name)]
+        return [name for name in self.flags if params.get(name)]
+
+    def _events(self, context: Context) -> Iterable[Any]:
+        return (context.get("triggering_asset_events") or {}).values()
 
     def report_result(self, context: Context) -> dict[str, Any]:
         """Ids and digests for XCom; and an asset event, if this run has published something that was not there."""
         ids, is_published = self.folder.result_of(self.stage)
+        # What a person has accepted for a version holds for the training that it starts.
+        extra = {**ids, "params": params} if (params := self._set_params(context)) else ids
         for alias in self.outlets:
             if is_published:
                 asset = Asset(name=alias.name.removesuffix(":new"), uri=self.publishes)
                 # Airflow's type says that it may be missing; a running task always has it.
-                context["outlet_events"][alias].add(asset, extra=ids)  # pyright: ignore[reportTypedDictNotRequiredAccess]
+                context["outlet_events"][alias].add(asset, extra=extra)  # pyright: ignore[reportTypedDictNotRequiredAccess]
         return ids
 
 

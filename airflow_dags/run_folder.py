@@ -56,13 +56,14 @@ class RunFolder:
         return _failure(f"{stage} failed with exit code {code}: {summary.get('error')}", code)
 
     def result_of(self, stage: str) -> tuple[dict[str, Any], bool]:
-        """Ids and digests, for XCom; and whether this run has published something that was not there before."""
+        """Ids, digests and drift, for XCom; and whether this run has published something that was not there before."""
         sections = self.record_of(stage).get("sections", {})
         made = sections.get("predictions") or {}
         dataset, promotion = made or sections.get("dataset") or {}, sections.get("promotion") or {}
         found = {
             "version": dataset.get("version"),
             "content_digest": dataset.get("content_digest"),
+            "drift": (sections.get("drift") or {}).get("amount"),
             "weights_sha256": (sections.get("train") or {}).get("weights_sha256"),
             "decision": promotion.get("decision"),
             "current": promotion.get("current"),

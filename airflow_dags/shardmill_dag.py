@@ -41,6 +41,9 @@ NO_CONFIGS = "shardmill_config_error"
 REPLACE_SOURCE = Param(False, type="boolean", description="etl: allow the images to come from another source")
 FRESH = Param(False, type="boolean", description="train: start from the first step even if a result exists")
 REQUIRE = Param(False, type="boolean", description="promote: fail the run if the gate is not passed")
+ACCEPT_DRIFT = Param(False, type="boolean", description="etl, drift: accept a version beyond etl.max_drift")
+# The option that accepts a drift.
+ACCEPTS = {"accept_drift": "--set=etl.max_drift=1"}
 
 
 def asset_uri(uri: str) -> str:
@@ -61,7 +64,7 @@ def job_file(stage: str) -> str:
 def read_config(config_file: Path) -> dict[str, Any]:
     """A config file's tables, as far as a DAG needs them; the stages check the rest. Raises ValueError or OSError."""
     config = tomllib.loads(config_file.read_text(encoding="utf-8"))
-    for path in ("dataset", "models", "spark", "spark.etl", "spark.train", "spark.etl.conf", "spark.train.conf"):
+    for path in ("dataset", "models", "etl", "spark", "spark.etl", "spark.train", "spark.etl.conf", "spark.train.conf"):
         table: Any = config
         for name in path.split("."):
             table = table.get(name, {})
@@ -103,6 +106,11 @@ class Stages:
     @property
     def models(self) -> Asset:
         return Asset(name=f"{self.name}_model", uri=asset_uri(self._given_models() or f"{self.workdir}/models"))
+
+    @property
+    def limits_drift(self) -> bool:
+        """Whether a version may be too far from an older one: `etl.max_drift` is set."""
+        return "max_drift" in self.config.get("etl", {})
 
     def command(
         self, stage: str, *more_arguments: str, publishes: Asset | None = None, **kwargs: Any
@@ -170,23 +178,26 @@ def build_dags(config_file: Path, dag_id: str, settings: DagSettings) -> list[DA
     common = {"default_args": settings.of_each_task()}
     schedule = settings.dag_schedule()
     both = {"fresh": FRESH, "require_promotion": REQUIRE}
+    of_data = {"replace_source": REPLACE_SOURCE}
+    if stages.limits_drift:
+        of_data["accept_drift"] = ACCEPT_DRIFT
 
     # One DAG for everything: images to a promoted model.
     if not settings.has_own_training_dag():
-        params = {"replace_source": REPLACE_SOURCE, **both}
-        with empty_dag(config_file.name, dag_id, schedule=schedule, params=params, **common) as dag:
+        with empty_dag(config_file.name, dag_id, schedule=schedule, params={**of_data, **both}, **common) as dag:
             in_order([*etl_stages(stages), *training_stages(stages, VERSION)])
         return [dag]
 
     # Or one that publishes versions of the dataset, and one that each of them starts.
     if not config.get("dataset", {}).get("uri"):
         raise ValueError("dataset.uri is not set; expected the dataset whose new versions start the training")
-    params = {"replace_source": REPLACE_SOURCE}
-    with empty_dag(config_file.name, dag_id, schedule=schedule, params=params, **common) as dag:
+    with empty_dag(config_file.name, dag_id, schedule=schedule, params=of_data, **common) as dag:
         in_order(etl_stages(stages))
     on_dataset = [stages.dataset]
-    with empty_dag(config_file.name, f"{dag_id}_train", schedule=on_dataset, params=both, **common) as training:
-        in_order(training_stages(stages, ASSET_VERSION))
+    params = {**both, "accept_drift": ACCEPT_DRIFT} if stages.limits_drift else both
+    with empty_dag(config_file.name, f"{dag_id}_train", schedule=on_dataset, params=params, **common) as training:
+        verify, *others = training_stages(stages, ASSET_VERSION)
+        in_order([verify, *asset_checks(stages), *others])
     return [dag, training]
 
 
@@ -195,8 +206,15 @@ def etl_stages(stages: Stages) -> list[BaseOperator]:
     return [
         # What can be known before the ETL starts is found before it.
         stages.command("doctor"),
-        stages.spark("etl", publishes=stages.dataset, flags={"replace_source": "--replace-source"}),
+        stages.spark("etl", publishes=stages.dataset, flags={"replace_source": "--replace-source", **ACCEPTS}),
     ]
+
+
+def asset_checks(stages: Stages) -> list[BaseOperator]:
+    """What a version must pass that an asset event names: others than this config's `etl` may have committed it."""
+    if not stages.limits_drift:
+        return []
+    return [stages.command("drift", "--dataset-version", VERIFIED_VERSION, flags=ACCEPTS)]
 
 
 def training_stages(stages: Stages, version: str) -> list[BaseOperator]:

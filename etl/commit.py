@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from etl.checks.drift import check_drift
 from etl.checks.duplicates import resolve_duplicates
 from etl.checks.limits import check_limits
 from etl.later_runs.append import append
@@ -57,8 +58,13 @@ def commit_results(
             return plan.parent
         build, results = beside
     resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
+
+    def check(draft: Manifest) -> None:
+        check_drift(plan.store, plan.task.config, draft)
+        check_lease()
+
     manifest = commit_version(
-        plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version, check_lease
+        plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version, check
     )
     _clear_pending(plan, manifest, changes)
     return manifest

@@ -171,6 +171,11 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     4."""
     max_vanished_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.5, ge=0, le=1)
     """If the source lacks more than this share of the latest version's images, the run ends with exit 4."""
+    max_drift: Annotated[float, REBUILDS_NOTHING] = Field(default=1.0, ge=0, le=1)
+    """If the new version differs by more than this from `drift_baseline`, the run ends with exit 7; 1: no limit
+    (docs/drift.md)."""
+    drift_baseline: Annotated[int, REBUILDS_NOTHING] = Field(default=0, ge=0)
+    """Version with which the new one is compared; 0: the latest."""
     write_mode: Annotated[Literal["overwrite", "append"], REBUILDS_NOTHING] = "overwrite"
     """Whether the next version contains only the source's images, or also those of the latest version."""
     detect_changes: Annotated[Literal["stat", "content"], REBUILDS_NOTHING] = "stat"

@@ -17,8 +17,7 @@ if __name__ == "__main__":
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from etl.checks.facts import (
     check_classes,
@@ -35,6 +34,7 @@ from etl.config import EtlTree
 from etl.engines import ENGINES, EngineSettings
 from etl.later_runs.carry import Copy
 from etl.listing.grouping import Group
+from etl.outcome import BuildOutcome, stage_record
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.units.finished import Finished
 from etl.units.pending import clear_pending, kept_results
@@ -49,42 +49,14 @@ from shardmill.errors import CommitConflict
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
-from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
 from shardmill.row_mapping import RowMapping
-from shardmill.values import DatasetPin
 
 # Each is a version that another writer made, so that all of them together always get on.
 _MAX_LOST_COMMITS = 1_000
-_WORK = ("seconds", "images_per_second", "num_units", "num_units_kept", "num_task_retries", "published")
 SUMMARY_SECTIONS = ("dataset", "etl")
 """Sections that the ETL adds to a run's summary."""
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOutcome:
-    """The version that holds the source's images now."""
-
-    pin: DatasetPin
-    manifest: Manifest
-    skipped: bool
-    """True if the latest version was made from the same inputs and config already."""
-    published: bool
-    """True if this run made the version, in this attempt or an earlier one."""
-    num_units: int
-    num_units_kept: int
-    """Units that an earlier, interrupted run had finished."""
-    num_task_retries: int
-    """Attempts at units that ended too early, and were followed by another one."""
-    num_images_read: int
-    """Images in the other units; 0 if nothing was left to do."""
-    seconds: float
-
-    @property
-    def images_per_second(self) -> float:
-        """Images that this build itself read, per second; 0 if there was nothing to do."""
-        return self.num_images_read / max(self.seconds, 1e-9)
 
 
 def build_dataset(
@@ -97,7 +69,8 @@ def build_dataset(
     before_work: Callable[[RowSchema], object] | None = None,
     mapping: RowMapping | None = None,
 ) -> BuildOutcome:
-    """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7).
+    """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7), or
+    DriftLimitExceeded (7).
 
     `mapping`: what to store in place of pixels. `replace_source` allows another source than the latest version's.
     `check_labels` is given if a training follows: what it raises for the labels that the listing tells, and UsageError
@@ -259,23 +232,6 @@ def _settings(tree: EtlTree) -> EngineSettings:
 def _warn(observer: Observer, messages: Iterable[str]) -> None:
     for message in messages:
         observer.event("etl.warning", {WARNING: message})
-
-
-def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
-    """Return the part of a run's summary that the ETL adds."""
-    return StageRecord(
-        stage="etl",
-        status="skipped" if outcome.skipped else "done",
-        sections={
-            "dataset": dataset_section(outcome.pin, outcome.manifest),
-            "etl": work_done(outcome, tree.etl.engine),
-        },
-    )
-
-
-def work_done(outcome: BuildOutcome, engine: str) -> dict[str, Any]:
-    """What a build did, for a run's summary."""
-    return {"engine": engine, **{name: getattr(outcome, name) for name in _WORK}}
 
 
 def main() -> int:

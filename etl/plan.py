@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import pyarrow as pa
 
+from etl.checks.drift import check_baseline
 from etl.checks.places import check_places
 from etl.config import EtlTree, SourceConfig
 from etl.later_runs.appendable import check_appendable
@@ -112,6 +113,7 @@ def plan_build(
     etl = tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
     for name, uri in tree.source.uris().items():
         check_places(name, require_uri(name, uri), tree.dataset.uri)
+    check_baseline(tree)
     source = SOURCES[tree.source.kind](tree.source)
     # From here on: an executor has a working directory of its own.
     section = with_absolute_uris(tree.source, source)

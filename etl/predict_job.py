@@ -20,8 +20,10 @@ if __name__ == "__main__":
 from collections.abc import Callable
 from dataclasses import replace
 
+from etl.checks.drift import NO_LIMIT
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.job import BuildOutcome, build_dataset, work_done
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome, work_done
 from etl.sources import COMMITTED
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
@@ -108,6 +110,8 @@ def _settings(etl: EtlConfig, mapping: RowMapping) -> EtlConfig:
             "label_map": (),
             "duplicates": "report",
             "write_mode": "overwrite",
+            "max_drift": NO_LIMIT,
+            "drift_baseline": 0,
         }
     )
 

@@ -62,6 +62,10 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
             "pipeline.commands.inspect:inspect",
             "Show the contents of a dataset version, or (--rejects with its path) the ledger of a failed build.",
         ),
+        "drift": Entry(
+            "pipeline.commands.drift:drift",
+            "Compare the classes, sizes and pixels of a dataset version with an older one. Exit 7 above a limit.",
+        ),
         "export-tar": Entry(
             "pipeline.commands.export_tar:export_tar",
             "Write a dataset version as WebDataset shards (tar files) into an empty folder, every row verified.",

@@ -14,7 +14,8 @@ from typing import Any
 import typer
 
 from etl.config import EtlTree
-from etl.job import build_dataset, stage_record
+from etl.job import build_dataset
+from etl.outcome import stage_record
 from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
 from pipeline.config import require
 from pipeline.output.printing import print_result, summary_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -11,8 +11,9 @@ from pipeline.config import load_pipeline, without_secrets
 from pipeline.config_file import to_toml
 from pipeline.output.progress import RunProgress
 from pipeline.tree import PipelineTree
+from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError
-from shardmill.jobs.run_files import RUNNING, StageRecord, dataset_section, failed_stage
+from shardmill.jobs.run_files import RUNNING, StageRecord, dataset_section, failed_stage, read_stage_record
 from shardmill.jobs.run_record import RunRecord, recording
 
 if TYPE_CHECKING:
@@ -85,3 +86,17 @@ def verify_record(report: VerifyReport) -> StageRecord:
     except ShardmillError as error:
         return failed_stage("verify", error)
     return StageRecord(stage="verify", sections={"dataset": dataset_section(report.pin, report.manifest)})
+
+
+def dataset_of_run(run: Run, stages: Sequence[str] = ("etl", "verify")) -> str:
+    """DATASET@N as it was asked for, or as the last of `stages` in this run committed or checked it; without either,
+    what the config names."""
+    if split_version(run.tree.dataset.uri)[1] is not None:
+        return run.tree.dataset.uri
+    records = [read_stage_record(run.record.workdir, run.id, stage) for stage in stages]
+    # An older shardmill's check does not say of which version it was.
+    ended = [each for each in records if each is not None and each.status != "failed" and "dataset" in each.sections]
+    if not ended:
+        return run.tree.dataset.uri
+    dataset = max(ended, key=lambda each: each.started).sections["dataset"]
+    return f"{dataset['uri']}@{dataset['version']}"

@@ -83,6 +83,10 @@ class RejectLimitExceeded(ShardmillError):
     is_worth_retrying = False
 
 
+class DriftLimitExceeded(RejectLimitExceeded):
+    """A version differs from an older one by more than `etl.max_drift` allows."""
+
+
 class SecurityRefusal(ShardmillError):
     """An artefact asks for something no honest one asks for (a path outside its root, code in data)."""
 

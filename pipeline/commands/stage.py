@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.cli_options import Common
 from pipeline.config import after_etl, load_for_dataset, require
 from pipeline.output.printing import print_result, stage_rows, stage_title
-from pipeline.running import Run, open_run
+from pipeline.running import Run, dataset_of_run, open_run
 from pipeline.tree import PipelineTree
-from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_record
 
@@ -70,17 +69,3 @@ def export_of_run(run: Run) -> ExportOutcome:
         return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, skipped=True)
     trained = finished_training(run.tree.part(TrainTree), open_dataset(dataset_of_run(run)).pin)
     return export_training(trained.models_uri, run.tree.train, trained.result, run.id)
-
-
-def dataset_of_run(run: Run, stages: Sequence[str] = ("etl", "verify")) -> str:
-    """DATASET@N as it was asked for, or as the last of `stages` in this run committed or checked it; without either,
-    what the config names."""
-    if split_version(run.tree.dataset.uri)[1] is not None:
-        return run.tree.dataset.uri
-    records = [read_stage_record(run.record.workdir, run.id, stage) for stage in stages]
-    # An older shardmill's check does not say of which version it was.
-    ended = [each for each in records if each is not None and each.status != "failed" and "dataset" in each.sections]
-    if not ended:
-        return run.tree.dataset.uri
-    dataset = max(ended, key=lambda each: each.started).sections["dataset"]
-    return f"{dataset['uri']}@{dataset['version']}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 
 from pipeline.cli_options import AllowChange, Common, DatasetArgument, Fresh, command
-from pipeline.commands.stage import dataset_of_run, load_before_run, open_dataset_run, print_stage
+from pipeline.commands.stage import load_before_run, open_dataset_run, print_stage
 from pipeline.preflight import refuse_what_cannot_work
+from pipeline.running import dataset_of_run
 
 
 @command()

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
-from pipeline.commands.stage import dataset_of_run
 from pipeline.config import existing_path, require
 from pipeline.output.printing import print_result, verify_document, verify_rows
-from pipeline.running import open_run, verify_record
+from pipeline.running import dataset_of_run, open_run, verify_record
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError
 from shardmill.jobs.ending import report_error

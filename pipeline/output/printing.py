@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 Rows = list[tuple[str, ...]]
+# Less is printed as 0.00.
+_DRIFT_SHOWN = 0.005
 
 
 def summary_rows(summary: dict[str, Any]) -> Rows:
@@ -83,7 +85,18 @@ def _dataset_rows(sections: Mapping[str, Any]) -> Rows:
         ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
         ("splits", splits),
         ("dataset", f"{dataset['uri']}@{dataset['version']}"),
+        *_drift_rows(sections),
     ]
+
+
+def _drift_rows(sections: Mapping[str, Any]) -> Rows:
+    from shardmill.data_faults.drift import Drift
+
+    if not sections.get("drift"):
+        return []
+    drift = Drift.model_validate(sections["drift"])
+    moved = drift.words_above(_DRIFT_SHOWN) or "hardly any"
+    return [("drift", f"from version {drift.against_version}: {moved}")]
 
 
 def _training_rows(sections: Mapping[str, Any]) -> Rows:

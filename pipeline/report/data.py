@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmill.data_faults.drift import Drift
     from shardmill.data_faults.quality import SuspectImage
     from shardmill.dataset.statistics import ImageSizes
     from shardmill.jobs.run_files import StageRecord
@@ -65,6 +66,8 @@ class ReportData:
     suspects: tuple[SuspectGroup, ...] = ()
     telltales: tuple[str, ...] = ()
     """Properties of whole images that tell the classes apart, a sentence each."""
+    drift: Drift | None = None
+    """Also that for which a version was refused."""
     history: tuple[EpochRecord, ...] = ()
     evaluation: Evaluation | None = None
     scaling: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from pipeline.output.data_faults import telltale_words
 from pipeline.report.data import Picture, RejectedGroup, ReportData, SuspectGroup
 from pipeline.report.page import render
+from shardmill.data_faults.drift import Drift
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.quality import Fault, SuspectImage, find_faults
 from shardmill.dataset.ledger import read_ledger, read_rejections
@@ -69,6 +70,7 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
         "history": history,
         "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
         "scaling": detail.get("train", {}).get("scaling"),
+        "drift": _drift(summary, detail),
     }
     failed_build = detail.get("etl", {}).get("ledger")
     config = data["config_toml"]
@@ -76,6 +78,13 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
         _of_failed_build(detail["etl"], config) if failed_build else _of_dataset(summary.get("dataset") or {}, config)
     )
     return ReportData(**data, **found)
+
+
+def _drift(summary: dict[str, Any], detail: dict[str, dict[str, Any]]) -> Drift | None:
+    """Of the version, or of the one that was refused for it."""
+    refused = (detail.get(stage, {}).get("drift") for stage in ("etl", "drift"))
+    found = next(filter(None, (*refused, summary.get("drift"))), None)
+    return Drift.model_validate(found) if found else None
 
 
 def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:

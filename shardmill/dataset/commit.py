@@ -69,9 +69,12 @@ def check_accounting(
 
 def commit_version(
     store: Store, build: Build, results: Sequence[UnitResult], rejections: RejectionLog, duplicates: DuplicateCounts,
-    parent_version: int, check_lease: Callable[[], object] = lambda: None,
+    parent_version: int, check: Callable[[Manifest], object] = lambda draft: None,
 ) -> Manifest:  # fmt: skip
     """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
+
+    `check` may still refuse the draft, when all files are written and only the manifest is not; last, it checks the
+    lease (see `publish`).
 
     A build that equals its parent, source included, makes no version: the parent is returned, if all its files exist.
     Raises IntegrityError if the accounting does not add up, CommitConflict (naming the winner) if another writer
@@ -93,7 +96,7 @@ def commit_version(
         ):
             record_if_missing(store, parent_version)
             return parent
-    return publish(store, draft, check_lease)
+    return publish(store, draft, lambda: check(draft))
 
 
 def publish(store: Store, draft: Manifest, check_lease: Callable[[], object] = lambda: None) -> Manifest:

@@ -77,7 +77,7 @@ def write_config(folder: Path, file: str) -> None:
     (folder / file).parent.mkdir()
     (folder / file).write_text(
         f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/{Path(file).stem}"\n[etl]\nimage_size = 16\n'
-        '[train]\nmodel = "gated_model:build"\nepochs = 1\nglobal_batch_size = 16\nnum_workers = 2\n'
+        'max_drift = 0.9\n[train]\nmodel = "gated_model:build"\nepochs = 1\nglobal_batch_size = 16\nnum_workers = 2\n'
         # Ranks that a test stops for a while are not silent.
         "watch.stop_timeout_seconds = 5\nwatch.silent_seconds = 600\n"
         # The connection's `yarn` is nowhere: no task could run with it.
@@ -206,7 +206,7 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
         lambda: any("ERROR 6: attempt 3 at" in log.read_text() for log in logs.glob("**/task_id=train/attempt=3.log")),
     )
     assert files_of(folder / "work" / "own") == left
-    assert airflow.tasks(TRAINING_ID, run_id)["train"]["state"] == "success"
+    assert {airflow.tasks(TRAINING_ID, run_id)[name]["state"] for name in ("drift", "train")} == {"success"}
 
     # A run with nothing new starts no training; one that is done again makes no other version and no other training.
     airflow.wait_for_end(ASSET_ID, airflow.trigger(ASSET_ID))

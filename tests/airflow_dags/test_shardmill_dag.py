@@ -32,10 +32,10 @@ def environment_of(folder: Path) -> dict[str, str]:
     }
 
 
-def write_config(folder: Path, name: str, source: Path) -> None:
+def write_config(folder: Path, name: str, source: Path, etl: str = "") -> None:
     (folder / "configs").mkdir(exist_ok=True)
     (folder / "configs" / f"{name}.toml").write_text(
-        f'[source]\nuri = "{source}"\n[dataset]\nuri = "{folder}/dataset"\n[etl]\nimage_size = 16\n'
+        f'[source]\nuri = "{source}"\n[dataset]\nuri = "{folder}/dataset"\n[etl]\nimage_size = 16\n{etl}'
         "[train]\nepochs = 1\nglobal_batch_size = 16\n"
         '[spark.etl.conf]\n"spark.ui.enabled" = "false"\n'
     )
@@ -96,7 +96,7 @@ def test_a_dag_run_publishes_a_dataset_and_a_model(tmp_path: Path):
     ]
     assert json.loads(events[0][2])["content_digest"] == summary["dataset"]["content_digest"]
     names = {name for xcom in xcoms for name in (json.loads(xcom) if isinstance(xcom, str) else xcom)}
-    assert names <= {"version", "content_digest", "weights_sha256", "decision", "current"}
+    assert names <= {"version", "content_digest", "drift", "weights_sha256", "decision", "current"}
     assert {"version", "weights_sha256", "decision"} <= names
 
 

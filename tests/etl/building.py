@@ -7,10 +7,10 @@ from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome
 from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.listing.segments import read_cells
+from etl.outcome import BuildOutcome
 from etl.plan import plan_build
 from etl.sources import SOURCES
 from etl.units.finished import Finished

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from etl.sources.extra import ExtraColumns
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import encode_manifest, parse_manifest

@@ -16,8 +16,9 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
 from etl.later_runs.carry import carry
+from etl.outcome import BuildOutcome
 from etl.plan import plan_build, plan_changes
 from etl.units.copy_unit import copy_rows
 from etl.units.finished import Finished

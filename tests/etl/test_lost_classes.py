@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.maintenance.gc import collect_garbage

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 from etl.config import EtlConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig, SourceConfig
-from etl.job import BuildOutcome
+from etl.outcome import BuildOutcome
 from etl.sources import COMMITTED
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset

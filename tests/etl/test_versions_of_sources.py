@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset
+from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from etl.plan import plan_build
 from etl.units.write_unit import write_unit
 from shardmill.dataset.ledger import read_rejections

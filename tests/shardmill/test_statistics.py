@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from etl.job import BuildOutcome
+from etl.outcome import BuildOutcome
 from shardmill.dataset import row_segments
 from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts, add_sizes, count_sizes

@@ -1,0 +1,110 @@
+"""The output of `shardmill drift`: how far a version is from another one, and whether that is too far."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.output.printing import Rows
+from shardmill.data_faults.drift import AspectDrift, Drift, measure_drift, previous_content
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.versions import latest_version, read_manifest, split_version
+from shardmill.errors import DriftLimitExceeded, ShardmillError
+from shardmill.jobs.run_files import StageRecord, dataset_section, failed_stage
+from shardmill.stores import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A version beside an older one, or beside nothing if it is the first."""
+
+    dataset: Dataset
+    against_uri: str
+    drift: Drift | None
+    limit: float
+
+    @property
+    def title(self) -> str:
+        pin = self.dataset.pin
+        return f"{pin.uri}@{pin.version}" + ("" if self.drift is None else f" against {self._against}")
+
+    @property
+    def _against(self) -> str:
+        assert self.drift is not None
+        version = f"@{self.drift.against_version}"
+        return version if self.against_uri == self.dataset.pin.uri else self.against_uri + version
+
+    def document(self) -> dict[str, Any]:
+        """The document of --json."""
+        drift = self.drift.model_dump(mode="json") if self.drift is not None else {}
+        return {
+            "uri": self.dataset.pin.uri,
+            "version": self.dataset.pin.version,
+            "against_uri": self.against_uri if drift else None,
+            "against_version": drift.get("against_version"),
+            "amount": drift.get("amount"),
+            "max_drift": self.limit,
+            "ok": not self.is_above,
+            "aspects": drift.get("aspects", []),
+        }
+
+    def rows(self) -> Rows:
+        """One row for each aspect: how far it has drifted, and what has moved."""
+        if self.drift is None:
+            return [("nothing to compare", f"version {self.dataset.pin.version} is the first", "")]
+        return [_row(each) for each in self.drift.aspects]
+
+    @property
+    def is_above(self) -> bool:
+        return self.drift is not None and self.drift.amount > self.limit
+
+    def raise_if_above(self) -> None:
+        """Raise DriftLimitExceeded (7) for a drift beyond the limit."""
+        if self.drift is None or not self.is_above:
+            return
+        named = f"{self.dataset.pin.uri}@{self.dataset.pin.version}"
+        is_same = self.against_uri == self.dataset.pin.uri
+        rows = f"`shardmill inspect {shlex.quote(named)} --diff {self.drift.against_version}` lists the rows; "
+        raise DriftLimitExceeded(
+            f"{named} has drifted by {self.drift.amount:.2f} from {self._against}: "
+            f"{self.drift.words_above(self.limit)}",
+            f"the limit (etl.max_drift, --max-drift) is {self.limit:g}",
+            f"{rows if is_same else ''}use another version, or a higher limit if the change is meant",
+            detail={"drift": self.drift.model_dump(mode="json")},
+        )
+
+    def record(self) -> StageRecord:
+        """The record of the stage. A drift beyond the limit fails it without raising: a table is printed first."""
+        try:
+            self.raise_if_above()
+        except ShardmillError as error:
+            return failed_stage("drift", error)
+        drift = self.drift.model_dump(mode="json") if self.drift is not None else None
+        section = dataset_section(self.dataset.pin, self.dataset.manifest)
+        return StageRecord(stage="drift", sections={"dataset": section, "drift": drift})
+
+
+def compare(uri: str, against: str, limit: float) -> Comparison:
+    """`against`: a version of the same dataset, `DATASET[@M]`, or empty for the version before."""
+    dataset = open_dataset(uri)
+    if not against:
+        before = previous_content(dataset.store, dataset.manifest)
+        return _compared(dataset, dataset.pin.uri, before, limit)
+    root, version = split_version(f"{dataset.pin.uri}@{against}" if against.isdecimal() else against)
+    # Its manifest is enough, so it may have expired.
+    store = open_store(root)
+    before = read_manifest(store, (latest_version(store) or 1) if version is None else version)
+    return _compared(dataset, store.uri, before, limit)
+
+
+def _compared(dataset: Dataset, against_uri: str, before: Manifest | None, limit: float) -> Comparison:
+    drift = None if before is None else measure_drift(before, dataset.manifest)
+    return Comparison(dataset, against_uri, drift, limit)
+
+
+def _row(found: AspectDrift) -> tuple[str, ...]:
+    amount = "not compared" if found.amount is None else f"{found.amount:.3f}"
+    return found.aspect.words, amount, found.why_not or found.moves
