@@ -7,7 +7,7 @@ after a resume. They come from `shardmill.mix`. Shape legend: N rows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,6 +41,10 @@ class Draws:
 
     def __len__(self) -> int:
         return len(self.sample_ids_N)
+
+    def part(self, rows: slice) -> Draws:
+        """Those of some consecutive rows."""
+        return replace(self, sample_ids_N=self.sample_ids_N[rows], occurrences_N=self.occurrences_N[rows])
 
     def bits(self, draw: int) -> np.ndarray:
         """uint64, uniform: elementwise `mix64(seed, epoch, sample_id, occurrence, draw)`."""

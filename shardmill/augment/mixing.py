@@ -55,6 +55,18 @@ def soft_labels(classes_N: np.ndarray, is_real_N: np.ndarray, num_classes: int) 
     return labels_NK
 
 
+def mix_batch(
+    images_NHWC: np.ndarray, labels: np.ndarray, is_real_N: np.ndarray, draws: Draws, options: AugmentOptions,
+    *, num_classes: int, rows_per_stream: int,
+) -> np.ndarray:  # fmt: skip
+    """Mix the images of a batch in place, if that is asked for. -> the labels: then shares of classes, (N, K)."""
+    if not options.mixes:
+        return labels
+    labels_NK = soft_labels(labels, is_real_N, num_classes) if labels.ndim == 1 else labels.copy()
+    mix_rows(images_NHWC, labels_NK, is_real_N, draws, options, rows_per_stream=rows_per_stream)
+    return labels_NK
+
+
 def mix_rows(
     images_NHWC: np.ndarray, labels_NK: np.ndarray, is_real_N: np.ndarray, draws: Draws, options: AugmentOptions,
     *, rows_per_stream: int,

@@ -18,6 +18,8 @@ _WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "wo
 def check_known(given: Collection[str], known: Collection[str]) -> None:
     """Raises UsageError, with the nearest name, for an argument that no loader has."""
     if unknown := sorted(set(given).difference(known)):
+        if unknown == ["epoch"]:
+            raise UsageError("a loader with epoch", "expected it of `batches` alone", "call loader.seek(epoch)")
         near = [each for name in unknown for each in difflib.get_close_matches(name, known, n=1)]
         raise UsageError(
             f"a loader with {', '.join(unknown)}",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pyarrow.compute import Expression
 
     from shardmill.augment.options import AugmentOptions, Preset
+    from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.dataset_mix import Mix
     from shardmill.loader.per_sample import SampleTransform
@@ -150,6 +151,7 @@ class LoadableDataset(Dataset):
         """
         if reading.get("rank") is not None or reading.get("world_size") is not None:
             raise UsageError("a jax_loader with rank or world_size", "expected neither", "the sharding says it")
+        check_known(reading, Reading.__annotations__)
         reading = cast("Reading", with_whole_numbers(reading))
         placement = DevicePlacement.of(sharding, reading["global_batch_size"])
         reading["num_streams"] = placement.num_streams(reading.get("num_streams"))
@@ -203,40 +205,19 @@ class LoadableDataset(Dataset):
     ) -> Loader:  # fmt: skip
         check_known(reading, Reading.__annotations__)
         reading = cast("Reading", with_whole_numbers(reading))
-        global_batch_size, shuffle = reading["global_batch_size"], reading.get("shuffle", True)
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         rows = self._row_options(split, reading)
         datasets = (self,) if rows.mix is None else rows.mix.datasets
         for dataset in datasets:
             dataset.index(split, options.format)
         ranks = ranks or find_ranks(reading.get("rank"), reading.get("world_size"))
-        if ranks.world_size > global_batch_size:
-            raise UsageError(
-                f"global_batch_size = {global_batch_size} on {ranks.world_size} ranks",
-                "expected a sample for each rank in every step",
-                f"use {ranks.world_size} or more",
-            )
-        num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
-        seed = reading.get("seed", 0)
-        specs = [
-            dataset.plan_spec(
-                split, seed=seed, global_batch_size=global_batch_size, num_streams=num_streams, shuffle=shuffle
-            )
-            for dataset in datasets
-        ]
-        # A window of the largest chunks fits the budget.
-        spec = replace(
-            specs[0],
-            window_chunks=min(each.window_chunks for each in specs),
-            selection="" if rows.selection is None else rows.selection.digest,
-        )
-        check_streams(rows.augment, spec.rows_per_stream)
+        spec = _spec_of(datasets, split, reading, rows, ranks)
         check_same_plan(ranks, spec, {each.pin: getattr(each, "names_version", False) for each in datasets})
         folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
         caches = open_caches(datasets, spec, options.format, folder, limit_bytes)
         place = place or InMemory()
         options = replace(options, caches=caches, allocate=place.allocate)
-        streams = streams_of_rank(ranks.rank, ranks.world_size, num_streams)
+        streams = streams_of_rank(ranks.rank, ranks.world_size, spec.num_streams)
         transform, is_per_sample = reading.get("transform"), reading.get("per_sample", False)
         check_transform(transform, is_per_sample=is_per_sample)
         finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, place)
@@ -259,6 +240,35 @@ class LoadableDataset(Dataset):
         augment.shape_of(self.manifest.normalize.image_shape_HWC)
         check_mixing(augment, schema.label_kind, len(schema.class_names))
         return RowOptions(augment, None if columns is None else tuple(columns), selection, mixed)
+
+
+def _spec_of(
+    datasets: Sequence[Dataset], split: str, reading: Reading, rows: RowOptions, ranks: Ranks
+) -> PlanSpec:  # fmt: skip
+    """What the epochs of some datasets are a function of. Raises UsageError if the ranks cannot share a batch."""
+    global_batch_size = reading["global_batch_size"]
+    if ranks.world_size > global_batch_size:
+        raise UsageError(
+            f"global_batch_size = {global_batch_size} on {ranks.world_size} ranks",
+            "expected a sample for each rank in every step",
+            f"use {ranks.world_size} or more",
+        )
+    num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
+    seed, shuffle = reading.get("seed", 0), reading.get("shuffle", True)
+    specs = [
+        dataset.plan_spec(
+            split, seed=seed, global_batch_size=global_batch_size, num_streams=num_streams, shuffle=shuffle
+        )
+        for dataset in datasets
+    ]
+    # A window of the largest chunks fits the budget.
+    spec = replace(
+        specs[0],
+        window_chunks=min(each.window_chunks for each in specs),
+        selection="" if rows.selection is None else rows.selection.digest,
+    )
+    check_streams(rows.augment, spec.rows_per_stream)
+    return spec
 
 
 def open_dataset(uri: str) -> LoadableDataset:

@@ -10,15 +10,15 @@ import numpy as np
 from shardmill.epoch_plan import num_streams_choices, num_streams_for
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.place import Place
 from shardmill.loader.ranks import Ranks, gather_by_jax
-from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlacement:
+class DevicePlacement(Place):
     """Where the rows of a global batch lie."""
 
     sharding: Any
@@ -75,10 +75,6 @@ class DevicePlacement:
                 f"set num_streams to {fitting}, or leave it out",
             )
         return fitting
-
-    def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Memory of uint8 as NumPy takes it."""
-        return pageable(shape)
 
     def put(self, batch: LoaderBatch) -> LoaderBatch:
         """Images, labels and weights on the devices. Sample ids and extra columns stay those of this process."""

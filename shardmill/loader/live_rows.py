@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,17 @@ class GatheredRows:
     """Which of `chunks` each row is of."""
     rows_N: np.ndarray
     """Row within its chunk."""
+
+    def part(self, rows: slice) -> GatheredRows:
+        """Some consecutive ones of them."""
+        return replace(
+            self,
+            images=self.images[rows],
+            labels_N=self.labels_N[rows],
+            sample_ids_N=self.sample_ids_N[rows],
+            places_N=self.places_N[rows],
+            rows_N=self.rows_N[rows],
+        )
 
     def sources(self) -> list[str]:
         """The source of each row."""

@@ -16,8 +16,8 @@ class Place(Protocol):
     """Takes a batch from the threads to the loop."""
 
     def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Memory of uint8 for the pixels of a batch, with any content."""
-        ...
+        """Memory of uint8 for the pixels of a batch, with any content; as NumPy takes it, by default."""
+        return pageable(shape)
 
     def put(self, batch: LoaderBatch) -> Any:
         """Begin to move a batch, in a reader's thread: of several batches at a time, in any order."""
@@ -28,12 +28,8 @@ class Place(Protocol):
         ...
 
 
-class InMemory:
+class InMemory(Place):
     """The place of batches that stay in the memory of this process."""
-
-    def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Memory of uint8 as NumPy takes it."""
-        return pageable(shape)
 
     def put(self, batch: LoaderBatch) -> LoaderBatch:
         """The batch as it is."""

@@ -1,8 +1,8 @@
 """Reads the planned rows of an epoch as batches, in planned order for any timing of the reader threads.
 
-The consuming thread plans; reader threads fetch, verify, decode and augment. Finished batches wait in a queue that is
-bounded in bytes, and a fault in any thread is raised in place of its batch. Shape legend: N batch, H height, W width,
-C channels.
+The consuming thread plans; reader threads fetch, verify, decode and augment, several of them a large batch. Finished
+batches wait in a queue that is bounded in bytes, and a fault in any thread is raised in place of its batch. Shape
+legend: N batch, H height, W width, C channels.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from shardmill.augment.batch import change_batch
-from shardmill.augment.draws import Draws
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
-from shardmill.augment.windows import draw_windows
 from shardmill.dataset.dataset import Dataset
-from shardmill.epoch_plan import EpochPlan, StepRows
+from shardmill.epoch_plan import EpochPlan
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
-from shardmill.loader.decode import decode_batch, decode_distinct
-from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
+from shardmill.loader.live_rows import LiveRows, Origins
 from shardmill.loader.row_source import Chunks, ReaderOptions, RowOptions, RowSource
+from shardmill.loader.shared_work import share
+from shardmill.loader.step_decoder import StepDecoder, StepUses
 from shardmill.step_planner import StepPlanner
-from shardmill.typed_columns import label_shape
-from shardmill.values import Batch, Value
+from shardmill.values import Batch
 
 Item = TypeVar("Item")
 Finish = Callable[[Batch, Origins], Item]
@@ -145,7 +143,9 @@ class BatchReader(Generic[Item]):
         if selection is not None:
             occurrences_N, rows = selection.occurrences_of(rows), selection.rows_of(rows)
         futures = self._futures_of(rows.chunks_N)
-        return self._decode_pool.submit(self._decode, step, rows, occurrences_N, self._live, futures)
+        making = StepDecoder(self._source, self._plan, step, StepUses(rows, occurrences_N), self._live, futures)
+        work, finish = partial(self._decode, making), partial(self._finished, making)
+        return share(self._decode_pool, self._source.num_parts, work, finish)
 
     def _futures_of(self, chunks_N: np.ndarray) -> Chunks:
         """Begin to read the chunks of a step that are not in memory. -> those that no earlier step has needed."""
@@ -171,55 +171,21 @@ class BatchReader(Generic[Item]):
         self._count(ReaderSeconds(fetch=time.perf_counter() - started))
         return rows
 
-    def _decode(self, step: int, rows: StepRows, occurrences_N: np.ndarray, live: LiveRows, futures: Chunks) -> Item:
-        for future in futures.values():
-            future.result()
+    def _decode(self, making: StepDecoder, part: int) -> None:
+        making.wait()
         started = time.perf_counter()
-        gathered = live.gather(rows, futures)
-        batch = self._batch(step, rows, occurrences_N, gathered)
-        finished = self._finish(batch, Origins(occurrences_N, gathered.sources))
+        making.decode(part)
+        self._count(ReaderSeconds(decode=time.perf_counter() - started))
+
+    def _finished(self, making: StepDecoder) -> Item:
+        started = time.perf_counter()
+        finished = self._finish(making.batch(), making.origins)
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
         return finished
 
     def _count(self, more: ReaderSeconds) -> None:
         with self._lock:
             self._seconds += more
-
-    def _batch(self, step: int, rows: StepRows, occurrences_N: np.ndarray, gathered: GatheredRows) -> Batch:
-        spec, augment, normalize = self._plan.spec, self._source.rows.augment, self._source.normalize
-        draws = Draws(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
-        images_NHWC, is_real_N = self._source.take_batch(), rows.weights_N > 0
-        windows = draw_windows(draws, augment, normalize.image_shape_HWC[:2])
-        labels_N, sample_ids_N, is_full = gathered.labels_N, gathered.sample_ids_N, bool(is_real_N.all())
-        if is_full:
-            decode_batch(gathered.images, normalize, windows, images_NHWC)
-        else:
-            keys = np.stack([gathered.places_N, gathered.rows_N, occurrences_N], axis=1)
-            decode_distinct(gathered.images, normalize, windows, images_NHWC, keys)
-            sample_ids_N = sample_ids_N * is_real_N
-        if not is_full or labels_N.dtype == object:
-            labels_N = self._labels(labels_N, is_real_N)
-        labels_N = change_batch(
-            images_NHWC, labels_N, is_real_N, draws, augment,
-            num_classes=len(self._source.schema.class_names), rows_per_stream=spec.rows_per_stream,
-        )  # fmt: skip
-        extra: dict[str, list[Value]] = {}
-        for column in self._source.schema.extra:
-            values = zip(gathered.extra(column.name), is_real_N.tolist(), strict=True)
-            extra[column.name] = [value if is_real else None for value, is_real in values]
-        return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step, extra)
-
-    def _labels(self, stored_N: np.ndarray, is_real_N: np.ndarray) -> np.ndarray:
-        """The labels of a batch from those of its rows, as in `ChunkRows`; padding has none."""
-        if stored_N.dtype != object:
-            stored_N[~is_real_N] = 0
-            return stored_N
-        schema = self._source.schema
-        shape = label_shape(schema.label_type, len(schema.class_names))
-        labels_N = np.zeros((len(stored_N), *shape), dtype=np.float32)
-        for place in np.flatnonzero(is_real_N).tolist():
-            labels_N[place, stored_N[place]] = 1
-        return labels_N
 
 
 def read_batches(

@@ -44,6 +44,8 @@ class ReaderOptions:
     """Of a remote dataset's chunks, on this host's disk; in a mix, one for each of its datasets."""
     allocate: Callable[[tuple[int, ...]], np.ndarray] = pageable
     """Gives the memory that batches are decoded into."""
+    part_bytes: int = 4_000_000
+    """Decoded bytes that are worth a thread of their own: a batch of several times as many is decoded by several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,9 @@ class RowSource:
         height, width, channels = rows.augment.shape_of(self.normalize.image_shape_HWC)
         self._batch_shape = (len(streams) * spec.rows_per_stream, height, width, channels)
         self._batch_bytes = int(np.prod(self._batch_shape))
+        num_rows = self._batch_shape[0]
+        self.num_parts = max(1, min(options.num_threads, num_rows, self._batch_bytes // options.part_bytes))
+        """In which a batch is decoded, each by one thread."""
         self.max_batches_ahead = _max_batches_ahead(options, self._batch_bytes)
         self._batch_memory = RecycledMemory(_num_batch_arrays(options, self._batch_bytes), options.allocate)
         self._kept: Chunks = {}

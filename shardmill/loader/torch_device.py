@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.loader.place import InMemory, Place
-from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +75,7 @@ class Moving:
     """The event behind its copy."""
 
 
-class OnStream:
+class OnStream(Place):
     """Copies on a stream of its own, from pinned memory: the loop's computation goes on meanwhile."""
 
     def __init__(self, device: Any) -> None:
@@ -93,7 +92,7 @@ class OnStream:
         import torch
 
         if not self._is_cuda:
-            return pageable(shape)
+            return super().allocate(shape)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
 
     def put(self, batch: LoaderBatch) -> Moving:
@@ -120,15 +119,11 @@ class OnStream:
         return put.batch
 
 
-class Blocking:
+class Blocking(Place):
     """Copies in the reader's threads, each of which waits for the end of its copy: for devices of other makers."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-
-    def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Memory of uint8 as NumPy takes it."""
-        return pageable(shape)
 
     def put(self, batch: LoaderBatch) -> LoaderBatch:
         """The batch on the device."""

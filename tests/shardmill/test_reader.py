@@ -47,9 +47,9 @@ def assert_same(one: list[Batch], other: list[Batch]) -> None:
 @pytest.mark.parametrize("name", SHARD_FORMATS)
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_formats_and_threads_change_nothing(dataset: Dataset, name: str, num_threads: int):
-    # One batch ahead, or many.
-    for prefetch_bytes in (1, 10_000_000):
-        options = ReaderOptions(format=name, num_threads=num_threads, prefetch_bytes=prefetch_bytes)
+    # One batch ahead, or many; a thread for each batch, or all threads for each.
+    for prefetch_bytes, part_bytes in ((1, 1), (1, 4_000_000), (10_000_000, 4_000_000)):
+        options = ReaderOptions(name, num_threads, prefetch_bytes=prefetch_bytes, part_bytes=part_bytes)
         assert_same(read(dataset, options=options), read(dataset))
 
 
