@@ -99,7 +99,7 @@ class Driver:
         self.step_seconds: list[float] = []
         self.rank_seconds: list[float] = []
         self.driver_seconds: list[float] = []
-        self._sinks = (StepTimes(), StragglerWatch(lambda name, fields: None))
+        self._sinks = (StepTimes(), StragglerWatch(lambda name, fields: None, "slow"))
 
     def step(self, step: GlobalStep) -> None:
         started = time.perf_counter()

@@ -46,7 +46,7 @@ from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import StepTimes, Verdict
 from train.restarts import Restart, launch_until_done
 from train.results import read_result
-from train.strategies import mesh_of
+from train.strategies import less_work_in, mesh_of
 from train.tree import TrainTree
 
 
@@ -248,7 +248,7 @@ def train_in_run(
         observer.event("train.log_refused", {"rank": 0, WARNING: sentence})
 
     times, first_steps = StepTimes(), FirstSteps(observer.event)
-    sinks: list[Sink] = [times, first_steps, StragglerWatch(observer.event)]
+    sinks: list[Sink] = [times, first_steps, StragglerWatch(observer.event, less_work_in(tree.train))]
     sinks.append(RanksLog(run.store, f"{run.folder}/ranks.log", warn))
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from shardmill.dataset.open import open_dataset
-from shardmill.loader import row_source
-from shardmill.loader.reader import read_batches
+from shardmill.loader.reader import read_epoch
 from shardmill.recycled_memory import RecycledMemory
 from tests.train.forked_ranks import launch_forked
 from tests.train.test_backends import SPEC
@@ -20,7 +19,7 @@ from tests.train.test_multi_rank import WORKERS, Watcher
 from tests.train.training import task_of
 from train.backends.backend import InputScale, ModelSpec, model_spec
 from train.config import TrainConfig
-from train.contracts.epochs import reader_options
+from train.contracts.epochs import evaluation_spec, row_source
 from train.planning.input_memory import input_bytes
 from train.planning.memory_fit import decided
 from train.planning.probe import ProbeTask, probe
@@ -131,7 +130,7 @@ def test_activations_are_those_of_a_measured_step():
     assert counted.image == pytest.approx(measured.image_bytes, rel=0.1)
 
 
-def test_a_reader_keeps_no_more_than_was_planned(tiny_uri, monkeypatch):
+def test_readers_keep_no_more_than_was_planned(tiny_uri, monkeypatch):
     kept: list[RecycledMemory] = []
 
     class Watched(RecycledMemory):
@@ -139,15 +138,16 @@ def test_a_reader_keeps_no_more_than_was_planned(tiny_uri, monkeypatch):
             super().__init__(*arguments)
             kept.append(self)
 
-    monkeypatch.setattr(row_source, "RecycledMemory", Watched)
+    monkeypatch.setattr("shardmill.loader.row_source.RecycledMemory", Watched)
     dataset = open_dataset(tiny_uri)
     reading = ReadingConfig(prefetch_bytes=20_000)
     config = TrainConfig(num_workers=1, strategy="single", num_streams=4, global_batch_size=8, reading=reading)
-    spec = config.plan_spec(dataset)
-    options = reader_options(config, dataset, spec)
-    with read_batches(dataset, dataset.plan_epoch(spec, 0), options=options) as reader:
-        batches = list(reader)
+    batches = []
+    # An evaluation keeps its own beside what the next epoch begins with.
+    for spec in (config.plan_spec(dataset), evaluation_spec(dataset, config, "validation")):
+        with read_epoch(row_source(config, dataset, spec, range(4)), dataset.plan_epoch(spec, 0)) as reader:
+            batches += reader
     bytes_kept = sum(len(array) for memory in kept for array in memory._arrays)
     # Of each array an eighth may be more than was asked for; it is never written to.
-    assert len(batches) > 5 and len(kept) == 2
+    assert len(batches) > 5 and len(kept) == 4
     assert 0 < bytes_kept <= input_bytes(config, dataset) * 9 / 8

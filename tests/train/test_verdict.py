@@ -22,9 +22,10 @@ from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
 from train.planning.exchange import ExchangeFacts, FirstSteps, weigh
 from train.reporting.observer import GlobalStep
-from train.reporting.rank_times import MIN_STEPS, RankRow, StragglerWatch
+from train.reporting.rank_times import MIN_STEPS, RankRow, RankTimes, StragglerWatch, straggler_among
 from train.reporting.run_log import RunLog
 from train.reporting.verdict import StepTimes, Verdict
+from train.strategies import less_work_in
 from train.strategies.replicated import replicated
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 
@@ -113,7 +114,12 @@ def test_the_times_of_each_rank_are_summed_since_the_last_restart():
 
 def test_a_straggler_is_named_while_it_holds_the_others_up_once():
     now, warned = [0.0], []
-    watch = StragglerWatch(lambda name, fields: warned.append((name, dict(fields))), 30.0, clock=lambda: now[0])
+    watch = StragglerWatch(
+        lambda name, fields: warned.append((name, dict(fields))),
+        less_work_in(TrainConfig()),
+        30.0,
+        clock=lambda: now[0],
+    )
     watch.event("rank_started", {"rank": 1, "host": "b", "pid": 7})
     usual, late = {"compute": 0.5, "allreduce": 0.5}, {"compute": 1.0}
 
@@ -139,6 +145,13 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
     steps(100, usual, usual)
     steps(100, usual, late)
     assert len(warned) == 2
+
+
+def test_a_stage_is_not_advised_to_read_fewer_rows():
+    less_work = less_work_in(TrainConfig(strategy="pipeline_parallel"))
+    slow = straggler_among({0: RankTimes(20, compute=1.0), 1: RankTimes(20, compute=2.0)}, {}, less_work)
+    assert slow is not None and slow.rank == 1
+    assert "rank_weights" not in str(slow) and "fewer layers" in str(slow)
 
 
 EXCHANGE_CASES = [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from shardmill.storage import Store
+
+Item = TypeVar("Item")
 
 MARGIN_SECONDS = 30.0
 SLOW_BYTES_PER_SECOND = 10e6
@@ -65,3 +67,15 @@ def during(reporter: ReportsActivity, activity: Activity) -> Iterator[Activity]:
     before = reporter.doing(activity)
     yield before
     reporter.doing(before)
+
+
+def each_announced(reporter: ReportsActivity, activity: Activity, items: Iterable[Item]) -> Iterator[Item]:
+    """The same items; waiting for each is `activity`."""
+    iterator: Iterator[Item] = iter(items)
+    end: Any = object()
+    while True:
+        with during(reporter, activity):
+            item = next(iterator, end)
+        if item is end:
+            return
+        yield item

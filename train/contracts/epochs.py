@@ -11,9 +11,10 @@ from shardmill.loader.caching import CacheOptions, open_cache
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 
 if TYPE_CHECKING:
+    from shardmill.augment.options import AugmentOptions
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
-    from shardmill.epoch_plan import EpochPlan, PlanSpec
+    from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.reader import ReaderSeconds
     from shardmill.values import Batch
     from train.config import TrainConfig
@@ -70,12 +71,14 @@ def reader_options(config: TrainConfig, dataset: Dataset, spec: PlanSpec) -> Rea
     return ReaderOptions(config.format, config.reading.threads, config.reading.prefetch_bytes, (cache,))
 
 
-def row_source(config: TrainConfig, dataset: Dataset, spec: PlanSpec, streams: range) -> RowSource:
+def row_source(
+    config: TrainConfig, dataset: Dataset, spec: PlanSpec, streams: range, augment: AugmentOptions | None = None
+) -> RowSource:
     """Return what all epochs of `spec` read their rows from, for a member with these streams; its memory is that of one
-    epoch. Raises as `open_cache` does.
+    epoch. `augment`: that of training by default. Raises as `open_cache` does.
     """
     options = reader_options(config, dataset, spec)
-    return RowSource(dataset, spec, streams, options=options, rows=RowOptions(config.augmentation))
+    return RowSource(dataset, spec, streams, options=options, rows=RowOptions(augment or config.augmentation))
 
 
 @functools.cache
@@ -84,9 +87,9 @@ def _caches_of(pid: int) -> dict[tuple[object, ...], ChunkCache | None]:
     return {}
 
 
-def plan_evaluation(dataset: Dataset, config: TrainConfig, split: str) -> EpochPlan:
-    """One pass over `split` in stored order, in the same streams as a training has."""
-    spec = dataset.plan_spec(
+def evaluation_spec(dataset: Dataset, config: TrainConfig, split: str) -> PlanSpec:
+    """Of passes over `split` in stored order, in the same streams as a training has."""
+    return dataset.plan_spec(
         split,
         seed=0,
         global_batch_size=config.global_batch_size,
@@ -94,4 +97,3 @@ def plan_evaluation(dataset: Dataset, config: TrainConfig, split: str) -> EpochP
         window_budget_bytes=config.reading.window_budget_bytes,
         shuffle=False,
     )
-    return dataset.plan_epoch(spec, 0)

@@ -15,7 +15,7 @@ from shardmill.values import DatasetPin
 from train.backends import BACKENDS
 from train.backends.backend import model_spec
 from train.config import TrainConfig
-from train.contracts.epochs import plan_evaluation, reader_options
+from train.contracts.epochs import evaluation_spec, reader_options
 from train.contracts.values import to_json
 from train.contracts.world import World
 from train.evaluation.evaluate import metrics_of, scores_by
@@ -224,7 +224,7 @@ def _measure_steps(learner: Learner, config: TrainConfig, dataset: Dataset) -> t
 
 def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset) -> tuple[float, float]:
     """-> seconds that compilation added to the first batch, seconds of all batches of the rank."""
-    plan = plan_evaluation(dataset, config, "validation")
+    plan = dataset.plan_epoch(evaluation_spec(dataset, config, "validation"), 0)
     labels = LabelSpec.of(dataset.manifest)
     metrics, scores_of = metrics_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
     seconds = []

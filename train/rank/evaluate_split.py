@@ -7,32 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardmill.loader.reader import read_batches
+from shardmill.loader.reader import BatchReader, read_epoch
 from shardmill.values import Batch
-from train.contracts.activities import Activity, during, reading
-from train.contracts.epochs import plan_evaluation, reader_options
+from train.contracts.activities import Activity, during, each_announced, reading
+from train.contracts.epochs import evaluation_spec, row_source
 from train.contracts.values import Evaluation
 from train.evaluation.evaluate import evaluate_batches, scores_by, write_confusion
-from train.rank.session import Session, each_announced
+from train.rank.session import Session
 
 
 def evaluate_split(session: Session, split: str) -> Evaluation:
     """Every rank reads the same streams as in training, each in stored order, and adds up its part of the sums."""
-    dataset, config = session.dataset, session.task.config
-    learner = session.member.learner
+    dataset, learner = session.dataset, session.member.learner
     reporter, evaluating = session.reporter, Activity(f"the evaluation on {split}", repeats=True)
 
     def outputs_of(images_NHWC: np.ndarray) -> np.ndarray:
         with during(reporter, evaluating):
             return learner.outputs(images_NHWC)
 
-    plan = plan_evaluation(dataset, config, split)
     # A silo that may not read the pinned dataset adds nothing.
-    opened = None
-    if session.streams:
-        options = reader_options(config, dataset, plan.spec)
-        opened = read_batches(dataset, plan, streams=session.streams, options=options, augment=config.augment.unchanged)
-    with opened or nullcontext(()) as read:
+    with _opened(session, split) if session.streams else nullcontext(()) as read:
         batches = each_announced(reporter, reading(f"reading a batch of the split {split}", dataset.store), read)
         return evaluate_batches(
             scores_by(outputs_of, session.labels.kind, learner.outputs_are_logits),
@@ -41,6 +35,16 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
             session.labels,
             session.member,
         )
+
+
+def _opened(session: Session, split: str) -> BatchReader[Batch]:
+    dataset, config, evaluated = session.dataset, session.task.config, session.evaluated
+    spec = evaluation_spec(dataset, config, split)
+    if split not in evaluated:
+        # Room in memory is for one.
+        evaluated.clear()
+        evaluated[split] = row_source(config, dataset, spec, session.streams, config.augment.unchanged)
+    return read_epoch(evaluated[split], dataset.plan_epoch(spec, 0))
 
 
 def _without_rows(batch: Batch) -> Batch:

@@ -11,9 +11,8 @@ written last and contains each file's SHA-256, so a kill at any time leaves eith
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import IntegrityError, StorageError
@@ -21,6 +20,7 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
 from shardmill.loader.reader import ReaderSeconds
+from shardmill.loader.row_source import RowSource
 from shardmill.values import Batch
 from train.checkpoints.checkpoint import (
     CheckpointFolder,
@@ -32,7 +32,6 @@ from train.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
-from train.contracts.activities import Activity, during
 from train.contracts.progress import BestEpoch, Progress, TimeSpent
 from train.contracts.stopwatch import Stopwatch
 from train.contracts.task import WorkerTask
@@ -44,8 +43,6 @@ from train.readers.reader import Epochs
 from train.reporting.profiling import StepProfiler
 from train.schedules import learning_rate_at
 from train.strategies.member import Member
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,8 @@ class Session:
     writer: CheckpointWriter
     profiler: StepProfiler
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    evaluated: dict[str, RowSource] = field(default_factory=dict)
+    """What the evaluations of a split read from, one after the other; of one split at most."""
 
     @property
     def labels(self) -> LabelSpec:
@@ -87,18 +86,6 @@ class Session:
         """Report an event, once for all ranks."""
         if self.member.rank == 0:
             self.reporter.event(name, fields)
-
-
-def each_announced(reporter: Reporter, activity: Activity, items: Iterable[Item]) -> Iterator[Item]:
-    """The same items; waiting for each is `activity`."""
-    iterator: Iterator[Item] = iter(items)
-    end: Any = object()
-    while True:
-        with during(reporter, activity):
-            item = next(iterator, end)
-        if item is end:
-            return
-        yield item
 
 
 def resume(session: Session, begin: Callable[[Session], None]) -> FoundCheckpoint | None:

@@ -20,7 +20,7 @@ from train.backends.freezing import freeze, step_activity
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter
-from train.contracts.activities import Activity, during
+from train.contracts.activities import Activity, during, each_announced
 from train.contracts.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
 from train.contracts.task import WorkerTask
 from train.contracts.values import (
@@ -42,7 +42,6 @@ from train.rank.initialize import initialize
 from train.rank.non_finite import leave_out, own_state
 from train.rank.session import (
     Session,
-    each_announced,
     load_best,
     report_checkpoint,
     resume,

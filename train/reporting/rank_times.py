@@ -82,19 +82,23 @@ class Straggler:
     usual_seconds: float
     """Median of the others."""
     mostly: str
+    less_work: str
+    """What gives it less."""
 
     def __str__(self) -> str:
         return (
             f"straggler: rank {self.rank}{f' on host {self.host}' if self.host else ''} takes "
             f"{self.own_seconds / self.usual_seconds:.1f}x as long as the others for its own part of a step "
             f"({1000 * self.own_seconds:.1f} ms against {1000 * self.usual_seconds:.1f} ms), mostly {self.mostly}, "
-            "and they wait for it: check which other processes run there, give it less work with train.rank_weights, "
-            "or remove it"
+            f"and they wait for it: check which other processes run there, {self.less_work}, or remove it"
         )
 
 
-def straggler_among(ranks: Mapping[int, RankTimes], hosts: Mapping[int, str]) -> Straggler | None:
-    """The slowest of `ranks`, if it is that much slower that the others' steps are notably longer for it."""
+def straggler_among(ranks: Mapping[int, RankTimes], hosts: Mapping[int, str], less_work: str) -> Straggler | None:
+    """The slowest of `ranks`, if it is that much slower that the others' steps are notably longer for it.
+
+    `less_work`: that of the strategy.
+    """
     slowest = max(ranks, key=lambda rank: ranks[rank].own)
     others = [times.own for rank, times in ranks.items() if rank != slowest]
     if not others:
@@ -105,7 +109,7 @@ def straggler_among(ranks: Mapping[int, RankTimes], hosts: Mapping[int, str]) ->
     if times.own <= STRAGGLER_FACTOR * usual or late_share <= NOTABLE_SHARE:
         return None
     mostly = "waiting for its batches" if times.input_wait > times.compute else "computing"
-    return Straggler(slowest, hosts.get(slowest, ""), times.own, usual, mostly)
+    return Straggler(slowest, hosts.get(slowest, ""), times.own, usual, mostly, less_work)
 
 
 class StepSums:
@@ -152,11 +156,13 @@ class StragglerWatch(StepSums):
     def __init__(
         self,
         warn: Callable[[str, Mapping[str, FieldValue]], None],
+        less_work: str,
         watch_seconds: float = WATCH_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._warn = warn
+        self._less_work = less_work
         self._watch_seconds = watch_seconds
         self._clock = clock
         self._since = clock()
@@ -170,7 +176,7 @@ class StragglerWatch(StepSums):
         num_steps = max(times.num_steps for times in self._ranks.values())
         if num_steps < MIN_STEPS or self._clock() - self._since < self._watch_seconds:
             return
-        straggler = straggler_among(self._ranks, self._hosts)
+        straggler = straggler_among(self._ranks, self._hosts, self._less_work)
         if straggler is not None and straggler.rank != self._named:
             self._warn("train.straggler", {"rank": straggler.rank, "step": step.step, WARNING: str(straggler)})
         self._named = straggler.rank if straggler is not None else -1

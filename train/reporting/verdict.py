@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, StepSums, straggler_among
+from train.strategies import less_work_in
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -33,7 +34,7 @@ class StepTimes(StepSums):
         ranks = self._ranks
         if min((times.num_steps for times in ranks.values()), default=0) < MIN_STEPS:
             return None
-        straggler = straggler_among(ranks, self._hosts)
+        straggler = straggler_among(ranks, self._hosts, less_work_in(config))
         if straggler is not None:
             return Verdict("straggler", str(straggler))
         seconds = statistics.mean(times.total for times in ranks.values()) or 1.0

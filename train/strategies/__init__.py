@@ -103,6 +103,12 @@ def mesh_of(config: TrainConfig) -> Mesh:
     return Mesh.of(config) if config.strategy == "auto" else STRATEGIES[config.strategy].mesh(config)
 
 
+def less_work_in(config: TrainConfig) -> str:
+    """Return what a user does for a slow rank; of what `auto` chooses, each rank reads streams of its own."""
+    default = STRATEGIES["single"].less_work
+    return default if config.strategy == "auto" else STRATEGIES[config.strategy].less_work
+
+
 def has_chief(config: TrainConfig) -> bool:
     """Whether one rank runs the loop and hands each global batch to one of the workers."""
     return config.strategy != "auto" and Role.CHIEF in roles_of(config)
