@@ -41,12 +41,12 @@ def page(results: Results) -> str:
     """All workloads as Markdown: who is the fastest, how it was measured, the aims, and each workload's tables."""
     workloads = [each for each in WORKLOADS.values() if results.sizes(each.name)]
     summary = "\n".join(_summary(results, workload) for workload in workloads)
-    parts = [_HEAD.format(threads=NUM_THREADS, batch=BATCH_SIZE, summary=summary, hardware=results.hardware)]
+    parts = [_HEAD.format(threads=NUM_THREADS, batch=BATCH_SIZE, summary=summary)]
     parts += [line for workload in WORKLOADS.values() for line in _aims(_compared(results, workload), workload)]
     for workload in workloads:
         parts += ["", f"## {workload.title[0].upper()}{workload.title[1:]} (`{workload.name}`)"]
         for call in results.calls(workload.name, workload.num_images):
-            parts += [f"\nMeasured {_when(call)}, {workload.num_images:,} images.\n"]
+            parts += [f"\nMeasured {_when(call)}, {workload.num_images:,} images; {results.hardware_of(call)}.\n"]
             parts += _table(results.of_call(call), workload)
     return "\n".join(parts) + "\n"
 
@@ -202,8 +202,6 @@ verified read comes near 0.8 of the copy; the Parquet pages take another 8 us. M
 while it is mapped ends the process by a signal, where now an error names the shard.
 
 FFCV is built from source and needs `libopencv-dev` and `libturbojpeg0-dev`; without them it is left out.
-
-{hardware}
 
 ## Aims
 

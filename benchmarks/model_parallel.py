@@ -61,13 +61,13 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     BACKENDS["torch"].start(world, config.seed)
     learners: list[TorchLearner] = []
 
-    def build() -> Any:
+    def build(*, has_numbers: bool = True) -> Any:
         learners.append(cast("TorchLearner", BACKENDS["torch"].build(config, SPEC)))
         return learners[-1]
 
     member = STRATEGIES[config.strategy].join(world, config, build, SilentReporter())
     [learner] = learners
-    # All ranks have built it from the same seed.
+    # All ranks have built it from the same seed, with numbers.
     model = copy.deepcopy(learner.module)
     member.start({}, 0, "")
     held, optimizer, by_hand = BY_HAND[config.strategy](model)

@@ -28,6 +28,8 @@ class Result:
     call: str = ""
     """When the call of the benchmark began that measured it; empty in files of before it was stored."""
     round: int = 0
+    hardware: str = ""
+    """Where it was measured."""
 
     @property
     def seconds(self) -> float | None:
@@ -85,7 +87,9 @@ class Results:
     def add(self, workload: str, size: int, contestant: str, number: int, result: Result) -> None:
         """Of round `number` of this call."""
         contestants = self.runs.setdefault((workload, size), {})
-        contestants.setdefault(contestant, []).append(replace(result, call=self.call, round=number))
+        contestants.setdefault(contestant, []).append(
+            replace(result, call=self.call, round=number, hardware=hardware())
+        )
         needed = {rounds[-1].call for rounds in contestants.values()}
         for name, rounds in contestants.items():
             contestants[name] = [each for each in rounds if each.call in needed]
@@ -94,6 +98,13 @@ class Results:
         """The newest first."""
         contestants = self.runs.get((workload, size), {})
         return sorted({each.call for rounds in contestants.values() for each in rounds}, reverse=True)
+
+    def hardware_of(self, call: str) -> str:
+        """Where a call was measured."""
+        return next(
+            each.hardware for named in self.runs.values() for rounds in named.values() for each in rounds
+            if each.call == call
+        )  # fmt: skip
 
     def of_call(self, call: str) -> Results:
         """What was measured in one call."""

@@ -4,10 +4,11 @@
 
 On 2 and 4 ranks it measures allreduces, gathers and scatters of several sizes, and from them fits latency and bandwidth
 of a message. Then steps: of every rank for itself, all at the same time (the computation), and of the strategies below.
-Those of 3 ranks, and of shards in two copies on 2 x 2, are held back: they are predicted from the fit and from
-computations alone, and compared. All ranks share this machine's processors, so a message of N ranks on P processors
-takes max(1, N / P) times as long. Two clocks: the wall, and the CPU time of all ranks together, which other work on the
-machine changes least. Each rank has one thread.
+What steps of 2 and 4 ranks take beyond both is what a rank does around its collectives, such as copying weights into
+one tensor and back: fitted as well, by call and by byte. Steps of 3 ranks, and of shards in two copies on 2 x 2, are
+held back: they are predicted from the fits and from computations alone, and compared. All ranks share this machine's
+processors, so a message of N ranks on P processors takes max(1, N / P) times as long. Two clocks: the wall, and the CPU
+time of all ranks together, which other work on the machine changes least. Each rank has one thread.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,11 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     BACKENDS["torch"].start(world, config.seed)
     torch.set_num_threads(1)
 
-    def build() -> Any:
-        return BACKENDS["torch"].build(config, SPEC)
+    build = partial(BACKENDS["torch"].build, config, SPEC)
 
     by_itself = TrainConfig(strategy="single", model=MODEL, optimizer="adam")
     alone = STRATEGIES["single"].join(
-        World(), by_itself, lambda: BACKENDS["torch"].build(by_itself, SPEC), SilentReporter()
+        World(), by_itself, partial(BACKENDS["torch"].build, by_itself, SPEC), SilentReporter()
     )
     alone.start({}, 0, "")
     member = STRATEGIES[config.strategy].join(world, config, build, SilentReporter())
@@ -148,6 +149,11 @@ class Figures:
         if name == "moved" and fields["rank"] == 0:
             self.calls = json.loads(str(fields["calls"]))
 
+    @property
+    def exchanges(self) -> list[tuple[str, int]]:
+        """Those that there is a formula for: no barrier."""
+        return [(kind, num_bytes) for kind, num_bytes in self.calls if kind in FORMULAS]
+
     def seconds(self, clock: str, what: str) -> float:
         """Median of the rounds: of the slowest rank, or of all ranks' CPU time divided by their number."""
         of_rank = max if clock == "wall" else statistics.mean
@@ -198,17 +204,58 @@ def group(num_ranks: int, link: Link) -> Group:
     return Group(num_ranks, num_ranks, link, link)
 
 
-def predicted(settings: Mapping[str, Any], figures: Figures, links: Mapping[str, Link], clock: str) -> float:
-    """Computation as measured at so many ranks, and each of the counted collectives by the fit."""
-    num_ranks, copies = settings["num_workers"], settings.get("mesh", {}).get("data", 1)
-    seconds = figures.seconds(clock, "alone")
-    for kind, num_bytes in figures.calls:
-        if kind in FORMULAS:
-            # Loss and norm are summed over all ranks, gradients of shards over their copies.
-            of_copies = copies > 1 and num_bytes > 1000
-            ranks = (copies if kind == "all_reduce" else num_ranks // copies) if of_copies else num_ranks
-            seconds += FORMULAS[kind](group(ranks, links[kind]), num_bytes) * shared(clock, num_ranks)
+@dataclass(frozen=True)
+class Around:
+    """What a rank does itself for each of its collectives."""
+
+    seconds_per_call: float
+    seconds_per_byte: float
+
+    def of(self, figures: Figures) -> float:
+        calls = figures.exchanges
+        return len(calls) * self.seconds_per_call + sum(size for _, size in calls) * self.seconds_per_byte
+
+
+def fit_around(found: Mapping[str, Figures], links: Mapping[str, Link], clock: str) -> Around:
+    """From the layouts that are not held back: least squares of relative differences; neither number is negative."""
+    rows, rest = [], []
+    for name, settings in LAYOUTS.items():
+        if name in HELD_BACK:
+            continue
+        figures = found[name]
+        step = figures.seconds(clock, "step")
+        share = shared(clock, settings["num_workers"]) / step
+        rows.append([each.of(figures) * share for each in (Around(1, 0), Around(0, 1))])
+        rest.append((step - figures.seconds(clock, "alone") - exchange(settings, figures, links, clock)) / step)
+    columns, target = np.array(rows), np.array(rest)
+    both, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    if (both >= 0).all():
+        return Around(*both.tolist())
+    ones = [max(0.0, float(each @ target / (each @ each))) for each in columns.T]
+    fits = [Around(ones[0], 0.0), Around(0.0, ones[1])]
+    errors = [
+        float(np.square(columns @ [each.seconds_per_call, each.seconds_per_byte] - target).sum()) for each in fits
+    ]
+    return fits[int(np.argmin(errors))]
+
+
+def exchange(settings: Mapping[str, Any], figures: Figures, links: Mapping[str, Link], clock: str) -> float:
+    """Each of the counted collectives by the fit."""
+    num_ranks, copies, seconds = settings["num_workers"], settings.get("mesh", {}).get("data", 1), 0.0
+    for kind, num_bytes in figures.exchanges:
+        # Loss and norm are summed over all ranks, gradients of shards over their copies.
+        of_copies = copies > 1 and num_bytes > 1000
+        ranks = (copies if kind == "all_reduce" else num_ranks // copies) if of_copies else num_ranks
+        seconds += FORMULAS[kind](group(ranks, links[kind]), num_bytes) * shared(clock, num_ranks)
     return seconds
+
+
+def predicted(
+    settings: Mapping[str, Any], figures: Figures, links: Mapping[str, Link], around: Around, clock: str
+) -> float:
+    """Computation as measured at so many ranks; collectives, and the work around them, by the fits."""
+    own = around.of(figures) * shared(clock, settings["num_workers"])
+    return figures.seconds(clock, "alone") + exchange(settings, figures, links, clock) + own
 
 
 def main() -> None:
@@ -226,10 +273,15 @@ def main() -> None:
         for kind, link in links.items():
             latency, rate = 1e6 * link.latency_seconds, link.bytes_per_second / 1e9
             sys.stdout.write(f"{clock}, {kind}: {latency:.0f} us a message, {rate:.2f} GB/s\n")
+        around = fit_around(found, links, clock)
+        sys.stdout.write(
+            f"{clock}, around a collective: {1e6 * around.seconds_per_call:.0f} us, "
+            f"{1e9 * around.seconds_per_byte:.2f} ns a byte\n"
+        )
         sys.stdout.write("\n| layout | computes | step | predicted | off by |\n|---|---|---|---|---|\n")
         for name, settings in LAYOUTS.items():
             figures = found[name]
-            step, guess = figures.seconds(clock, "step"), predicted(settings, figures, links, clock)
+            step, guess = figures.seconds(clock, "step"), predicted(settings, figures, links, around, clock)
             held = " (held back)" if name in HELD_BACK else ""
             sys.stdout.write(
                 f"| {name}{held} | {1e3 * figures.seconds(clock, 'alone'):.0f} ms | {1e3 * step:.0f} ms | "

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.results import hardware
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.loader.dataset import LoadableDataset, open_dataset
-from train.backends.torch import backend
+from train.backends.torch.passes import WholeModel
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
@@ -88,10 +88,11 @@ def model(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, num_classes))
 
 
-def nothing(learner: Any, batch: Any, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
-    """In place of `_loss`: gradients of 0, and nothing that looks at an image."""
-    loss: Any = sum((weight * 0).sum() for weight in learner.weights)
-    return loss, loss.detach()
+def nothing(of: WholeModel, batch: Any, weights_N: Any, objective: Any, before_backward: Callable[[], None]) -> None:
+    """In place of both passes of a step: gradients of 0, and nothing that looks at an image."""
+    before_backward()
+    zero: Any = sum((weight * 0).sum() for weight in of._parts.classifier.parameters())
+    zero.backward()
 
 
 def train_rate(dataset: LoadableDataset, config: TrainConfig) -> Rate:
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--dataset", required=True, action="append", help="URI@N; may be given again")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    setattr(backend.TorchLearner, "_loss", nothing)  # noqa: B010
+    setattr(WholeModel, "differentiate", nothing)  # noqa: B010
     sys.stdout.write(
         f"{hardware()}; {NUM_THREADS} threads, batches of {BATCH_SIZE}, medians of {arguments.rounds} rounds\n\n"
     )

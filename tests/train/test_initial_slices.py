@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.stores import open_store
 from tests.train.test_initial import learner, plain
 from tests.train.test_multi_rank import train_on_ranks
@@ -112,6 +112,14 @@ def test_a_training_starts_from_a_checkpoint_of_shards(tiny_uri, tmp_path, strat
     assert "initialized" in watcher.events
     expected = [float.fromhex(loss) for loss in recorder.losses.values()]
     assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
+
+    # The marker is as it was, so only the file itself can tell. Found by the driver, before any rank starts.
+    damaged = max(folder.glob("weights-*.npz"), key=lambda path: path.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(IntegrityError, match=rf"{damaged.name} was altered"):
+        pinned(TrainConfig(model=model, init_from=str(folder)))
 
 
 def test_a_checkpoint_without_names_is_refused(tiny_uri, tmp_path):

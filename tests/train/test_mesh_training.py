@@ -158,6 +158,24 @@ def test_what_is_frozen_stays_as_it_was_in_every_layout(tiny_uri, tmp_path, name
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel", "hybrid"])
+def test_a_module_may_divide_itself(tiny_uri, tmp_path, name):
+    layout = dict(LAYOUTS[name])
+    config, recorder = {**BASE, "model": "tests.train.sharded_models:divides_itself", "epochs": 1}, Recorder()
+    num_ranks = layout.pop("num_workers")
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    result, watcher = train_on_ranks(tiny_uri, tmp_path / "several", num_ranks, {**config, **layout})
+    expected = {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
+    assert {step: float.fromhex(loss) for step, loss in watcher.losses.items()} == pytest.approx(expected, rel=1e-5)
+    index = read_index(lambda file: (tmp_path / "several" / result.checkpoint / file).read_bytes())
+    [inner] = [each for each in index.of_rank(1, WEIGHTS_PART) if each.name == "inner.1.weight"]
+    assert math.prod(inner.shape) * num_ranks == math.prod(inner.global_shape)
+
+    frozen = {**config, **layout, "freeze": ["inner.*"]}
+    with pytest.raises(Exception, match=r"train.freeze holds inner.1.weight still, .* parallelize\(mesh\) divides it"):
+        train_on_ranks(tiny_uri, tmp_path / "frozen", num_ranks, frozen)
+
+
 @pytest.mark.parametrize("model", ["computing", "tied"])
 @pytest.mark.parametrize("strategy", ["torch_fsdp", "zero1"])
 def test_a_module_that_cannot_be_built_without_numbers_is_built_whole(tiny_uri, tmp_path, model, strategy):

@@ -17,7 +17,7 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from shardmill.checksummed import ChecksummedFile, check_relative_path, read_checksummed, verified_body
+from shardmill.checksummed import ChecksummedFile, check_relative_path, read_checksummed, verified_body, verify_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
@@ -94,6 +94,12 @@ class FoundCheckpoint:
         if listed is None:
             raise IntegrityError(f"checkpoint {self.path} has no {name}", "expected it in its marker", _DAMAGED)
         return read_checksummed(store, listed, self.path)
+
+    def verify(self, store: Store, names: Collection[str]) -> None:
+        """Read these files for their digests alone, in bounded memory. Raises IntegrityError."""
+        for file in self.marker.files:
+            if file.path in names:
+                verify_file(store, file, self.path, fix=_DAMAGED)
 
     def files(self, store: Store) -> SavedFiles:
         """Its files, each verified when it is read."""

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 WEIGHTS = "weights.npz"
-OPTIMIZER = "optimizer.npz"
+OPTIMIZER_FILES = "optimizer"
+"""How their names begin: one for each rank, or this one."""
+OPTIMIZER = f"{OPTIMIZER_FILES}.npz"
 INDEX = "shards.npz"
 MARKER = "MARKER.json"
 

@@ -1,7 +1,7 @@
 """The arrays of a checkpoint that ranks have written together, by name and slice by slice: for `train.init_from`.
 
 Weights are boxes in the files of their ranks (train/checkpoints/shards.py), frozen weights and moving statistics are in
-that of rank 0. The driver hashes the marker, which has the SHA-256 of every file.
+that of rank 0. The driver and rank 0 verify these files by the marker, which has the SHA-256 of each.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def arrays_of_checkpoint(marker_uri: str) -> Mapping[str, ArrayLike]:
     """Raises IntegrityError if the checkpoint is not complete by marker and sizes."""
     root, folder, _ = marker_uri.rsplit("/", 2)
     store = open_store(root)
-    saved = open_checkpoint(store, folder).files(store)
-    index = read_index(saved.read)
+    index = read_index(open_checkpoint(store, folder).files(store).read)
     boxes: dict[str, list[tuple[Shard, ArrayLike]]] = {}
     for rank in range(len(index.of_ranks)):
         written = index.written_by(rank, WEIGHTS_PART)

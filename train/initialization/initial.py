@@ -14,7 +14,8 @@ from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from train.checkpoints.state import INDEX, MARKER
+from train.checkpoints.checkpoint import open_checkpoint
+from train.checkpoints.state import INDEX, MARKER, OPTIMIZER_FILES
 from train.checkpoints.stored_arrays import WeightFile
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.models import MODELS
@@ -95,7 +96,12 @@ class InitialFile:
         return WeightFile(self.suffix, self.uri, found.size_bytes, partial(store.read_range, name))
 
     def read_digest(self) -> str:
-        """SHA-256 of its bytes, of which few are in memory at a time. Raises as `check` does."""
+        """SHA-256 of its bytes, of which few are in memory at a time. Raises as `check` does.
+
+        That of a checkpoint is its marker's, which has those of its files. Raises IntegrityError if one is damaged.
+        """
+        if self.suffix == MARKER:
+            _verify_arrays(self.uri)
         digest = hashlib.sha256()
         with self.opened().opened() as file:
             while block := file.read(_BLOCK_BYTES):
@@ -105,6 +111,13 @@ class InitialFile:
     def _place(self) -> tuple[Store, str]:
         folder, _, name = self.uri.rpartition("/")
         return open_store(folder or "/"), name
+
+
+def _verify_arrays(marker_uri: str) -> None:
+    root, folder, _ = marker_uri.rsplit("/", 2)
+    store = open_store(root)
+    found = open_checkpoint(store, folder)
+    found.verify(store, {file.path for file in found.marker.files if not file.path.startswith(OPTIMIZER_FILES)})
 
 
 def find_initial(config: TrainConfig) -> InitialFile:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from shardmill.errors import UsageError
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -123,8 +124,10 @@ class DeviceMeshes:
 
 def _place(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
     """`train.backends.torch.layout.Place`."""
+    frozen = [name for name, parameter in module.named_parameters() if parameter in kept]
     if meshes.tensor is not None:
         _divide_layers(meshes.tensor, module)
+        _check_whole(module, frozen)
     if meshes.fsdp is not None:
         _shard(meshes.fsdp, is_bfloat16, module, kept)
 
@@ -149,6 +152,19 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     parallelize_module(module, device_mesh, {name: styles[split] for name, split in plan.items()})
     for each in attention_in(module):
         each.register_forward_pre_hook(partial(_share_input, device_mesh))
+
+
+def _check_whole(module: Any, frozen: Collection[str]) -> None:
+    """Raises UsageError if a module has divided frozen weights, which each rank has as its own state."""
+    from torch.distributed.tensor import DTensor
+
+    parameters = dict(module.named_parameters())
+    if divided := [name for name in frozen if isinstance(parameters.get(name), DTensor)]:
+        raise UsageError(
+            f"train.freeze holds {divided[0]} still, and the model's own parallelize(mesh) divides it",
+            "expected frozen weights to stay whole on every rank",
+            "leave what has requires_grad = False out of parallelize, or remove it from train.freeze",
+        )
 
 
 def _share_input(device_mesh: Any, attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
