@@ -18,7 +18,7 @@ from etl.job import build_dataset
 from etl.outcome import stage_record
 from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
 from pipeline.config import require
-from pipeline.output.printing import print_result, summary_rows
+from pipeline.output.printing import print_result
 from pipeline.preflight import FirstPlan, check_one_process, refuse_what_cannot_work, setting
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, verify_record
@@ -27,6 +27,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
+from shardmill.jobs.summary_rows import summary_rows
 from train.planning.changes import AS_USUAL, Again
 from train.planning.preflight import check_schema
 from train.planning.trial_build import try_build

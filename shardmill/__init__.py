@@ -8,7 +8,8 @@ The map of the repository, in the order in which an image travels:
 - `train/` launches ranks, trains, evaluates, exports and promotes.
 - `pipeline/` runs all stages and owns the command line; `airflow_dags/` schedules it.
 
-This library imports none of the applications, and importing it loads nothing heavy.
+This library imports none of the applications, and importing it loads nothing heavy: `shardmill.run` starts them in a
+process of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardmill.augment.options import AugmentOptions
+    from shardmill.calls.commands import etl, run, train
+    from shardmill.calls.result import RunResult
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
@@ -30,9 +33,13 @@ _HOMES = {
     "Batch": "values",
     "Cursor": "values",
     "Dataset": "dataset.dataset",
+    "RunResult": "calls.result",
     "ShardmillError": "errors",
+    "etl": "calls.commands",
     "open_dataset": "loader.dataset",
     "process_image": "images.process",
+    "run": "calls.commands",
+    "train": "calls.commands",
     "verify_dataset": "dataset.verify",
 }
 
@@ -41,9 +48,13 @@ __all__ = [
     "Batch",
     "Cursor",
     "Dataset",
+    "RunResult",
     "ShardmillError",
+    "etl",
     "open_dataset",
     "process_image",
+    "run",
+    "train",
     "verify_dataset",
 ]
 __version__ = "0.1.0"

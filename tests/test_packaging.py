@@ -100,6 +100,10 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     (tmp_path / "etl.py").write_text("raise RuntimeError('the library imported a user file')\n")
     told = run(tmp_path / "venv/bin/python", "train.py", dataset, cwd=tmp_path)
     numpy_version, pyarrow_version = told.split()[-2:]
+    # A call takes none of these names in its caller's process.
+    call = "import sys, shardmill; version = shardmill.etl('images', etl={'image_size': 16}, quiet=True); "
+    show = "print(version.manifest.counts.accepted, {'etl', 'train', 'pipeline'} & sys.modules.keys())"
+    assert run(tmp_path / "venv/bin/python", "-c", call + show, cwd=tmp_path) == "30 set()\n"
     # Nothing holds the base back: the newest of both were resolved.
     assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
 
@@ -154,6 +158,20 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "'.[spark]'" in done.stderr
+
+    # From Python the same line is an exception; the applications are there, and without them that is the line.
+    call = "import shardmill; shardmill.run('images')"
+    for home, said in (
+        (None, "[tensorflow]"),
+        ("shardmill/_applications", "holds the library alone; `pip install shard"),
+    ):
+        if home:
+            [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+            shutil.rmtree(packages / home)
+        done = subprocess.run(
+            [tmp_path / "venv/bin/python", "-c", call], cwd=tmp_path, env=CLEAN, capture_output=True, text=True
+        )
+        assert done.stderr.splitlines()[-1].startswith("shardmill.errors.UsageError: ") and said in done.stderr
 
 
 # Each costs a start between 0.1 and 5 seconds; none is needed to print a help page or to import the library.

@@ -1,19 +1,14 @@
-"""Shows progress of a run on stderr: bars on a terminal, occasional plain lines elsewhere."""
+"""Shows progress of a run on stderr: which event of a stage is a line for people, and which one moves the bar."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from pipeline.output.screen import PlainLines, Screen, open_screen
 from shardmill.jobs.observer import WARNING, FieldValue, Observer
+from shardmill.jobs.progress_lines import Bar
 from shardmill.printable import printable
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-PLAIN_LINE_SECONDS = 5.0
 # Events to show on the terminal; the rest is only in `events.jsonl`.
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
@@ -53,42 +48,23 @@ class RunProgress:
     def __init__(self, record: Observer, num_epochs: int) -> None:
         self._record = record
         self._num_epochs = num_epochs
-        self._bars: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._marks: dict[str, list[tuple[float, int]]] = {}
-        self._begun: set[str] = set()
-        self._next_line = 0.0
-        self._next_count = 0.0
+        self._screen: Screen = PlainLines()
 
     def __enter__(self) -> RunProgress:
-        if sys.stderr.isatty():
-            self._bars = _make_bars()
-            self._bars.start()
+        self._screen = open_screen()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        self._screen.close()
 
     def say(self, line: str) -> None:
         """One line for the person."""
-        line = printable(line)
-        if self._bars is not None:
-            self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            sys.stderr.write(f"{line}\n")
+        self._screen.say(printable(line))
 
     def finish(self, line: str) -> None:
         """Remove the bar of a finished activity and print one line."""
-        self._clear()
+        self._screen.clear()
         self.say(line)
-
-    def _clear(self) -> None:
-        """Take the bar away: there is one at a time."""
-        if self._bars is not None:
-            for task in self._tasks.values():
-                self._bars.remove_task(task)
-            self._tasks.clear()
 
     def shard_verified(self, num_done: int, num_shards: int) -> None:
         """One more shard of a version was checked."""
@@ -103,7 +79,8 @@ class RunProgress:
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         match name:
             case "list.progress":
-                self._count("etl, listing", int(numbers["num_listed"]), "inputs")
+                # Its end is not known.
+                self._advance("etl, listing", int(numbers["num_listed"]), None, "inputs")
             case "etl.progress":
                 self._advance("etl", int(numbers["num_done"]), int(numbers["num_images"]), "images")
             case "verify.progress":
@@ -126,46 +103,8 @@ class RunProgress:
         """People count from 1, all others from 0."""
         return f"{int(numbers.get('epoch', 0)) + 1}/{self._num_epochs}"
 
-    def _count(self, label: str, num_done: int, unit: str) -> None:
-        """Progress towards an end that is not known."""
-        if self._bars is not None:
-            if label not in self._tasks:
-                self._clear()
-                self._tasks[label] = self._bars.add_task(label, total=None, unit=unit)
-            self._bars.update(self._tasks[label], completed=num_done)
-        elif time.monotonic() >= self._next_count:
-            # A short listing needs no line: the first one comes after the first few seconds.
-            if self._next_count:
-                self.say(f"{label}: {num_done:,} {unit}")
-            self._next_count = time.monotonic() + PLAIN_LINE_SECONDS
-
-    def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
-        if self._bars is not None:
-            if label not in self._tasks:
-                self._clear()
-                self._tasks[label] = self._bars.add_task(label, total=num_total, completed=num_done, unit=unit)
-            self._bars.update(self._tasks[label], completed=num_done, total=num_total, unit=unit)
-            return
-        now = time.monotonic()
-        # What was done before this process looked (kept units, resumed steps) says nothing about its rate, and neither
-        # does the time until the first piece of work is done, when Spark was starting. So the second mark counts.
-        marks = self._marks.setdefault(label, [])
-        if not marks or (len(marks) == 1 and num_done > marks[0][1]):
-            marks.append((now, num_done))
-        started, done_before = marks[-1]
-        # If the beginning was printed, the end is printed too.
-        ends = num_done == num_total and label in self._begun
-        if now < self._next_line and not ends:
-            return
-        if num_done < num_total:
-            self._begun.add(label)
-        else:
-            self._begun.discard(label)
-        self._next_line = now + PLAIN_LINE_SECONDS
-        rate = (num_done - done_before) / (now - started) if num_done > done_before and now > started else 0.0
-        left = "" if ends else f", {(num_total - num_done) / max(rate, 1e-9):,.0f} s left"
-        pace = f", {rate:,.0f} a second{left}" if rate else ""
-        self.say(f"{label}: {num_done:,} of {num_total:,} {unit}{pace}")
+    def _advance(self, label: str, num_done: int, num_total: int | None, unit: str) -> None:
+        self._screen.advance(Bar(label, num_done, num_total, unit))
 
 
 def _sentence(name: str, fields: Mapping[str, FieldValue]) -> str:
@@ -185,32 +124,3 @@ def _figures(split: str, numbers: Mapping[str, int | float]) -> str:
     """Every figure of a split that an event holds; which ones, depends on the labels."""
     names = [name for name in numbers if name.startswith(split)]
     return ", ".join(f"{name.removeprefix(split).replace('_', ' ')} {numbers[name]:.4f}" for name in names)
-
-
-def _make_bars() -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class RateColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"),
-        RateColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=Console(stderr=True),
-    )

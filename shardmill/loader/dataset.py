@@ -194,6 +194,11 @@ class LoadableDataset(Dataset):
         count = min(num_samples, len(samples))
         return contact_sheet(samples[[place * len(samples) // count for place in range(count)]], self.class_names)
 
+    def _repr_html_(self) -> str:
+        from shardmill.loader.dataset_html import dataset_html
+
+        return dataset_html(self, self.show)
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes: a label is a position in them. Empty in a dataset without classes."""

@@ -15,11 +15,12 @@ import pytest
 from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import diagnose, examine, rehearsed
 from pipeline.doctor.finding import Finding
-from pipeline.output.printing import stage_rows, stage_title
+from pipeline.output.printing import stage_title
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
+from shardmill.jobs.summary_rows import stage_rows
 from shardmill.registry import Entry, install_hint
 from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
 from tests.services.faulty_store import FaultyStore

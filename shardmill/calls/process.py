@@ -1,0 +1,163 @@
+"""Runs a command of the command line in a process of its own, for a caller in Python.
+
+Not in the caller's process: there our applications would take the names of a user's own `train.py`
+(docs/decisions/0012-import-names.md), and a framework would keep the memory of the GPU until the notebook ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn, Protocol
+
+from shardmill.child_process import kill_session
+from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError, UsageError
+from shardmill.jobs.process import python_path
+from shardmill.jobs.progress_lines import AS_JSON, VARIABLE
+from shardmill.user_module import applications_home, find_below
+
+# It has a session of its own, so that Ctrl-C comes once, from here; and it ends with this process all the same.
+_MAIN = (
+    "from shardmill.jobs.ending import end_with_parent; end_with_parent(); "
+    "from shardmill.applications import main; main()"
+)
+_POLL_MILLISECONDS = 200
+
+
+class Watcher(Protocol):
+    """Who shows what the command says."""
+
+    @property
+    def takes_lines(self) -> bool:
+        """False: the command writes to this process's stderr itself, where it draws bars on a terminal."""
+        ...
+
+    @property
+    def unseen(self) -> Sequence[str]:
+        """The last lines that were not shown."""
+        ...
+
+    def line(self, line: str) -> None: ...
+
+    def end(self, *, has_failed: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and the arguments behind it."""
+
+    name: str
+    arguments: Sequence[str]
+
+    def run(self, watcher: Watcher) -> dict[str, Any]:
+        """The document that the command prints with `--json`.
+
+        Raises the ShardmillError that the command ended with; its message is the command's line.
+        """
+        home = applications_home()
+        if find_below(home, "pipeline.cli") is None:
+            raise UsageError(
+                f"shardmill.{self.name} needs the applications of shardmill",
+                f"{home} holds the library alone",
+                "`pip install shardmill` installs both",
+            )
+        with tempfile.TemporaryFile() as stdout:
+            process = self._start(stdout, watcher)
+            has_failed = True
+            try:
+                _follow(process, watcher)
+                has_failed = process.returncode != 0
+            finally:
+                watcher.end(has_failed=has_failed)
+            stdout.seek(0)
+            document = _document(stdout.read())
+        if has_failed or document is None:
+            self._fail(process.returncode, document or {}, watcher.unseen)
+        return document
+
+    def _start(self, stdout: IO[bytes], watcher: Watcher) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, self.name, "--json", *self.arguments],
+            env={**os.environ, "PYTHONPATH": python_path(), **({VARIABLE: AS_JSON} if watcher.takes_lines else {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE if watcher.takes_lines else None,
+            start_new_session=True,
+        )
+
+    def _fail(self, status: int, document: dict[str, Any], unseen: Sequence[str]) -> NoReturn:
+        failure = document.get("error")
+        if status == 130:
+            raise KeyboardInterrupt
+        if failure is None:
+            how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+            error: ShardmillError = TrainingError(
+                f"the process of shardmill.{self.name} ended by {how} and did not say why",
+                "expected a result or an error",
+                "memory may have run out: `dmesg` of this machine says so; the same call resumes where it stopped",
+            )
+        else:
+            kind = ERROR_BY_EXIT_CODE.get(failure["code"], ShardmillError)
+            error = kind(failure["message"], detail={"run_id": document["run_id"]})
+        if isinstance(error, TrainingError) and unseen:
+            # The end of a failed rank's output explains its error.
+            error.add_note("\n".join(unseen))
+        raise error
+
+
+def _follow(process: subprocess.Popen[bytes], watcher: Watcher) -> None:
+    """Show what the process says until it has ended."""
+
+    def show() -> None:
+        for line in _lines(process):
+            watcher.line(line)
+        process.wait()
+
+    try:
+        show()
+    except BaseException as error:
+        # As in a terminal, Ctrl-C (in Jupyter: the stop button) ends the command in order; a second one at once.
+        process.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        try:
+            show()
+        except BaseException:
+            kill_session(process)
+            process.wait()
+            raise
+        raise
+    finally:
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """The lines of its stderr, until it has ended: what it has started may hold the pipe for longer."""
+    if process.stderr is None:
+        return
+    pipe, poll, pending = process.stderr.fileno(), select.poll(), b""
+    poll.register(pipe, select.POLLIN)
+    while True:
+        if not poll.poll(_POLL_MILLISECONDS):
+            if process.poll() is not None:
+                break
+        elif data := os.read(pipe, 65_536):
+            *lines, pending = (pending + data).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines)
+        else:
+            break
+    if pending:
+        yield pending.decode("utf-8", "replace")
+
+
+def _document(stdout: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        return json.loads(stdout)
+    return None

@@ -1,0 +1,122 @@
+"""What a run did, as a value: its figures, its dataset and model, and how it shows itself in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardmill.errors import ShardmillError
+from shardmill.html import table, text
+from shardmill.jobs.summary_rows import Rows, summary_rows
+
+if TYPE_CHECKING:
+    from shardmill.loader.dataset import LoadableDataset
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFigures:
+    """One epoch of a training. What the labels or the splits do not have is None."""
+
+    epoch: int
+    """Counted from 0."""
+    train_loss: float
+    train_accuracy: float | None
+    validation_loss: float | None
+    validation_accuracy: float | None
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunResult:
+    """What `shardmill.run` or `shardmill.train` did. It shows itself as a table in a notebook, and with `print`."""
+
+    run_id: str
+    folder: str
+    """URI of the run's record, with the report and the log of events."""
+    summary: Mapping[str, Any]
+    """The whole `summary.json` (docs/summary.schema.json): every figure of every stage."""
+    epochs: tuple[EpochFigures, ...]
+    """The training, epoch by epoch; of a training that was skipped, those that it had."""
+
+    @property
+    def dataset(self) -> LoadableDataset:
+        """The dataset version that the run made or found, and trained on."""
+        return version_of(self.summary)
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the split that no decision has seen (test, or else validation); None for numbers, and without a split."""
+        return self._of("evaluation", "accuracy")
+
+    @property
+    def loss(self) -> float | None:
+        """On the same split."""
+        return self._of("evaluation", "loss")
+
+    @property
+    def best_epoch(self) -> EpochFigures:
+        """The epoch whose weights the training gives: compare settings by its validation figures, not by the test's."""
+        return next(each for each in self.epochs if each.epoch == self.summary["train"]["weights_epoch"])
+
+    @property
+    def export(self) -> str | None:
+        """Folder of the exported model."""
+        return self._of("export", "path")
+
+    @property
+    def decision(self) -> str | None:
+        """`promoted` or `kept`; `summary["promotion"]["reason"]` says why."""
+        return self._of("promotion", "decision")
+
+    @property
+    def report(self) -> str | None:
+        """The report, an HTML file."""
+        return self._of("report", "path")
+
+    def _of(self, section: str, key: str) -> Any:
+        return (self.summary.get(section) or {}).get(key)
+
+    def _rows(self) -> Rows:
+        return [("run", f"{self.run_id}: {self.summary['status']}"), *summary_rows(self.summary)]
+
+    def __repr__(self) -> str:
+        accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
+        return f"<run {self.run_id}: {self.summary['status']}{accuracy}>"
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, *_ in rows)
+        return "\n".join(f"{name:<{width}}  {'  '.join(values)}" for name, *values in rows)
+
+    def _repr_html_(self) -> str:
+        from shardmill.loader.dataset_html import thumbnails
+
+        try:
+            dataset = self.dataset
+            images = thumbnails(dataset, dataset.show, num_samples=6)
+        except (ShardmillError, OSError) as error:
+            images = f"<p>the dataset cannot be opened: {text(error)}</p>"
+        return f"<div>{table(self._rows())}{images}</div>"
+
+
+def version_of(sections: Mapping[str, Any]) -> LoadableDataset:
+    """The dataset version that the sections of a summary name."""
+    from shardmill.loader.dataset import open_dataset
+
+    return open_dataset(f"{sections['dataset']['uri']}@{sections['dataset']['version']}")
+
+
+def epoch_figures(record: Mapping[str, Any]) -> EpochFigures:
+    """An epoch of the history that a training's record holds."""
+    validation = record["validation"] or {}
+    return EpochFigures(
+        epoch=record["epoch"],
+        train_loss=record["train_loss"],
+        train_accuracy=record["train_accuracy"],
+        validation_loss=validation.get("loss"),
+        validation_accuracy=validation.get("accuracy"),
+        learning_rate=record["learning_rate"],
+        seconds=record["seconds"],
+    )

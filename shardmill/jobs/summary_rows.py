@@ -1,0 +1,94 @@
+"""The rows in which people read the summary of a run, or of one stage: in a terminal, and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardmill.words import counted
+
+if TYPE_CHECKING:
+    from shardmill.jobs.run_files import StageRecord
+
+Rows = list[tuple[str, ...]]
+# Less is printed as 0.00.
+_DRIFT_SHOWN = 0.005
+
+
+def summary_rows(summary: Mapping[str, Any]) -> Rows:
+    """A whole run: the sections of its summary that people need first."""
+    evaluation = _evaluation_rows(summary) or [("evaluation", "no split for it")]
+    report = [("report", summary["report"]["path"])] if summary.get("report") else []
+    return [*_dataset_rows(summary), *_training_rows(summary), *evaluation, *_decision_rows(summary), *report]
+
+
+def stage_rows(record: StageRecord) -> Rows:
+    """Prints the result of a single stage in readable form; `--json` prints all values."""
+    sections = record.sections
+    rows = [*_dataset_rows(sections), *_training_rows(sections), *_evaluation_rows(sections)]
+    if sections.get("export"):
+        export = sections["export"]
+        rows += [
+            ("export", export["path"]),
+            ("differs by", f"{export['parity_max_abs_diff']:.2g} maximum difference from the training model"),
+        ]
+    rows += _decision_rows(sections)
+    if sections.get("report"):
+        rows.append(("report", sections["report"]["path"]))
+    return rows
+
+
+def _dataset_rows(sections: Mapping[str, Any]) -> Rows:
+    dataset = sections.get("dataset")
+    if not dataset:
+        return []
+    counts = dataset["counts"]
+    in_order = sorted(counts["by_split"].items(), key=lambda split: ("train", "validation", "test").index(split[0]))
+    splits = ", ".join(f"{name} {count:,}" for name, count in in_order)
+    return [
+        ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
+        ("splits", splits),
+        ("dataset", f"{dataset['uri']}@{dataset['version']}"),
+        *_drift_rows(sections),
+    ]
+
+
+def _drift_rows(sections: Mapping[str, Any]) -> Rows:
+    from shardmill.data_faults.drift import Drift
+
+    if not sections.get("drift"):
+        return []
+    drift = Drift.model_validate(sections["drift"])
+    moved = drift.words_above(_DRIFT_SHOWN) or "hardly any"
+    return [("drift", f"from version {drift.against_version}: {moved}")]
+
+
+def _training_rows(sections: Mapping[str, Any]) -> Rows:
+    train = sections.get("train")
+    if not train:
+        return []
+    size = (counted(train["world_size"], "rank"), counted(train["epochs"], "epoch"), counted(train["steps"], "step"))
+    rows: Rows = [("training", ", ".join((train["strategy"], *size)))]
+    if found := train.get("initialized"):
+        fresh = "; ".join((*found["replaced"], *(f"{name}: not in the file" for name in found["missing"])))
+        arrays = f"{found['num_loaded']:,} of {counted(found['num_weights'], 'array')} from {found['source']}"
+        rows.append(("began with", f"{arrays}; fresh: {fresh}" if fresh else arrays))
+    return rows
+
+
+def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:
+    evaluation = sections.get("evaluation")
+    if not evaluation:
+        return []
+    shown = ("accuracy", "mean_average_precision", "mean_absolute_error", "loss")
+    known = [f"{name.replace('_', ' ')} {evaluation[name]:.4f}" for name in shown if evaluation.get(name) is not None]
+    figures = f"{evaluation['split']} {', '.join(known)}"
+    return [("evaluation", f"{figures}, on {counted(evaluation['num_samples'], 'sample')}")]
+
+
+def _decision_rows(sections: Mapping[str, Any]) -> Rows:
+    decided = sections.get("promotion") or sections.get("gate")
+    if not decided:
+        return []
+    store = [("models", decided["models"])] if decided.get("models") else []
+    return [*store, ("model", f"{decided['decision']}: {decided['reason']}")]

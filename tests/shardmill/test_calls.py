@@ -1,0 +1,180 @@
+"""`shardmill.run`, `shardmill.etl` and `shardmill.train`: the commands as functions, and the page that shows them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardmill
+from pipeline.cli_options import DEFAULT_WORKDIR
+from pipeline.output.screen import RelayedBars
+from shardmill.calls.commands import WORKDIR
+from shardmill.calls.settings import as_options
+from shardmill.calls.watchers import NotebookOutput
+from shardmill.errors import RejectLimitExceeded, TrainingError, UsageError
+from shardmill.jobs.progress_lines import Bar, as_bar
+from tests.pipeline.command import ENVIRONMENT, ROOT
+from tests.support import make_dataset, write_images
+
+PAGE = (ROOT / "docs" / "get-started" / "from-python.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with photos; what the calls start imports from this checkout."""
+    write_images(tmp_path / "my_photos", num_images=100)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[str]):
+    first, *others = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(first, names)
+    shown, result = capsys.readouterr(), names["result"]
+    assert "etl: inputs listed: 100" in shown.err and "\x1e" not in shown.err
+    for block in others:
+        exec(block, names)
+
+    assert (result.dataset.pin.version, result.dataset.manifest.normalize.image_size) == (1, 32)
+    assert len(result.epochs) == 3 and result.best_epoch in result.epochs
+    assert (result.accuracy, result.loss) == (
+        result.summary["evaluation"]["accuracy"],
+        result.summary["evaluation"]["loss"],
+    )
+    assert result.decision == "promoted" and Path(result.export).is_dir() and Path(result.report).is_file()
+    assert Path(result.folder, "events.jsonl").exists()
+
+    # What it shows is what the command prints.
+    text = (ROOT / "docs" / "get-started" / "from-python.md").read_text(encoding="utf-8")
+    assert str(result).splitlines()[1] == "images      100 accepted, 0 rejected of 100 listed" in text
+    assert (
+        str(result).rstrip() in shown.out
+        and repr(result) == f"<run {result.run_id}: ok, accuracy {result.accuracy:.4f}>"
+    )
+    assert "<table>" in result._repr_html_() and 'src="data:image/png;base64,' in result._repr_html_()
+    refusal = capsys.readouterr().out.strip()
+    assert f"```text\n{refusal}\n```" in text
+    # A wrong setting leaves no record.
+    assert [each.name for each in (here / "shardmill-work" / "runs").iterdir()] == [result.run_id]
+
+    # The same training is found, not repeated.
+    version = f"{result.dataset.pin.uri}@1"
+    again = shardmill.train(version, train={"epochs": 3}, quiet=True)
+    assert again.summary["stages"]["train"]["status"] == "skipped" and again.epochs == result.epochs
+    assert again.export is None and again.decision is None and "<table>" in again._repr_html_()
+
+
+def test_an_error_of_the_command_is_an_exception(here: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(UsageError, match=r"^nowhere does not exist; expected a folder of images"):
+        shardmill.run("nowhere")
+    for number in range(10):
+        (here / "my_photos" / "class_0" / f"broken{number}.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(RejectLimitExceeded) as caught:
+        shardmill.etl("my_photos", workdir="work", etl={"image_size": 16})
+    [run_id] = os.listdir("work/runs")
+    assert caught.value.detail == {"run_id": run_id} and "etl.max_reject_fraction" in str(caught.value)
+    # Progress was shown; the error is the exception's to tell.
+    assert "etl: inputs listed" in (said := capsys.readouterr()).err and "ERROR" not in said.err and not said.out
+    dataset = shardmill.etl("my_photos", workdir="work", etl={"image_size": 16, "max_reject_fraction": 0.2}, quiet=True)
+    assert (dataset.manifest.counts.rejected, capsys.readouterr().err) == (10, "")
+    assert "10 rejected (" in dataset._repr_html_()
+
+
+def test_a_process_that_is_killed_says_so(here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARDMILL_FAILPOINT", "manifest_put")
+    with pytest.raises(TrainingError, match="the process of shardmill.etl ended by SIGKILL") as caught:
+        shardmill.etl("my_photos", etl={"image_size": 16}, quiet=True)
+    assert any("inputs listed" in note for note in caught.value.__notes__)
+
+
+def test_ctrl_c_ends_the_command_in_order(here: Path):
+    program = "import shardmill; shardmill.run('my_photos', run_id='mine', train={'epochs': 500})"
+    # Ctrl-C comes to the caller alone: a notebook's kernel gets it so.
+    caller = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=here, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    assert caller.stderr is not None
+    next(line for line in caller.stderr if line.startswith("etl: inputs listed"))
+    caller.send_signal(signal.SIGINT)
+    _, said = caller.communicate(timeout=60)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    summary = json.loads((here / "shardmill-work/runs/mine/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 130)
+
+
+def test_settings_are_those_of_the_command_line():
+    settings = {
+        "train": {"epochs": 3, "learning_rate": 1e-05, "memory": {"budget_bytes": 5}, "sample": {"a b": 2}},
+        "etl.formats": ("parquet", "tfrecord"),
+        "source": {"follow_symlinks": True, "uri": Path("photos")},
+    }
+    assert as_options(settings)[1::2] == [
+        "train.epochs=3", "train.learning_rate=1e-05", "train.memory.budget_bytes=5", 'train.sample={"a b" = 2}',
+        'etl.formats=["parquet", "tfrecord"]', "source.follow_symlinks=true", 'source.uri="photos"',
+    ]  # fmt: skip
+    for wrong, said in (
+        ({"epochs": 3}, r"write SECTION=\{'epochs': 3\}"),
+        ({"train.epochs": None}, "train.epochs = None"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            as_options(wrong)
+
+
+def test_the_functions_have_the_options_of_their_commands():
+    from pipeline.cli import COMMANDS
+
+    assert WORKDIR == DEFAULT_WORKDIR
+    for function in (shardmill.run, shardmill.etl, shardmill.train):
+        keywords = {
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        options = {option.name for option in COMMANDS[function.__name__].params}
+        # A dry run is a table for people; settings are keywords themselves.
+        assert keywords - {"quiet"} == options - {
+            "source_or_config", "dataset", "overrides", "json", "debug", "dry_run"
+        }, function  # fmt: skip
+
+
+def test_a_bar_reaches_the_process_that_draws_it(capsys: pytest.CaptureFixture[str]):
+    screen = RelayedBars()
+    screen.say("a line")
+    for num_done in range(1001):
+        screen.advance(Bar("etl", num_done, 1000, "images"))
+    screen.clear()
+    # `splitlines` would split at the separator, too.
+    lines = capsys.readouterr().err.split("\n")
+    bars = [bar for line in lines if (bar := as_bar(line)) is not None]
+    assert lines[0] == "a line" and bars[0] == Bar("etl", 0, 1000, "images") and len(bars) < 100
+    assert bars[-2].num_done == 1000 and not bars[-1].label
+
+
+def test_what_a_notebook_shows_is_escaped(monkeypatch: pytest.MonkeyPatch):
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: shown.append(bundle))
+    output = NotebookOutput("shardmill.etl <b>")
+    output.line("etl: class <script>")
+    output.end(has_failed=True)
+    assert (
+        "<script>" not in shown[-1]["text/html"] and "shardmill.etl &lt;b&gt;: failed after" in shown[-1]["text/html"]
+    )
+
+
+def test_a_dataset_whose_shards_are_gone_still_shows_its_table(tmp_path: Path):
+    dataset = shardmill.open_dataset(make_dataset(tmp_path, num_images=60))
+    assert 'src="data:image/png;base64,' in dataset._repr_html_()
+    for uri in dataset.files("train"):
+        Path(uri.removeprefix("file://")).unlink()
+    html = shardmill.open_dataset(str(tmp_path / "dataset"))._repr_html_()
+    assert "<table>" in html and "no images are shown: " in html
