@@ -51,6 +51,10 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
             "pipeline.commands.predict:predict",
             "Print labels and probabilities for image files, decoded as in the ETL. Exit 2 if every file is rejected.",
         ),
+        "lineage": Entry(
+            "pipeline.commands.lineage:lineage",
+            "Show where a model is, and what it was made of: training, dataset version, source.",
+        ),
         "doctor": Entry(
             "pipeline.doctor.doctor:doctor",
             "Check this machine: versions, Java, compiler, config, storage, clocks, disk space, slots, devices, "

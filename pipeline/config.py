@@ -103,8 +103,8 @@ def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .to
 
 
 def absolute_uri(uri: str) -> str:
-    """`uri` itself if it has a scheme or is empty; a local path is made absolute."""
-    return uri if "://" in uri or not uri else os.path.abspath(os.path.expanduser(uri))
+    """`uri` itself if it has a scheme (`models:/` of a registered model, too) or is empty; a local path absolute."""
+    return uri if "://" in uri or uri.startswith("models:/") or not uri else os.path.abspath(os.path.expanduser(uri))
 
 
 def require(tree: PipelineTree, *sections: str) -> None:

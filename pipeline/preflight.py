@@ -73,6 +73,7 @@ def checks(
             Check("train.model", partial(_look_at_model, tree)),
             Check("train.num_workers", partial(_look_at_launch, first)),
             Check("train.log.trackers", partial(_look_at_trackers, tree)),
+            Check("gate.registry", partial(_look_at_registry, tree)),
         ]
         if tree.train.init_from or tree.train.freeze or tree.train.unfreeze_epoch:
             found.append(Check("train.init_from", partial(_look_at_initial, first)))
@@ -196,6 +197,12 @@ def _look_at_trackers(tree: PipelineTree) -> str:
     from train.reporting.tracking import check_trackers
 
     return check_trackers(tree.train)
+
+
+def _look_at_registry(tree: PipelineTree) -> str:
+    from train.reporting.mlflow_client import check_registry
+
+    return check_registry(tree.gate.registry)
 
 
 def _look_at_master(tree: PipelineTree) -> str:

@@ -31,9 +31,12 @@ from shardmill.jobs.summary_rows import summary_rows
 from train.planning.changes import AS_USUAL, Again
 from train.planning.preflight import check_schema
 from train.planning.trial_build import try_build
+from train.published.announce import announce
 from train.published.candidate import promote_export, promotion_record
+from train.published.decision import Promotion
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
+from train.published.exported import Export
 from train.reporting.run_log import RunLog
 from train.stage_record import train_record
 from train.training import train_in_run
@@ -96,11 +99,16 @@ def run_pipeline(
             lambda: evaluate_on(models, exported.export, run.tree.dataset.uri, is_new=not exported.skipped),
             evaluation_record,
         )
-        run.stage("promote", lambda: promote_export(models, exported.export, train.gate, run.id), promotion_record)
+        run.stage("promote", lambda: _promote(run, models, exported.export), promotion_record)
 
         # One page to look at.
         run.stage("report", lambda: write_page(run, run.record.state_so_far()), report_record)
     return run.record.summary
+
+
+def _promote(run: Run, models_uri: str, export: Export) -> Promotion:
+    gate = run.tree.gate
+    return announce(promote_export(models_uri, export, gate, run.id), gate, run.progress)
 
 
 def _try_build(run: Run, first: FirstPlan, schema: RowSchema) -> None:

@@ -29,7 +29,9 @@ def promote(
         bool, typer.Option("--replace-current", help="Promote even if no comparison is possible.")
     ] = False,
 ) -> None:
+    from train.published.announce import announce
     from train.published.candidate import promotion_record
+    from train.reporting.mlflow_client import check_registry
 
     common: Common = context.obj
     uri, number = split_version(models)
@@ -45,9 +47,14 @@ def promote(
         )
     flags = {"require": require_promotion, "replace_current": replace_current}
     with open_run(models, common, load=load_for_models) as run:
-        is_config = uri.endswith(".toml")
+        is_config, gate = uri.endswith(".toml"), run.tree.gate
+        check_registry(gate.registry)
         run.stage(
-            "promote", lambda: _promoted(run, number, rollback=rollback, is_config=is_config, **flags), promotion_record
+            "promote",
+            lambda: announce(
+                _promoted(run, number, rollback=rollback, is_config=is_config, **flags), gate, run.progress
+            ),
+            promotion_record,
         )
     print_stage(common, run)
 

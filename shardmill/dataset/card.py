@@ -8,7 +8,6 @@ It is written after a commit, and no digest covers it: without it a version is a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 
@@ -22,11 +21,11 @@ from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import ShardmillError
 from shardmill.formats.rows import OWN_COLUMNS
 from shardmill.options import ENCODINGS
+from shardmill.own_card import CARD, put_card, quoted
 from shardmill.printable import without_surrogates
 from shardmill.storage import Store, join_uri
 from shardmill.typed_columns import LABEL, LABEL_TYPES, scalar_of, vector_size
 
-CARD = "README.md"
 MAX_SHARDS = 100_000
 """Of a larger version the card names no shards: reading 10 MB of YAML takes minutes."""
 
@@ -52,24 +51,18 @@ def refresh_card(store: Store) -> tuple[str, ...]:
 
 
 def _refresh(store: Store, version: int) -> str:
-    try:
-        present = store.read(CARD).decode(errors="replace")
-    except FileNotFoundError:
-        present = _MARK
-    if _MARK not in present:
-        return (
-            f"{join_uri(store.uri, CARD)} was not written by shardmill and stays as it is: if it names shards in "
-            "`configs`, Hugging Face `datasets` reads those of an older version"
-        )
-    if f"{_MARK}{version}\n" not in present:
-        store.put(CARD, card_text(store, read_manifest(store, version)).encode())
-    return ""
+    if put_card(store, _MARK, version, lambda: card_text(store, read_manifest(store, version))):
+        return ""
+    return (
+        f"{join_uri(store.uri, CARD)} was not written by shardmill and stays as it is: if it names shards in "
+        "`configs`, Hugging Face `datasets` reads those of an older version"
+    )
 
 
 def card_text(store: Store, manifest: Manifest) -> str:
     """The card of a version: YAML front matter and a short text. Raises IntegrityError for a damaged index."""
     name = store.uri.rstrip("/").rpartition("/")[2]
-    lines = ["---", f"{_MARK}{manifest.version}", f"pretty_name: {_quoted(name)}"]
+    lines = ["---", f"{_MARK}{manifest.version}", f"pretty_name: {quoted(name)}"]
     num_shards = sum(split.num_shards for split in manifest.splits.values())
     is_named = "parquet" in manifest.formats and num_shards <= MAX_SHARDS
     if is_named:
@@ -90,7 +83,7 @@ def _configs(store: Store, manifest: Manifest) -> Iterator[str]:
             of_split += pc.unique(table.filter(pc.equal(table.column("split"), split)).column("shard")).to_pylist()
     yield from ("configs:", "- config_name: default", "  data_files:")
     for split, of_split in paths.items():
-        yield from (f"  - split: {split}", "    path:", *(f"    - {_quoted(path)}" for path in of_split))
+        yield from (f"  - split: {split}", "    path:", *(f"    - {quoted(path)}" for path in of_split))
 
 
 def _features(manifest: Manifest) -> Iterator[str]:
@@ -98,7 +91,7 @@ def _features(manifest: Manifest) -> Iterator[str]:
     yield from ("dataset_info:", "  config_name: default", "  features:")
     others = sorted(set(manifest.columns).difference(OWN_COLUMNS))
     for name in (*(name for name in OWN_COLUMNS if name in manifest.columns), *others):
-        yield f"  - name: {_quoted(name)}"
+        yield f"  - name: {quoted(name)}"
         yield from _feature(manifest, name)
 
 
@@ -110,7 +103,7 @@ def _feature(manifest: Manifest, name: str) -> list[str]:
             return [f"    dtype: fixed_size_binary[{math.prod(shape_HWC)}]"]
         return ["    dtype: image"]
     if name == LABEL and manifest.class_names:
-        classes = [f"{_quoted(str(number))}: {_quoted(each)}" for number, each in enumerate(manifest.class_names)]
+        classes = [f"{quoted(str(number))}: {quoted(each)}" for number, each in enumerate(manifest.class_names)]
         outer = "list" if kind == LABEL_TYPES["multi_label"] else "dtype"
         return [f"    {outer}:", "      class_label:", "        names:", *(f"          {each}" for each in classes)]
     if vector_size(kind):
@@ -143,11 +136,3 @@ def _content(manifest: Manifest) -> str:
     options = manifest.normalize
     size = f"{options.image_size} x {options.image_size} pixels" if options.one_shape_HWC else "different sizes"
     return f"{options.color} images of {size} as {options.encoding}"
-
-
-def _quoted(text: str) -> str:
-    """A double-quoted YAML string. YAML takes JSON's escapes, but no pairs of surrogates and no raw control
-    characters.
-    """
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in without_surrogates(quoted))

@@ -91,4 +91,5 @@ def _decision_rows(sections: Mapping[str, Any]) -> Rows:
     if not decided:
         return []
     store = [("models", decided["models"])] if decided.get("models") else []
-    return [*store, ("model", f"{decided['decision']}: {decided['reason']}")]
+    registered = [("registered", decided["registered"])] if decided.get("registered") else []
+    return [*store, ("model", f"{decided['decision']}: {decided['reason']}"), *registered]

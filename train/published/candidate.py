@@ -80,6 +80,7 @@ def promotion_record(promotion: Promotion) -> StageRecord:
         "previous": promotion.previous,
         "current": promotion.current,
         "published": promotion.is_published,
+        "registered": promotion.registered,
         "metric": promotion.gate.metric,
         "candidate_figure": promotion.gate.candidate_figure,
         "current_figure": promotion.gate.current_figure,

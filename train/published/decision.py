@@ -57,3 +57,5 @@ class Promotion:
     """The export that is current now."""
     is_published: bool = False
     """The gate let it pass in this run: in this call, or in an earlier try of the same run."""
+    registered: str | None = None
+    """The current export at the model registry, `models:/NAME/VERSION`; empty if that failed, None without one."""

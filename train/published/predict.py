@@ -21,6 +21,7 @@ from shardmill.values import Rejection, SourceImage
 from train.published.exported import ARTIFACTS, ExportedModel, ExportRecord, number_of_artifact
 from train.published.image_files import list_files, read_file
 from train.published.load import current_export, load_exported
+from train.published.mlflow_registry import SCHEME, resolve_registered
 
 MAX_BATCH_SIZE = 64
 LIKELY = 0.5
@@ -56,8 +57,10 @@ class Prediction:
 def exact_name(model: str) -> str:
     """`URI@3` for `URI` (the current export of a models' root) or an export's folder `URI/artifacts/...`.
 
-    Raises UsageError if there is none.
+    The same for `models:/NAME@ALIAS`, which MLflow's registry knows. Raises UsageError if there is none.
     """
+    if model.startswith(SCHEME):
+        return resolve_registered(model)
     uri, number = split_version(model.rstrip("/"))
     root, artifacts, artifact = uri.rpartition(f"/{ARTIFACTS}/")
     if artifacts:

@@ -5,6 +5,18 @@ from __future__ import annotations
 from pydantic import Field
 
 from shardmill.section import Section
+from train.settings.written_forms import ModelAlias, ModelName, ServerUri
+
+
+class RegistryConfig(Section):
+    """The model registry in which a promotion registers the current model."""
+
+    name: ModelName = ""
+    """Name of the registered model in MLflow's registry; empty: nothing is registered."""
+    alias: ModelAlias = "champion"
+    """Alias that names the current model: `models:/NAME@ALIAS`."""
+    uri: ServerUri = ""
+    """The MLflow server, for example `http://HOST:5000`; empty: MLFLOW_TRACKING_URI."""
 
 
 class GateConfig(Section):
@@ -17,3 +29,5 @@ class GateConfig(Section):
     image), or maximum mean absolute error (numbers). 0: no limit."""
     max_regression: float = Field(default=0.01, ge=0, le=1)
     """How much worse that metric may be than the current model's on the same split; for an error, relative to it."""
+    registry: RegistryConfig = RegistryConfig()
+    """Registration of the current model (docs/promotion.md)."""

@@ -35,10 +35,27 @@ def _host(text: str) -> str:
     return text
 
 
+def _model_name(text: str) -> str:
+    if text and not re.fullmatch(r"[^/:'\"\s][^/:'\"]*", text):
+        raise ValueError("a name without '/', ':' and quotes, such as photos")
+    return text
+
+
+def _model_alias(text: str) -> str:
+    # Letters, digits, `_` and `-`; MLflow has other meanings for two forms.
+    if not re.fullmatch(r"[\w-]+", text) or re.fullmatch(r"latest|v\d+", text, re.IGNORECASE):
+        raise ValueError("letters, digits, '_' and '-', such as champion; not latest, not v1")
+    return text
+
+
 StepRange = Annotated[str, AfterValidator(_step_range)]
 """`FIRST:STOP`, counted from 0; STOP is not among them. Empty for none."""
 ServerUri = Annotated[str, AfterValidator(_server_uri)]
 """`http://...` or `https://...`, or empty for none."""
+ModelName = Annotated[str, AfterValidator(_model_name)]
+"""A registered model of MLflow, or empty for none."""
+ModelAlias = Annotated[str, AfterValidator(_model_alias)]
+"""An alias of MLflow's model registry."""
 
 Host = Annotated[str, AfterValidator(_host)]
 """A host's name or address, or empty for none."""

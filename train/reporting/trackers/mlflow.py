@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from train.reporting.mlflow_client import connect, experiment_id
 from train.reporting.scalars import Scalars
 from train.reporting.trackers.sent import Refusal, SentTracker
 from train.reporting.trackers.tracker import TrackedRun
@@ -15,21 +15,9 @@ from train.reporting.trackers.tracker import TrackedRun
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-EXPERIMENT = "shardmill"
-"""Default experiment, unless MLFLOW_EXPERIMENT_NAME is set."""
 # Of one request, by the API's documentation.
 MAX_METRICS, MAX_PARAMS = 1000, 100
 MAX_PARAM_CHARS = 500
-# The client is configured by variables alone; the user's own go before these.
-CLIENT_DEFAULTS = {
-    # Our thread retries failures. The client would retry for minutes without reporting the reason.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    # It tells MLflow's makers how it is used.
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    # With `--json`, stdout is for machines.
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-}
 # What no repetition cures.
 _REFUSED = (400, 413, 422)
 
@@ -73,20 +61,14 @@ class MlflowTracker(SentTracker):
 
     def _connected(self) -> MlflowClient:
         if self._client is None:
-            for name, value in CLIENT_DEFAULTS.items():
-                os.environ.setdefault(name, value)
-            from mlflow import MlflowClient
-
-            self._client = MlflowClient(self.run.settings["log.mlflow_uri"] or None)
+            # Our thread retries what fails.
+            self._client = connect(self.run.settings["log.mlflow_uri"])
         return self._client
 
     def _create(self, client: MlflowClient) -> str:
         from mlflow.entities import Param
 
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        experiment = client.get_experiment_by_name(name)
-        experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
-        run_id = client.create_run(experiment_id, run_name=self.run.run_id).info.run_id
+        run_id = client.create_run(experiment_id(client), run_name=self.run.run_id).info.run_id
         params = [Param(key, value) for key, value in _params(self.run.settings).items()]
         for first in range(0, len(params), MAX_PARAMS):
             client.log_batch(run_id, params=params[first : first + MAX_PARAMS])

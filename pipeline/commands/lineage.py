@@ -1,0 +1,88 @@
+"""The command `lineage`: where a model is, and what it was made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli_options import Common, command
+from pipeline.output.printing import flat_rows, print_result
+from shardmill.errors import ShardmillError
+from shardmill.storage import join_uri
+
+if TYPE_CHECKING:
+    from shardmill.values import DatasetPin
+    from train.contracts.values import Evaluation
+
+
+@command("run_id", "workdir", "overrides")
+def lineage(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export."),
+    ],
+) -> None:
+    common: Common = context.obj
+    found = describe_lineage(model)
+    rows = flat_rows({**found, "decisions": "; ".join(found["decisions"]) or "none: it was never current"})
+    print_result(common, found, rows, title=found["model"])
+
+
+def describe_lineage(model: str) -> dict[str, Any]:
+    """From the export back to the images. Raises UsageError if there is no such model."""
+    from shardmill.stores import open_store
+    from train.published.current import read_history
+    from train.published.exported import read_export
+    from train.published.predict import exact_name
+
+    exact = exact_name(model)
+    uri, _, number = exact.rpartition("@")
+    record = read_export(uri, int(number)).record
+    history = read_history(open_store(uri))
+    return {
+        "model": exact,
+        "artifacts": join_uri(uri, record.artifact_dir),
+        "weights_sha256": record.weights_sha256,
+        "is_current": history.current is not None and history.current.export == int(number),
+        "decisions": [
+            f"{each.decision} by run {each.run_id}, {each.created_at}: {each.reason}"
+            for each in history.readable
+            if each.export == int(number)
+        ],
+        "architecture": record.model,
+        "evaluation": _figures(record.evaluation),
+        "training": join_uri(uri, record.training_dir),
+        "checkpoint": join_uri(uri, record.checkpoint),
+        "run_id": record.run_id,
+        "dataset": _dataset(record.dataset)
+        | {
+            "content_digest": record.content_digest,
+            "layout_digest": record.layout_digest,
+        },
+    }
+
+
+def _figures(found: Evaluation | None) -> dict[str, Any] | None:
+    return found and {"split": found.split, "num_samples": found.num_samples, found.metric.name: found.figure}
+
+
+def _dataset(pin: DatasetPin) -> dict[str, Any]:
+    """The version, and, as far as it is still there, what it was made of."""
+    from shardmill.dataset.open import open_pinned
+
+    named = {"uri": f"{pin.uri}@{pin.version}", "manifest_sha256": pin.manifest_sha256}
+    try:
+        manifest = open_pinned(pin).manifest
+    except (ShardmillError, OSError) as error:
+        return {**named, "problem": str(error)}
+    return {
+        **named,
+        "operation": manifest.operation,
+        "created_at": manifest.created_at,
+        "run_id": manifest.run_id,
+        "source": ", ".join(each.described for each in (manifest.source, *manifest.other_sources)),
+        "num_images": manifest.counts.accepted,
+        "num_rejected": manifest.counts.rejected,
+    }
