@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from etl.boxes_config import KINDS_WITH_BOXES, BoxesConfig
 from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
@@ -16,7 +17,7 @@ from shardmill.kernel import resolve_kernel
 from shardmill.options import DEFAULT_IMAGE_SIZE, DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section, SettingKind
-from shardmill.typed_columns import parse_extra
+from shardmill.typed_columns import BOX_COLUMNS, MASK, names_places, parse_extra
 from shardmill.values import SourceLabelKind
 
 
@@ -69,6 +70,8 @@ class SourceConfig(Section):
     """A table's column that names the split; empty: `split`."""
     group_field: str = ""
     """A column of groups (patients, videos); all images of a group are in one split. Empty: `group`."""
+    mask_field: str = ""
+    """A table's column with the file of each image's mask, a PNG of class numbers (docs/boxes.md); empty: no masks."""
     key_field: str = ""
     """A table's column with a permanent name for each image; empty: `key`. Without such a column, the URI is the
     name."""
@@ -76,6 +79,10 @@ class SourceConfig(Section):
     """Kind of the labels: one class, several classes (`multi_label`), a number, a vector of numbers, or `none`."""
     extra_columns: tuple[str, ...] = ()
     """Additional columns, fields or features to store with each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
+    boxes: BoxesConfig = BoxesConfig()
+    """Boxes of objects, from a table or from Parquet; the kind `coco` has its own."""
+    coco_images: str = ""
+    """Of kind `coco`: the folder or URI of the images; empty: beside the annotation file, or in a usual folder."""
     download: DownloadConfig = DownloadConfig()
     """Downloads of URLs in a table."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SourceConfig] = Field(default_factory=dict)
@@ -89,6 +96,28 @@ class SourceConfig(Section):
         if nested is not None:
             raise ValueError(f"parts of other kinds, and the part {nested} has parts itself")
         return self
+
+    @model_validator(mode="after")
+    def _annotations_are_readable(self) -> SourceConfig:
+        if self.coco_images and self.kind != "coco":
+            raise ValueError(f"coco_images with kind = 'coco', not with {self.kind}")
+        if self.mask_field and self.kind != "table":
+            raise ValueError(f"mask_field with kind = 'table', not with {self.kind}")
+        if self.boxes.field and self.kind not in KINDS_WITH_BOXES:
+            raise ValueError(f"boxes with a kind among {', '.join(KINDS_WITH_BOXES)}, not with {self.kind}")
+        ours = {*(BOX_COLUMNS if self.boxes.field or self.kind == "coco" else ()), *([MASK] if self.mask_field else ())}
+        clash = next((name for name, _ in map(parse_extra, self.extra_columns) if name in ours), None)
+        if clash is not None:
+            raise ValueError(f"no extra column {clash!r}, which is the name of what moves with the pixels")
+        is_labelled = self.label_field or self.label_level or self.label_kind not in ("class", "multi_label")
+        if self.labels_are_of_boxes and is_labelled:
+            raise ValueError("no label_field, label_level and label_kind: the classes of the boxes are the labels")
+        return self
+
+    @property
+    def labels_are_of_boxes(self) -> bool:
+        """Whether an image has the classes of its boxes as labels, and no others."""
+        return self.boxes.labels_field != "" or self.kind == "coco"
 
     def uris(self) -> dict[str, str]:
         """Every URI that must be set, by its config key."""
@@ -112,7 +141,8 @@ class SourceConfig(Section):
 
     def label_kinds(self) -> frozenset[SourceLabelKind]:
         """Label kinds of all parts; a dataset has one."""
-        return frozenset(part.label_kind for part in self.parts.values()) or frozenset({self.label_kind})
+        parts = self.parts.values() or [self]
+        return frozenset("multi_label" if part.labels_are_of_boxes else part.label_kind for part in parts)
 
     def extra_entries(self) -> tuple[str, ...]:
         """The entries of `extra_columns`, those of all parts included."""
@@ -121,6 +151,14 @@ class SourceConfig(Section):
     @field_validator("extra_columns")
     @classmethod
     def _extra_columns_have_names(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        types = dict(map(parse_extra, entries))
+        unmoved = next((name for name, kind in types.items() if kind != "string" and names_places(name)), None)
+        if unmoved is not None:
+            raise ValueError(
+                f"no {unmoved!r}, whose numbers would stay places in the source while its pixels are cropped and "
+                f"resized: name it as source.boxes.field, which moves boxes with the pixels; "
+                f'"{unmoved}:string" keeps a text'
+            )
         names = [parse_extra(entry)[0] for entry in entries]
         ours = [name for name in names if name in (*OWN_COLUMNS, *OWN_FEATURES)]
         if ours or len(set(names)) < len(names):

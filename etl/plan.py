@@ -22,7 +22,7 @@ from etl.listing.listing import Listing
 from etl.listing.splits import WithGroupSplits
 from etl.listing.stratify import KnownSplits, WithStratifiedSplits
 from etl.sources import SOURCES, Source
-from etl.sources.extra import extra_columns, label_type_of
+from etl.sources.dataset_columns import extra_columns, label_type_of
 from etl.sources.places import place_of, with_absolute_uris
 from etl.units.image_size import ImageSize, choose_image_size
 from etl.units.map_rows import deciding, mapped_schema

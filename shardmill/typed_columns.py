@@ -21,7 +21,21 @@ _SCALARS = {
     "bool": pa.bool_(),
 }
 ARROW_TYPES: dict[str, pa.DataType] = _SCALARS | {f"list<{name}>": pa.list_(kind) for name, kind in _SCALARS.items()}
-"""Every type of a column, by the name that configs and manifests give it."""
+"""Every type of a user's column, by the name that configs and manifests give it."""
+
+BOXES, BOX_LABELS = "boxes", "box_labels"
+"""The columns of boxes and of their classes; both have one entry for each box of an image."""
+BOX_TYPE, BOX_LABEL_TYPE = "list<box>", "list<class>"
+BOX_COLUMNS = {BOXES: BOX_TYPE, BOX_LABELS: BOX_LABEL_TYPE}
+MASK, MASK_TYPE = "mask", "png"
+"""The column of masks; a row's text has the SHA-256 of its mask in place of it."""
+ANNOTATIONS = {**BOX_COLUMNS, MASK: MASK_TYPE}
+"""Columns that move with the pixels, and their types."""
+NUM_SIDES = 4
+"""Numbers of a box: x0, y0, x1, y1 in pixels."""
+# Four numbers for each box, one after the other; class numbers. Readers of other tools see plain lists.
+_OWN_ARROW_TYPES = {BOX_TYPE: pa.list_(pa.float32()), BOX_LABEL_TYPE: pa.list_(pa.int64()), "png": pa.binary()}
+_SCALARS_OF_BOXES = {BOX_TYPE: "float32", BOX_LABEL_TYPE: "int64"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,8 +44,12 @@ class ExtraColumn:
 
     name: str
     type: str
-    """A key of `ARROW_TYPES`."""
+    """A key of `ARROW_TYPES`, or one of `ANNOTATIONS`."""
 
+
+_PLACES = re.compile(
+    r"(b|bnd|bounding_?)?box(e?s)?|(bbox_)?[xy]_?(min|max)|bbox_[xywh]|key_?points?|landmarks?|polygons?|segmentations?"
+)
 
 LABEL = "label"
 """The column of labels. Labels that are not classes are stored with the extra columns, under this name."""
@@ -52,12 +70,19 @@ def parse_extra(text: str) -> tuple[str, str]:
     return name, kind
 
 
+def names_places(name: str) -> bool:
+    """Whether a column is called as places in an image usually are: boxes, points, outlines."""
+    return _PLACES.fullmatch(name.rpartition(".")[2].lower()) is not None
+
+
 def are_types_known(columns: Mapping[str, str], ours: Collection[str]) -> bool:
     """Whether a record's columns beside `ours` have types of this module, and labels too."""
     label = columns.get(LABEL, LABEL_TYPES["class"])
     is_label = label in LABEL_TYPES.values() or re.fullmatch(r"float32\[[1-9][0-9]{0,6}\]", label) is not None
     return is_label and all(
-        kind in ARROW_TYPES or vector_size(kind) for name, kind in columns.items() if name not in ours
+        kind in ARROW_TYPES or vector_size(kind) or ANNOTATIONS.get(name) == kind
+        for name, kind in columns.items()
+        if name not in ours
     )
 
 
@@ -68,7 +93,7 @@ def vector_size(label_type: str) -> int:
 
 def arrow_type(name: str) -> pa.DataType:
     """Return the Arrow type of a column by its type name; a vector is a list."""
-    return ARROW_TYPES["list<float32>" if vector_size(name) else name]
+    return _OWN_ARROW_TYPES.get(name) or ARROW_TYPES["list<float32>" if vector_size(name) else name]
 
 
 def names_of(text: str) -> list[str]:
@@ -84,6 +109,20 @@ def stored_labels(texts: Sequence[str], label_type: str, class_names: Sequence[s
         return labels
     numbers = {name: number for number, name in enumerate(class_names)}
     return [sorted(numbers[name] for name in names) for names in labels]  # pyright: ignore
+
+
+def stored_values(text: str, columns: Sequence[ExtraColumn], class_numbers: Mapping[str, int]) -> dict[str, Value]:
+    """A row's values of the extra columns as a shard stores them: classes as their numbers. None where it has none.
+
+    Of a mask, the SHA-256 of what is stored.
+    """
+    values = decode_values(text)
+    found = {column.name: values.get(column.name) for column in columns}
+    for column in columns:
+        names = found[column.name]
+        if column.type == BOX_LABEL_TYPE and isinstance(names, list):
+            found[column.name] = [class_numbers[str(name)] for name in names]
+    return found
 
 
 def label_array(labels: Sequence[Value], label_type: str) -> np.ndarray:
@@ -110,7 +149,7 @@ def label_shape(label_type: str, num_classes: int) -> tuple[int, ...]:
 
 def scalar_of(type_name: str) -> str:
     """The type of a list's elements; of any other type the type itself."""
-    return type_name.removeprefix("list<").removesuffix(">")
+    return _SCALARS_OF_BOXES.get(type_name) or type_name.removeprefix("list<").removesuffix(">")
 
 
 def encode_values(values: Mapping[str, Value]) -> str:

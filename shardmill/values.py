@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,12 +63,16 @@ class RejectReason(StrEnum):
     DECODER_CRASH = "decoder_crash"
     DECODER_TIMEOUT = "decoder_timeout"
     DECODER_MEMORY = "decoder_memory"
+    ANNOTATED_SIZE = "annotated_size"
+    BAD_MASK = "bad_mask"
     # Found once all images were read
     DUPLICATE_CONTENT = "duplicate_content"
 
 
 # Transient: these describe a moment, not the input; another run may get another answer.
 TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
+# What is wrong with an image's boxes or mask may be corrected, and nothing that is listed of the image shows it.
+ANNOTATION_REASONS = frozenset({RejectReason.ANNOTATED_SIZE, RejectReason.BAD_MASK})
 
 NO_SUCH_FILE = "no such file"
 """Detail of an input that is `missing` though it has not vanished: a table names it, and nothing else was known of it.
@@ -118,9 +122,7 @@ class SourceImage:
     extra: str = ""
     """The values of the extra columns, as `encode_values` writes them; empty in a dataset without any."""
     known_sha256: str = ""
-    """SHA-256 of its row in the latest version, listed with another size or time; empty unless contents
-    are compared.
-    """
+    """SHA-256 of its row in the latest version, listed with another size or time; empty unless bytes are compared."""
 
     @property
     def is_in_block(self) -> bool:
@@ -130,18 +132,9 @@ class SourceImage:
     def rejected(self, reason: RejectReason, detail: str, stage: str = "read", source_sha256: str = "") -> Rejection:
         """The ledger's row for this input."""
         return Rejection(
-            self.key,
-            reason,
-            detail,
-            self.size_bytes,
-            self.mtime_ns,
-            self.etag,
-            source_sha256=source_sha256,
-            stage=stage,
-            container=self.container,
-            place=self.place,
-            block=self.block,
-        )
+            self.key, reason, detail, self.size_bytes, self.mtime_ns, self.etag, source_sha256=source_sha256,
+            stage=stage, container=self.container, place=self.place, block=self.block,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +162,8 @@ class ImageSample:
     """
     difference_hash: int | None = None
     """`shardmill.images.look.difference_hash`, as a signed 64-bit number; None if unknown, or too plain to have one."""
+    orientation: int = 1
+    """EXIF's, by which the source was turned upright. A row does not keep it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +242,12 @@ class Batch:
     images_NHWC: np.ndarray
     labels_N: np.ndarray
     """Class numbers, int64; shares of classes, float32 (N, classes), if rows are mixed (`shardmill.augment.mixing`).
-    Labels of other kinds are float32: multi-labels 0 or 1, shape (N, classes); floats (N,);
-    vectors (N, length).
-    """
+    Labels of other kinds are float32: multi-labels 0 or 1, (N, classes); floats (N,); vectors (N, length)."""
     weights_N: np.ndarray
     sample_ids_N: np.ndarray
     epoch: int
     step: int
-    extra: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of each extra column, one per row: a number, text or list; None for null and padding."""
 
 

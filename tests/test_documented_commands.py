@@ -14,6 +14,7 @@ import yaml
 
 from shardmill.checksummed import verified_body
 from tests.demo import Demo
+from tests.etl.test_box_sources import ROWS, as_coco
 from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.support import write_images
 
@@ -23,8 +24,9 @@ LOOP = ROOT / "docs" / "get-started" / "your-loop.md"
 AUGMENTATION = ROOT / "docs" / "augmentation.md"
 MODEL = ROOT / "docs" / "get-started" / "your-model.md"
 
-# What the fixture `demo` has run, what changes a shell, and what tests/etl/test_make_table.py runs with its inputs.
-ELSEWHERE = ("make demo", "source .venv/", "python examples/make_table.py ")
+# What the fixture `demo` has run, what changes a shell, and what test_make_table.py and test_examples.py
+# run with inputs of their own.
+ELSEWHERE = ("make demo", "source .venv/", "python examples/")
 # These start ranks in processes of their own, or measure for seconds: a drill runs them.
 SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmill plan ")
 # Commands that need a cluster, a server, a GPU or an hour are blocks of `console`; no other page has such.
@@ -60,6 +62,7 @@ def write_inputs(folder: Path) -> None:
     write_images(folder / "my_photos", num_images=100, num_classes=3)
     write_images(folder / "new_photos", num_images=60, num_classes=4)
     write_images(folder / "tuesday", num_images=60, num_classes=3)
+    as_coco(folder / "pets", ROWS)
     [net] = blocks(MODEL, "python")
     (folder / "net.py").write_text(net)
 

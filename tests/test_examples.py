@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.etl.building import build_source
+from tests.etl.test_box_sources import ROWS, as_jsonl
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.support import write_images
 
@@ -70,3 +72,16 @@ def test_the_example_finds_its_model_without_a_path(tmp_path):
     assert rows["source.uri"]["status"] == "fail"
     assert "train.model" not in rows or rows["train.model"]["status"] == "ok", rows["train.model"]
     assert not any("finetune_model" in row["found"] and row["status"] == "fail" for row in rows.values())
+
+
+@pytest.mark.drill
+def test_the_detector_learns_from_the_boxes_of_a_loader(tmp_path):
+    rows = [{**row, "split": "train"} for row in ROWS * 2]
+    build_source(as_jsonl(tmp_path, rows), tmp_path / "pets-dataset", image_size=64, resize_mode="pad")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "train_detector.py", "pets-dataset", "--steps", "12"],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 12 and sum(losses[-4:]) < sum(losses[:4])

@@ -13,7 +13,7 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
-from shardmill.values import TRANSIENT_REASONS, RejectReason
+from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, RejectReason
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
@@ -36,8 +36,9 @@ def is_up_to_date(plan: BuildPlan, parent: Manifest) -> bool:
     compares_content = plan.task.config.detect_changes == "content"
     if (has_moved and plan.is_append) or ((has_moved or compares_content) and not plan.listing.has_all_sizes):
         return False
-    # Inputs with transient faults are read again: they may be fine now.
-    return same and not TRANSIENT_REASONS & set(parent.counts.by_reason) and has_all_files(plan.store, parent)
+    # Inputs with faults that no listing shows are read again: they may be fine now.
+    asked_again = TRANSIENT_REASONS | ANNOTATION_REASONS
+    return same and not asked_again & set(parent.counts.by_reason) and has_all_files(plan.store, parent)
 
 
 def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:

@@ -9,6 +9,7 @@ from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError
+from shardmill.images.boxes import DROPPED_NOTE
 from shardmill.options import IMAGE_SIZES
 from shardmill.printable import printable
 from shardmill.storage import Store
@@ -22,6 +23,7 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
         return
     yield from _untested_classes(manifest)
     yield from lost_by_decoding(counts.by_note)
+    yield from _dropped_boxes(counts.by_note)
     yield from _enlarged(manifest)
     if not counts.conflicting_label and not counts.leaked_content:
         return
@@ -70,6 +72,16 @@ def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
         yield (
             f"{num_small} accepted TIFF images have a larger page of the same shape after the page that was used: if "
             "the first page is only a preview, save the larger one as a file of its own"
+        )
+
+
+def _dropped_boxes(by_note: Mapping[str, int]) -> Iterator[str]:
+    dropped = {note: times for note, times in by_note.items() if note.startswith(DROPPED_NOTE)}
+    if dropped:
+        num_boxes = sum(int(note.removeprefix(DROPPED_NOTE)) * times for note, times in dropped.items())
+        yield (
+            f"{num_boxes} boxes of {sum(dropped.values())} images lie outside of what is kept of the image, or are "
+            "empty, and were dropped: etl.resize_mode pad or stretch keeps all of an image"
         )
 
 

@@ -23,7 +23,7 @@ from etl.later_runs.older_rows import OlderRows
 from etl.later_runs.refused_before import RefusedBefore
 from etl.listing.listing import Listing
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection, RejectReason, ShardInfo
+from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection, RejectReason, ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Compared:
         self._rows = rows
         self._listing = listing
         # A copy is asked again: what it is a copy of may be gone.
-        asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
+        asked_again = TRANSIENT_REASONS | ANNOTATION_REASONS | {RejectReason.DUPLICATE_CONTENT}
         self._refused = RefusedBefore(
             lambda: (each for each in refused() if each.stage != "list" and each.reason not in asked_again),
             lambda each: _fact_name(each.key, each.size_bytes, each.mtime_ns, each.etag),

@@ -35,7 +35,7 @@ _NAMED = ("label", "extra")
 _FACTS = ("size_bytes", "mtime_ns", "etag", *_NAMED)
 # Of a row segment; sums and notes are half of it.
 _LISTED = ("source", "source_bytes", "source_mtime_ns", "source_etag")
-_COMPARED_COLUMNS = ("sample_id", *_LISTED, "label", "extra")
+_COMPARED_COLUMNS = ("sample_id", *_LISTED, "label", "extra", "listed_extra")
 
 
 class OlderRows:
@@ -150,7 +150,8 @@ def _as_listed(rows: pa.Table, schema: RowSchema, mapping: RowMapping | None) ->
     """Return the listed facts of the rows' sources, except their splits."""
     names = pa.array([*schema.class_names, None], pa.string())
     labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
-    extra = rows.column("extra") if schema.has_values else pa.array([""] * rows.num_rows, pa.string())
+    values = "listed_extra" if schema.has_annotations else "extra"
+    extra = rows.column(values) if schema.has_values else pa.array([""] * rows.num_rows, pa.string())
     if mapping is not None:
         extra = pa.array([listed_values(text, mapping) for text in extra.to_pylist()], pa.string())
     columns = [rows.column(name) for name in _LISTED]

@@ -111,6 +111,7 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
         ),
         "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class", suffixes=ZIP_SUFFIXES),
         "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
+        "coco": Entry("etl.sources.coco:CocoSource", "images with boxes, in annotation files of COCO's format"),
         "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),
     },
     takes_own=True,

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.sources.boxes import BoxColumns
 from etl.sources.columns import is_there_once
 from etl.sources.target import Target, class_names_of
 from etl.sources.value_text import text_of_value, value_texts
@@ -23,13 +24,16 @@ from shardmill.printable import printable
 from shardmill.typed_columns import (
     ARROW_TYPES,
     LABEL,
-    LABEL_TYPES,
-    ExtraColumn,
+    MASK,
+    MASK_TYPE,
     encode_values,
     parse_extra,
     scalar_of,
 )
 from shardmill.values import SourceLabelKind, Value
+
+if TYPE_CHECKING:
+    from etl.config import BoxesConfig
 
 _INT64 = 1 << 63
 _INTEGERS = "int64"
@@ -46,7 +50,17 @@ class _Seen:
 class ExtraColumns:
     """The values of a source's extra columns as texts. It knows each column's type: given, or of the first value."""
 
-    def __init__(self, configured: Sequence[str], label_kind: SourceLabelKind = "class") -> None:
+    def __init__(
+        self,
+        configured: Sequence[str],
+        label_kind: SourceLabelKind = "class",
+        boxes: BoxesConfig | None = None,
+        *,
+        has_mask: bool = False,
+    ) -> None:
+        self._has_mask = has_mask
+        self.boxes = BoxColumns(boxes) if boxes is not None and boxes.field else None
+        """They are columns, and the classes of boxes are the labels."""
         self.target = None if label_kind in ("class", "none") else Target(label_kind)
         """Labels that are not classes; they are a column, named `LABEL`."""
         self.given = dict(map(parse_extra, configured))
@@ -61,12 +75,27 @@ class ExtraColumns:
         types = {name: seen.type for name, seen in self._seen.items()}
         if self.target is not None:
             types[LABEL] = self.target.type
+        types |= {} if self.boxes is None else self.boxes.types
+        types |= {MASK: MASK_TYPE} if self._has_mask else {}
         return {name: kind for name, kind in types.items() if kind}
 
-    def of_rows(self, rows: pa.Table, where: str, label: str | None = None) -> tuple[pa.Array, pa.Array]:
+    @property
+    def has_values(self) -> bool:
+        """Whether an image has a text of values."""
+        return bool(self.given) or self.boxes is not None or self._has_mask
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The source's columns that are read, but that of labels."""
+        names = (name for name in self.given if name != LABEL)
+        return (*names, *(() if self.boxes is None else self.boxes.own_names))
+
+    def of_rows(
+        self, rows: pa.Table, where: str, label: str | None = None, masks: pa.Array | None = None
+    ) -> tuple[pa.Array, pa.Array]:
         """The text of each row of a table, and its problem, null if it has none; a column that it lacks is null.
 
-        `label` is the table's own name of the column of labels, if they are not classes.
+        `label` is the table's own name of the column of labels, if they are not classes; `masks` are the rows' files.
 
         Raises UsageError for a column of another type than in the files before, or of one that no dataset has.
         """
@@ -84,9 +113,13 @@ class ExtraColumns:
             if name == LABEL and self.target is not None:
                 found = self.target.named(found, class_names_of(rows.schema, label or ""))
             columns[name] = self._column(name, found, where, problems)
-        texts = [
-            encode_values(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
-        ]
+        if masks is not None:
+            columns[MASK] = masks.to_pylist()
+        of_rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if self.boxes is not None:
+            boxes = self.boxes.of_rows(rows, where, problems)
+            of_rows = [values | more for values, more in zip(of_rows or [{}] * rows.num_rows, boxes, strict=True)]
+        texts = [encode_values(values) for values in of_rows]
         return pa.array(texts, pa.string()), pa.array(problems, pa.string())
 
     def of_record(
@@ -153,37 +186,6 @@ class ExtraColumns:
                 converted.append(None)
                 problems[place] = problems[place] or str(error)
         return converted
-
-
-def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: str) -> tuple[ExtraColumn, ...]:
-    """The columns of the dataset. Raises UsageError if one that the config names has no value, and so no type."""
-    for name, _ in map(parse_extra, configured):
-        if name not in types:
-            raise UsageError(
-                f"source.extra_columns names {name!r}, but no input of {source} has a value for it",
-                "expected a column, a field or a feature of the source (docs/sources.md)",
-                f'correct source.extra_columns, or give its type: "{name}:string"',
-            )
-    return tuple(sorted(ExtraColumn(name, kind) for name, kind in types.items() if name != LABEL))
-
-
-def label_type_of(kinds: Collection[SourceLabelKind], types: Mapping[str, str], source: str) -> str:
-    """The type of the dataset's labels. Raises UsageError if the source has none of the kind that the config names."""
-    if len(kinds) > 1:
-        raise UsageError(
-            f"source.parts have labels of the kinds {', '.join(sorted(kinds))}", "expected one kind in all parts",
-            "give each part the same label_kind",
-        )  # fmt: skip
-    [kind] = kinds
-    if kind in ("class", "none"):
-        return LABEL_TYPES["class"]
-    if not types.get(LABEL):
-        raise UsageError(
-            f"source.label_kind = {kind!r}, but no input of {source} has such a label",
-            "expected a column of them in a table, a Parquet or TFRecord file, or a field in a tar archive",
-            "name it with source.label_field, or remove source.label_kind",
-        )
-    return LABEL_TYPES[kind] if kind == "multi_label" else types[LABEL]
 
 
 def plain(column: pa.ChunkedArray) -> pa.Array:

@@ -32,6 +32,7 @@ IDX_SUFFIXES = tuple(
 )
 PARQUET_SUFFIXES = (".parquet",)
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
+COCO_SUFFIXES = (".json",)
 TABLE_SUFFIXES = (
     *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
     *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),

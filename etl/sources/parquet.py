@@ -59,9 +59,10 @@ class ParquetSource:
     """Every row of the Parquet files that `source.uri` names: a folder, one file, or a pattern."""
 
     def __init__(self, config: SourceConfig) -> None:
-        self._config = config
+        # Labels that the boxes have are in no column of their own.
+        self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
         self._files = Containers(config.uri, PARQUET_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
+        self._extra = ExtraColumns(config.extra_columns, self._config.label_kind, config.boxes)
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[_ImageRows]:
@@ -134,10 +135,10 @@ def _list_file(
     )
     signs = ()
     if chosen.label is None and config.label_kind == "class":
-        signs = _label_signs(parquet, {image.partition(".")[0], *chosen.names, *extra.given}, file.path)
+        signs = _label_signs(parquet, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
     warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
     yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
-    wanted = dict.fromkeys([*chosen.names, *(name for name in extra.given if name in schema.names)])
+    wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in schema.names)])
     first_row, blocks = 0, _Blocks.of_file(parquet.metadata)
     for group in range(parquet.metadata.num_row_groups):
         for rows in column_batches(parquet, group, list(wanted)):
@@ -221,7 +222,7 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
         columns["label"] = labels.combine_chunks()
         problems = or_else(problems, columns["label"].is_null(), "no label")
-    if extra.given:
+    if extra.has_values:
         columns["extra"], odd = extra.of_rows(rows, file.path, chosen.label)
         problems = pc.coalesce(problems, odd)
     columns |= {

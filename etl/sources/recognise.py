@@ -8,7 +8,7 @@ from collections import Counter
 
 from etl.sources import SOURCES
 from etl.sources.containers import is_named
-from etl.sources.names import TABLE_SUFFIXES
+from etl.sources.names import COCO_SUFFIXES, TABLE_SUFFIXES
 from etl.sources.patterns import is_pattern
 from shardmill.errors import ShardmillError
 from shardmill.registry import load_object
@@ -27,7 +27,7 @@ def recognise(uri: str) -> str:
     """
     folder = uri if _is_remote(uri) else os.path.expanduser(uri.removeprefix("file://"))
     if _is_remote(uri) or not os.path.isdir(folder):
-        kind = _kind_of(uri) or ("table" if is_named(uri, TABLE_SUFFIXES) else None)
+        kind = _kind_of(uri) or _kind_of_list(uri)
         if kind or is_pattern(uri) or not _is_remote(uri):
             return kind or "folders"
     for place in (folder, *(f"{folder.rstrip('/')}/{name}" for name in _USUAL_FOLDERS)):
@@ -49,6 +49,13 @@ def _kind_of(uri: str) -> str | None:
     kind = _suffix_kind(uri)
     claims = SOURCES.entries[kind].claims if kind else ""
     return kind if not claims or load_object(claims)(uri) else None
+
+
+def _kind_of_list(uri: str) -> str | None:
+    """Of a file that names images in place of holding them."""
+    if is_named(uri, COCO_SUFFIXES):
+        return "coco"
+    return "table" if is_named(uri, TABLE_SUFFIXES) else None
 
 
 def _suffix_kind(name: str) -> str | None:

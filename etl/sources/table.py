@@ -29,7 +29,6 @@ from etl.sources.target import class_names_of
 from etl.sources.uris import UriReader, uri_problems
 from etl.sources.value_text import are_inexact, value_texts, whole_texts
 from shardmill.storage import Store, StoredFile
-from shardmill.typed_columns import LABEL
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection
 
 if TYPE_CHECKING:
@@ -43,9 +42,12 @@ class TableSource:
     """
 
     def __init__(self, config: SourceConfig) -> None:
-        self._config = config
+        # Labels that the boxes have are in no column of their own.
+        self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
         self._tables = Containers(config.uri, TABLE_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
+        self._extra = ExtraColumns(
+            config.extra_columns, self._config.label_kind, config.boxes, has_mask=config.mask_field != ""
+        )
         self.uri = self._tables.uri
 
     def open(self, max_source_bytes: int) -> UriReader:
@@ -65,11 +67,12 @@ class TableSource:
 
     def _wanted(self) -> dict[str, str]:
         """Columns whose lists are read, with the types that are given."""
+        extra = {name: self._extra.given.get(name, "") for name in self._extra.own_names}
         if self._extra.target is None:
             # A list where a URI is expected is refused by name.
-            return {self._config.uri_field: ""} | self._extra.given
+            return {self._config.uri_field: ""} | extra
         labels = dict.fromkeys([self._config.label_field] if self._config.label_field else LABEL_COLUMNS, "")
-        return labels | {name: kind for name, kind in self._extra.given.items() if name != LABEL}
+        return labels | extra
 
     def _list_table(self, file: StoredFile, looks_beside: bool) -> Iterator[ListingBatch]:
         choice = ColumnChoice(self._config, file.path)
@@ -93,7 +96,7 @@ class TableSource:
         used = {"split": columns.split, "group": columns.group}
         warnings, signs = misspelt(names, used, table), ()
         if columns.label is None and self._config.label_kind == "class":
-            unused = set(names) - {*columns.names, *self._extra.given}
+            unused = set(names) - {*columns.names, *self._extra.own_names}
             # Of a column that comes later, values beside those of earlier rows say nothing.
             first_rows = rows if len(names) == rows.num_columns else rows.slice(0, 0)
             signs = column_signs(rows.schema, unused, first_rows, table)
@@ -165,7 +168,13 @@ def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -
     if chosen.mtime_ns is not None:
         columns["mtime_ns"], is_odd = batch.numbers(chosen.mtime_ns, 0)
         problems = or_else(problems, is_odd, "mtime_ns is no whole number")
-    if extra.given:
-        columns["extra"], odd = extra.of_rows(batch.rows, batch.table, chosen.label)
+    masks = None
+    if chosen.mask is not None:
+        masks = without_dots(style.as_paths(batch.texts(chosen.mask)))
+        problems = or_else(problems, masks.is_null(), "no mask")
+        problems = pc.coalesce(problems, uri_problems(masks, store))
+        masks = beside(masks, batch.table)
+    if extra.has_values:
+        columns["extra"], odd = extra.of_rows(batch.rows, batch.table, chosen.label, masks)
         problems = pc.coalesce(problems, odd)
     return listed_rows(columns, problems, batch.table)

@@ -32,6 +32,7 @@ class TableColumns:
     split: str | None
     key: str | None
     group: str | None
+    mask: str | None
     size_bytes: str | None
     mtime_ns: str | None
 
@@ -75,7 +76,7 @@ class ColumnChoice:
         if not self._has_header:
             # A column that the config names may come with any row.
             known = {name.strip().lower() for name in names}
-            named = (config.label_field, config.split_field, config.key_field, config.group_field)
+            named = (config.label_field, config.split_field, config.key_field, config.group_field, config.mask_field)
             names += [name for name in named if name and name.strip().lower() not in known]
         return _choose_columns(config, names, self._table)
 
@@ -117,6 +118,7 @@ def _choose_columns(config: SourceConfig, names: Sequence[str], table: str) -> T
         split=choose_column(names, config.split_field, ("split",), "split_field"),
         key=choose_column(names, config.key_field, ("key",), "key_field"),
         group=choose_column(names, config.group_field, ("group",), "group_field"),
+        mask=choose_column(names, config.mask_field, (), "mask_field"),
         size_bytes=choose_column(names, "", ("size_bytes",), ""),
         mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
     )

@@ -71,14 +71,23 @@ class Target:
 
 
 def class_names_of(schema: pa.Schema, column: str) -> tuple[str, ...]:
-    """The names that Hugging Face's `ClassLabel`, or a list of them, keeps in the file's metadata; empty without."""
+    """The names that Hugging Face's `ClassLabel`, or a list of them, keeps in the file's metadata; empty without.
+
+    `objects.category` is a field of a struct, or of a list of structs.
+    """
     try:
         text = (schema.metadata or {}).get(b"huggingface", b"{}")
-        feature = json.loads(text).get("info", {}).get("features", {}).get(column, {})
-        if isinstance(feature, list) or "feature" in feature:
-            # A list is `[{...}]` in older files, and a feature with the type of its elements in newer ones.
-            feature = feature[0] if isinstance(feature, list) else feature["feature"]
+        feature = {"feature": json.loads(text).get("info", {}).get("features", {})}
+        for name in [column] if column in feature["feature"] else column.split("."):
+            feature = _of_elements(_of_elements(feature).get(name, {}))
         names = feature.get("names", ()) if feature.get("_type") == "ClassLabel" else ()
         return tuple(str(name) for name in names)
     except (ValueError, AttributeError, TypeError, IndexError):
         return ()
+
+
+def _of_elements(feature: Any) -> Any:
+    """Of a list's elements: `[{...}]` in older files, and a feature with the type of its elements in newer ones."""
+    if isinstance(feature, list):
+        return feature[0]
+    return feature.get("feature", feature)

@@ -51,6 +51,12 @@ def mapped_schema(schema: RowSchema, mapping: RowMapping | None) -> RowSchema:
     """With the mapping's columns beside the source's, and no images. Raises UsageError if names clash."""
     if mapping is None:
         return schema
+    if schema.has_annotations:
+        raise UsageError(
+            "the source has boxes or masks, and predictions no images that they could lie in",
+            "expected a source without them",
+            "remove source.boxes and source.mask_field; in place of source.kind = coco, name the folder of the images",
+        )
     ours = {column.name for column in mapping.columns} | ({VECTOR} if mapping.vector_size else set())
     clash = next((column.name for column in schema.extra if column.name in ours), None)
     if clash is not None:

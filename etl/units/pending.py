@@ -19,7 +19,7 @@ from shardmill.dataset.unit_result import PENDING, UnitResult, read_pending, wri
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, StoredFile
-from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
+from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
 
 
 class Unit(Protocol):
@@ -101,7 +101,7 @@ def _still_holds(rejection: Rejection) -> bool:
     Of one that is known by name alone the listing would not show that it was repaired.
     """
     is_known = rejection.size_bytes != UNKNOWN_SIZE or rejection.mtime_ns != 0 or rejection.etag != ""
-    return is_known and rejection.reason not in TRANSIENT_REASONS
+    return is_known and rejection.reason not in TRANSIENT_REASONS | ANNOTATION_REASONS
 
 
 def clear_pending(store: Store, units: Sequence[Unit], version: int) -> None:

@@ -23,7 +23,8 @@ from shardmill.dataset.row_segments import SOURCE_COLUMNS, count_pixels, read_ro
 from shardmill.dataset.segment import put_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
-from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.formats.cutting import cut_chunks, cut_shards
+from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.ids import format_digest
 from shardmill.storage import Store
 from shardmill.values import ShardInfo

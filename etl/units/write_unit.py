@@ -15,6 +15,7 @@ from etl.listing.splits import split_of
 from etl.sources import SOURCES, SourceReader, Unpacks
 from etl.units.decoders import check_decoders, decoders_here
 from etl.units.map_rows import map_rows
+from etl.units.move_annotations import MaskReader, with_annotations
 from etl.units.pending import keep_result
 from etl.units.read_ahead import read_ahead
 from etl.units.read_source import check_source, in_reading_order, is_reading_order, places_of, read_source
@@ -114,13 +115,15 @@ def _rows(
 ) -> Iterator[tuple[str, StoredRow]]:
     """The rows, each with its split, as their sources are read; adds the other sources to `ended`."""
     label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
+    masks = MaskReader(partial(read_source, reader, task=task), task)
 
     def readable() -> Iterator[tuple[SourceImage, bytes]]:
-        read, has_failpoint = partial(read_source, reader, task=task), is_failpoint_set()
-        for image, data in read_ahead(read, reader.expect, in_reading_order(sources), reader.num_parallel):
+        has_failpoint = is_failpoint_set()
+        for image, data in read_ahead(masks.read, reader.expect, in_reading_order(sources), reader.num_parallel):
             if isinstance(data, Rejection):
                 ended.rejections.append(data)
             elif image.known_sha256 and hashlib.sha256(data).hexdigest() == image.known_sha256:
+                masks.take(image)
                 ended.unchanged.append(image)
             else:
                 if has_failpoint:
@@ -130,13 +133,15 @@ def _rows(
     # What a dataset stores needs no decoder that an image may end.
     decoder = reader if isinstance(reader, Unpacks) else decoder
     outcomes = decoder.decode(readable(), task.decode_options)
-    for image, outcome in outcomes if task.mapping is None else map_rows(outcomes, task.mapping):
-        if isinstance(outcome, Rejection):
-            ended.rejections.append(outcome)
+    outcomes = outcomes if task.mapping is None else map_rows(outcomes, task.mapping)
+    for found in with_annotations(outcomes, masks, task):
+        if isinstance(found, Rejection):
+            ended.rejections.append(found)
         else:
+            image = found.image
             label_id = None if image.label is None else label_ids[image.label]
-            split = split_of(image, outcome.source_sha256, task.config.split_fractions)
-            yield split, StoredRow.of(image, label_id, outcome)
+            split = split_of(image, found.sample.source_sha256, task.config.split_fractions)
+            yield split, StoredRow.of(image, label_id, found.sample, found.listed_extra, found.mask)
 
 
 def _in_order(

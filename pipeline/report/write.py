@@ -21,9 +21,12 @@ from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
+from shardmill.loader.boxes import RowBoxes
+from shardmill.loader.drawn import is_drawn, named_boxes, picture_of
 from shardmill.loader.samples import Samples, read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
+from shardmill.typed_columns import BOXES
 from shardmill.values import Rejection, RejectReason
 from train.contracts.values import EpochRecord, Evaluation
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
 
 NUM_SAMPLES = 48
+THUMBNAIL_SIDE = 96
 EXAMPLES_PER_REASON = 4
 # Reading the facts of more rows would take longer than the rest of a report; `shardmill inspect --quality` does.
 MAX_ROWS_SEARCHED_FOR_FAULTS = 2_000_000
@@ -154,6 +158,8 @@ def _of_failed_build(detail: dict[str, Any], config_toml: str) -> dict[str, Any]
 
 
 def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
+    import numpy as np
+
     names = dataset.manifest.class_names
     by_label: dict[int | None, list[Any]] = {}
     for sample in read_samples(dataset, split, NUM_SAMPLES * 8):
@@ -164,8 +170,12 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
     chosen = [queue[place] for place in range(longest) for queue in queues if place < len(queue)][:NUM_SAMPLES]
     pictures = []
     for sample in chosen:
-        caption = "" if sample.label is None or not names else names[sample.label]
-        png, is_small = thumbnail(sample.image_HWC)
+        caption, image_HWC = "" if sample.label is None or not names else names[sample.label], sample.image_HWC
+        if is_drawn(sample.extra):
+            image_HWC = np.asarray(picture_of(image_HWC, sample.extra, THUMBNAIL_SIDE))
+        if isinstance(boxes := sample.extra.get(BOXES), RowBoxes):
+            caption = caption or ", ".join(map(str, named_boxes(boxes, names)))
+        png, is_small = thumbnail(image_HWC)
         pictures.append(Picture(caption, sample.source, png, is_small))
     return tuple(pictures)
 
@@ -248,7 +258,7 @@ def _decode_leniently(data: bytes) -> np.ndarray | None:
         return None
 
 
-def thumbnail(image_HWC: np.ndarray, longest_side: int = 96) -> tuple[bytes, bool]:
+def thumbnail(image_HWC: np.ndarray, longest_side: int = THUMBNAIL_SIDE) -> tuple[bytes, bool]:
     """PNG bytes of an RGB or grey image shrunk to fit, and whether it is so small that a browser should not blur it."""
     import cv2
     import numpy as np

@@ -80,6 +80,16 @@ class AugmentOptions(Section):
         return tuple(name for name, is_used in used.items() if is_used)
 
     @property
+    def unfollowed(self) -> tuple[str, ...]:
+        """Names of the options in use that boxes and masks cannot follow: rotations and shears, images made of two."""
+        used = {
+            "rand_augment_operations": self.rand_augment_operations > 0,
+            "mixup_alpha": self.mixup_alpha > 0,
+            "cutmix_alpha": self.cutmix_alpha > 0,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    @property
     def mixes(self) -> bool:
         """Whether labels become shares of several classes."""
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0

@@ -24,7 +24,7 @@ from shardmill.options import ENCODINGS
 from shardmill.own_card import CARD, put_card, quoted
 from shardmill.printable import without_surrogates
 from shardmill.storage import Store, join_uri
-from shardmill.typed_columns import LABEL, LABEL_TYPES, scalar_of, vector_size
+from shardmill.typed_columns import LABEL, LABEL_TYPES, MASK_TYPE, scalar_of, vector_size
 
 MAX_SHARDS = 100_000
 """Of a larger version the card names no shards: reading 10 MB of YAML takes minutes."""
@@ -108,6 +108,8 @@ def _feature(manifest: Manifest, name: str) -> list[str]:
         return [f"    {outer}:", "      class_label:", "        names:", *(f"          {each}" for each in classes)]
     if vector_size(kind):
         return ["    list: float32"]
+    if kind == MASK_TYPE:
+        return ["    dtype: image"]
     return [f"    {'dtype' if scalar_of(kind) == kind else 'list'}: {scalar_of(kind)}"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from shardmill.dataset.chunks import ChunkFetcher
@@ -12,6 +14,7 @@ from shardmill.dataset.split_index import SplitIndex
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.storage import Store, join_uri
+from shardmill.typed_columns import MASK
 from shardmill.values import ImageSample, ShardInfo, SourceImage
 
 
@@ -28,8 +31,11 @@ def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Itera
     fetcher = ChunkFetcher(store, SplitIndex.of((shard,)), schema)
     position = 0
     for chunk in range(len(shard.chunks)):
-        for image in fetcher.read_chunk(chunk).images:
-            yield _stored_row(records[position], bytes(image), schema, where)
+        rows = fetcher.read_chunk(chunk)
+        masks = rows.extra[MASK] if schema.has_mask else itertools.repeat(b"", len(rows.images))
+        for image, mask in zip(rows.images, masks, strict=True):
+            row = _stored_row(records[position], bytes(image), schema, where)
+            yield replace(row, mask=mask) if schema.has_mask else row
             position += 1
 
 
@@ -62,7 +68,7 @@ def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: 
         laplacian_square_sum=record["laplacian_square_sum"],
         difference_hash=record["difference_hash"],
     )
-    row = StoredRow.of(source, label_id, sample)
+    row = StoredRow.of(source, label_id, sample, record.get("listed_extra", ""))
     if row.digest != record["row_sha256"]:
         raise IntegrityError(
             f"{where} contains a different row than its row segment: {record['source']!r}",

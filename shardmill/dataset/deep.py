@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +15,13 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import shard_file
 from shardmill.dataset.segment import RESTORE, require
 from shardmill.dataset.shard import chunk_digest
-from shardmill.formats.encodings import decode_row
+from shardmill.formats.encodings import decode_row, decode_stored_mask
 from shardmill.formats.rows import ChunkRows
 from shardmill.ids import row_digest
 from shardmill.images.look import difference_hash, laplacian_square_sum, luma
 from shardmill.options import ENCODINGS
 from shardmill.storage import join_uri
-from shardmill.typed_columns import decode_values, stored_labels
+from shardmill.typed_columns import MASK, stored_labels
 from shardmill.values import ShardInfo, Value
 
 
@@ -73,20 +75,25 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
         stored = (int(rows.sample_ids_N[place]), None if label < 0 else label, rows.sources[place])
         expected = (row["sample_id"], row["label"], row["source"])
         require(stored == expected, f"{where} holds the row {stored}, its row segment {expected}")
-        values = decode_values(row.get("extra", ""))
         if not schema.has_class:
             [expected] = stored_labels([row["extra"]], schema.label_type, schema.class_names)
             found = rows.labels_N[place]
             same = _is_same(found.tolist() if isinstance(found, np.ndarray | np.generic) else found, expected)
             require(same, f"{where}: {row['source']!r} has the label {found}, its row segment {expected}")
+        [values] = schema.values_of([row.get("extra", "")])
         for name, column in rows.extra.items():
-            same = _is_same(column[place], values.get(name))
-            require(
-                same, (f"{where}: {row['source']!r} has {name} = {column[place]!r}, its row segment a different value")
-            )
+            stored: Any = column[place]
+            if schema.has_mask and name == MASK:
+                stored = hashlib.sha256(stored).hexdigest()
+            same = _is_same(stored, values.get(name))
+            require(same, (f"{where}: {row['source']!r} has {name} = {stored!r}, its row segment a different value"))
         if not schema.has_images:
             continue
         image_HWC = decode_row(rows.images[place], options)
+        if schema.has_mask:
+            height, width, _ = image_HWC.shape
+            masks: Sequence[Any] = rows.extra[MASK]
+            decode_stored_mask(masks[place], (height, width))
         if options.one_shape_HWC is None:
             size = {"height": image_HWC.shape[0], "width": image_HWC.shape[1]}
             require(

@@ -44,6 +44,8 @@ def rows_schema(schema: RowSchema) -> pa.Schema:
     """The columns of the row segments of a dataset: sizes only if they differ, extra columns only if there are any."""
     sizes = {"height": pa.int32(), "width": pa.int32()} if schema.one_shape_HWC is None else {}
     extra = {"extra": pa.string()} if schema.has_values else {}
+    # What a later listing is compared with, because boxes and masks in `extra` have moved.
+    extra |= {"listed_extra": pa.string()} if schema.has_annotations else {}
     return pa.schema(
         [*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | SOURCE_COLUMNS | LOOK_COLUMNS).items())]
     )
@@ -109,6 +111,7 @@ def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
         "height": [row.sample.height for row in rows],
         "width": [row.sample.width for row in rows],
         "extra": [source.extra for source in sources],
+        "listed_extra": [row.listed_extra for row in rows],
         "source_height": [row.sample.source_height for row in rows],
         "source_width": [row.sample.source_width for row in rows],
         "source_read_bytes": [row.sample.source_bytes for row in rows],

@@ -160,6 +160,8 @@ def sample_members(row: StoredRow, manifest: Manifest) -> Members:
         "notes": list(sample.notes),
     }
     members = [(f"{key}.{_SUFFIXES[encoding]}", image)]
+    if row.mask:
+        members.append((f"{key}.mask.png", row.mask))
     if row.label_id is not None:
         members.append((f"{key}.cls", str(row.label_id).encode()))
     members.append((f"{key}.json", json.dumps(about).encode()))

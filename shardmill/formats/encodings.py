@@ -162,6 +162,24 @@ def _read_png_size(data: bytes | memoryview) -> tuple[int, int]:
     return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
 
 
+def encode_mask(mask_HW: np.ndarray) -> bytes:
+    """A mask as it is stored, as PNG. Equal masks give equal bytes."""
+    _, encoded = cv2.imencode(".png", mask_HW, [cv2.IMWRITE_PNG_COMPRESSION, PNG_COMPRESSION_LEVEL])
+    return encoded.tobytes()
+
+
+def decode_stored_mask(png: bytes | memoryview, shape_HW: tuple[int, int]) -> np.ndarray:
+    """A stored mask, uint8 (H, W). Raises IntegrityError for other bytes, and for another shape than its image's."""
+    try:
+        found_HW = _read_png_size(png)
+        mask_HWC = _decode_png(png, (*found_HW, 1), None) if found_HW == shape_HW else None
+    except (ValueError, cv2.error) as error:
+        raise IntegrityError(f"a stored mask does not decode: {error}") from None
+    if mask_HWC is None or mask_HWC.shape != (*shape_HW, 1):
+        raise IntegrityError(f"a stored mask has the shape {found_HW}", f"expected that of its image, {shape_HW}")
+    return mask_HWC[:, :, 0]
+
+
 def _encode_raw(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     return image_HWC.tobytes()
 

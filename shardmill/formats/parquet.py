@@ -32,7 +32,7 @@ from shardmill.formats.rows import (
     WrittenShard,
 )
 from shardmill.options import ENCODINGS
-from shardmill.typed_columns import ARROW_TYPES, arrow_type, decode_values, label_array
+from shardmill.typed_columns import MASK, arrow_type, label_array
 
 CLASS_NAMES_KEY = "shardmill.class_names"
 """Key of the file's metadata for the class names: a JSON list, class number = position."""
@@ -83,7 +83,7 @@ def _id_and_label(schema: RowSchema) -> list[pa.Field]:
 def _source_and_extra(schema: RowSchema) -> list[pa.Field]:
     return [
         *(pa.field(name, pa.string(), nullable=False) for name in ("source", "source_sha256", "notes")),
-        *(pa.field(column.name, ARROW_TYPES[column.type]) for column in schema.extra),
+        *(pa.field(column.name, arrow_type(column.type)) for column in schema.extra),
     ]
 
 
@@ -213,8 +213,10 @@ def _table(chunk: Sequence[StoredRow], schema: pa.Schema, rows: RowSchema) -> pa
     if rows.vector_size:
         columns[VECTOR] = list(np.frombuffer(b"".join(columns["image"]), "<f4").reshape(len(chunk), -1))
     if rows.extra:
-        values = [decode_values(row.source.extra) for row in chunk]
-        columns |= {name: [each.get(name) for each in values] for name in schema.names if name not in columns}
+        values = rows.values_of(row.source.extra for row in chunk)
+        columns |= {column.name: [each[column.name] for each in values] for column in rows.extra}
+    if rows.has_mask:
+        columns[MASK] = [row.mask for row in chunk]
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 

@@ -1,7 +1,4 @@
-"""The rows that every shard format writes and reads, and the one rule that cuts rows into chunks and shards.
-
-Where rows are cut follows from the stored image bytes alone, so all formats of a dataset have the same chunks.
-"""
+"""The rows that every shard format writes and reads."""
 
 from __future__ import annotations
 
@@ -14,7 +11,15 @@ from typing import IO, Any, overload
 import numpy as np
 
 from shardmill.ids import row_digest
-from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, stored_labels, vector_size
+from shardmill.typed_columns import (
+    BOX_TYPE,
+    LABEL_TYPES,
+    MASK_TYPE,
+    ExtraColumn,
+    stored_labels,
+    stored_values,
+    vector_size,
+)
 from shardmill.values import ImageSample, LabelKind, SourceImage, Value
 
 OWN_COLUMNS = ("image", "sample_id", "label", "height", "width", "source", "source_sha256", "notes")
@@ -23,8 +28,6 @@ VECTOR = "embedding"
 """Of predictions: the column of each row's vector, whose bytes are in the place of an image's."""
 NO_IMAGES = ""
 """In place of an encoding: rows of predictions."""
-# What a row without image and vector takes at least, for the rule that cuts rows.
-_ROW_BYTES = 128
 
 OWN_FEATURES = (
     "image/encoded", "image/format", "image/height", "image/width", "image/channels", "image/filename",
@@ -42,12 +45,17 @@ class StoredRow:
     sample: ImageSample
     digest: bytes
     """`row_digest` of the row; every format, the segments and the manifest's sums take it from here."""
+    listed_extra: str = ""
+    """Of a row with boxes or a mask: the text of its values as its source lists them, before these have moved."""
+    mask: bytes = b""
 
     @classmethod
-    def of(cls, source: SourceImage, label_id: int | None, sample: ImageSample) -> StoredRow:
-        """The row of one accepted image."""
+    def of(
+        cls, source: SourceImage, label_id: int | None, sample: ImageSample, listed_extra: str = "", mask: bytes = b""
+    ) -> StoredRow:
+        """The row of one accepted image. The text of its values names the mask by its digest."""
         digest = row_digest(source.sample_id, source.label, sample.image, source.extra)
-        return cls(source, label_id, sample, digest)
+        return cls(source, label_id, sample, digest, listed_extra, mask)
 
     @property
     def image_bytes(self) -> int:
@@ -91,6 +99,26 @@ class RowSchema:
     def has_values(self) -> bool:
         """Whether rows have a text of values (`SourceImage.extra`)."""
         return bool(self.extra) or not self.has_class
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether rows have boxes."""
+        return any(column.type == BOX_TYPE for column in self.extra)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether each row has a mask."""
+        return any(column.type == MASK_TYPE for column in self.extra)
+
+    @property
+    def has_annotations(self) -> bool:
+        """Whether rows have what moves with the pixels, so that it differs from what a source lists."""
+        return self.has_boxes or self.has_mask
+
+    def values_of(self, texts: Iterable[str]) -> list[dict[str, Value]]:
+        """The values of the extra columns that a shard stores, from the rows' texts; of a mask its digest."""
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        return [stored_values(text, self.extra, numbers) for text in texts]
 
     def labels_of(self, rows: Sequence[StoredRow]) -> list[Value]:
         """The labels that a shard stores: class numbers, lists of them, floats or vectors."""
@@ -232,51 +260,3 @@ class ShardFormat:
     """(footer, number of the chunk in its shard, its range, its bytes, schema) -> rows, or IntegrityError."""
     takes_views: bool = False
     """Whether a chunk's bytes may also be a memoryview: of memory that is used again when nothing refers to it."""
-
-
-class ChunkCutter:
-    """The rule that cuts rows into chunks, for rows that come one by one: a chunk is closed as soon as its images reach
-    `chunk_bytes`.
-    """
-
-    # Closed by size alone, never by a limit of rows: so chunks are equal in every format, and so are plans.
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._rows: list[StoredRow] = []
-        self._num_bytes = 0
-
-    def add(self, row: StoredRow) -> list[StoredRow]:
-        """The chunk that this row closes; empty if it closes none."""
-        self._rows.append(row)
-        self._num_bytes += row.image_bytes or _ROW_BYTES
-        return self.rest() if self._num_bytes >= self._chunk_bytes else []
-
-    def rest(self) -> list[StoredRow]:
-        """The rows of the chunk that is open, which is closed."""
-        rows, self._rows, self._num_bytes = self._rows, [], 0
-        return rows
-
-
-def cut_chunks(rows: Iterable[StoredRow], chunk_bytes: int) -> Iterable[list[StoredRow]]:
-    """The chunks of rows that come in order; see `ChunkCutter`."""
-    cutter = ChunkCutter(chunk_bytes)
-    for row in rows:
-        if chunk := cutter.add(row):
-            yield chunk
-    if chunk := cutter.rest():
-        yield chunk
-
-
-def cut_shards(chunks: Iterable[list[StoredRow]], shard_max_bytes: int) -> Iterable[list[list[StoredRow]]]:
-    """Runs of chunks, each closed before its images would exceed `shard_max_bytes` (one chunk always fits)."""
-    shard: list[list[StoredRow]] = []
-    size = 0
-    for chunk in chunks:
-        chunk_size = sum(row.image_bytes or _ROW_BYTES for row in chunk)
-        if shard and size + chunk_size > shard_max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(chunk)
-        size += chunk_size
-    if shard:
-        yield shard

@@ -30,7 +30,7 @@ from shardmill.formats.tf_example import (
     integers_at,
 )
 from shardmill.kernel import shardmill_native
-from shardmill.typed_columns import LABEL_TYPES, decode_values, label_array, scalar_of, vector_size
+from shardmill.typed_columns import LABEL_TYPES, MASK, MASK_TYPE, label_array, scalar_of, vector_size
 from shardmill.values import Value
 
 _native_find_values = getattr(shardmill_native, "find_values", None)
@@ -38,7 +38,8 @@ _native_find_values = getattr(shardmill_native, "find_values", None)
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 _KINDS = {
-    "int64": INT64_LIST, "bool": INT64_LIST, "float32": FLOAT_LIST, "float64": FLOAT_LIST, "string": BYTES_LIST
+    "int64": INT64_LIST, "bool": INT64_LIST, "float32": FLOAT_LIST, "float64": FLOAT_LIST, "string": BYTES_LIST,
+    MASK_TYPE: BYTES_LIST,
 }  # fmt: skip
 _FROM_FEATURE = {
     "int64": int,
@@ -46,6 +47,7 @@ _FROM_FEATURE = {
     "float32": float,
     "float64": float,
     "string": lambda value: bytes(value).decode("utf-8", "replace"),
+    MASK_TYPE: bytes,
 }
 
 
@@ -134,10 +136,11 @@ def _features(row: StoredRow, schema: RowSchema) -> dict[str, FeatureValue]:
         features["image/class/text"] = (row.source.label or "").encode()
     if not schema.has_class:
         features[_label_feature(schema)] = _feature_of(schema.labels_of([row])[0], _list_type(schema.label_type))
-    values = decode_values(row.source.extra)
+    [values] = schema.values_of([row.source.extra])
+    masks: dict[str, FeatureValue] = {MASK: row.mask} if schema.has_mask else {}
     # A null is a feature that is not there.
-    present = (column for column in schema.extra if values.get(column.name) is not None)
-    return features | {column.name: _feature_of(values[column.name], column.type) for column in present}
+    present = (each for each in schema.extra if values[each.name] is not None and each.type != MASK_TYPE)
+    return features | {column.name: _feature_of(values[column.name], column.type) for column in present} | masks
 
 
 def _label_feature(schema: RowSchema) -> str:

@@ -128,11 +128,6 @@ def _read_entries(data: bytes, order: str, start: int, num_entries: int) -> Iter
             raise BadDirectory("the orientation lies outside the EXIF bytes")
 
 
-def orient_by_exif(pixels_HWC: np.ndarray, exif: bytes | None, notes: list[str]) -> np.ndarray:
-    """Turns the pixels upright once; EXIF that is damaged or names no orientation of 1 to 8 changes nothing."""
-    return orient(pixels_HWC, read_orientation(exif), notes) if exif else pixels_HWC
-
-
 def read_orientation(exif: bytes | None) -> int:
     """Return the EXIF orientation, 1 (upright) by default; values outside 1 to 8 count as upright, and have a note."""
     if not exif:
@@ -144,6 +139,7 @@ def read_orientation(exif: bytes | None) -> int:
 
 
 def orient(pixels_HWC: np.ndarray, orientation: int, notes: list[str]) -> np.ndarray:
+    """Turns the pixels upright once; what is no orientation of 1 to 8 changes nothing."""
     if not 1 <= orientation <= 8:
         notes.append(IGNORED_NOTE)
         return pixels_HWC

@@ -61,6 +61,37 @@ def resized_shape(height: int, width: int, options: NormalizeOptions) -> tuple[i
     return min(resized_height, height), min(resized_width, width)
 
 
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where an upright source goes in its stored image: kept, resized, placed. Pixels and boxes follow it alike."""
+
+    rows: Span
+    """What is kept of the source."""
+    columns: Span
+    height: int
+    """What the kept part becomes, in stored pixels."""
+    width: int
+    stored_height: int
+    stored_width: int
+
+    @property
+    def top(self) -> int:
+        """First row of the resized part; a smaller part than the stored image is centred in it."""
+        return (self.stored_height - self.height) // 2
+
+    @property
+    def left(self) -> int:
+        return (self.stored_width - self.width) // 2
+
+
+def plan_geometry(height: int, width: int, options: NormalizeOptions) -> Geometry:
+    """The geometry of an upright source of this size."""
+    rows, columns = kept_spans(height, width, options)
+    resized = resized_shape(rows.length, columns.length, options)
+    stored = resized if options.one_shape_HWC is None else options.one_shape_HWC[:2]
+    return Geometry(rows, columns, *resized, *stored)
+
+
 def choose_reduction(height: int, width: int, options: NormalizeOptions) -> int:
     """8, 4 or 2 if decoding every block of so many pixels a side to one gives what the whole image would; else 1."""
     if not _is_large(height, width, options):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import simplejpeg
 
-from shardmill.images.exif import count_mpo_images, orient_by_exif, read_orientation
+from shardmill.images.exif import count_mpo_images, orient, read_orientation
 from shardmill.images.geometry import choose_reduction, kept_spans, reduced_length
 from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
 from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
@@ -60,15 +60,16 @@ def _decode_intact(data: bytes, options: NormalizeOptions) -> DecodedImage:
         # libjpeg warns of a profile whose parts do not make a whole. That is no damage to the image.
         data = strip_metadata(data, header, end)
     scale = choose_reduction(header.height, header.width, options)
+    orientation = read_orientation(header.exif)
     shrunk_HWC = None
     shape_HWC = header.height, header.width, header.num_components
     has_stored_shape = shape_HWC == options.one_shape_HWC
     is_converted = changes_pixels(profile, header.num_components)
     if options.kernel == "native" and not has_stored_shape and not is_converted:
-        shrunk_HWC = decode_shrunk(data, shape_HWC, scale, read_orientation(header.exif), options)
+        shrunk_HWC = decode_shrunk(data, shape_HWC, scale, orientation, options)
     pixels_HWC = _decode_reduced(data, header, scale) if shrunk_HWC is None else shrunk_HWC
     turned: list[str] = []
-    pixels_HWC = orient_by_exif(pixels_HWC, header.exif, turned)
+    pixels_HWC = orient(pixels_HWC, orientation, turned)
     if is_converted:
         # It takes nearly as long as decoding: only what will be kept.
         rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
@@ -81,12 +82,12 @@ def _decode_intact(data: bytes, options: NormalizeOptions) -> DecodedImage:
     notes += turned
     is_whole = shrunk_HWC is None and header.num_components < 4
     is_bare = options.keep_bytes and is_whole and not has_later_metadata(data, header, end)
-    is_turned = read_orientation(header.exif) in SWAPS_SIDES
     return DecodedImage(
         pixels_HWC=pixels_HWC,
         notes=tuple(notes),
         bare_file=data if is_bare else None,
-        whole_shape_HW=(header.width, header.height) if is_turned else (header.height, header.width),
+        whole_shape_HW=(header.width, header.height) if orientation in SWAPS_SIDES else (header.height, header.width),
+        orientation=orientation,
     )
 
 

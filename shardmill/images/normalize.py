@@ -10,7 +10,7 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
-from shardmill.images.geometry import kept_spans, resized_shape
+from shardmill.images.geometry import Geometry, plan_geometry
 from shardmill.images.pixels import prepare_opencv
 from shardmill.options import NormalizeOptions
 
@@ -26,12 +26,10 @@ def normalize(pixels_HWC: np.ndarray, options: NormalizeOptions) -> np.ndarray:
     if pixels_HWC.shape == options.one_shape_HWC:
         return np.ascontiguousarray(pixels_HWC)
     prepare_opencv()
-    rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
+    geometry = plan_geometry(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
+    rows, columns = geometry.rows, geometry.columns
     kept_HWC = pixels_HWC[rows.start : rows.end, columns.start : columns.end]
-    height, width = resized_shape(rows.length, columns.length, options)
-    image_HWC = _resize(kept_HWC, height, width)
-    if options.one_shape_HWC is not None:
-        image_HWC = _centre_on_black(image_HWC, options.image_size)
+    image_HWC = _placed_on_black(_resize(kept_HWC, geometry.height, geometry.width), geometry)
     return _to_channels(image_HWC, options.num_channels)
 
 
@@ -46,14 +44,13 @@ def _resize(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
     return resized_HWC
 
 
-def _centre_on_black(image_HWC: np.ndarray, size: int) -> np.ndarray:
+def _placed_on_black(image_HWC: np.ndarray, geometry: Geometry) -> np.ndarray:
     height, width, num_channels = image_HWC.shape
-    if height == width == size:
+    if (height, width) == (geometry.stored_height, geometry.stored_width):
         return image_HWC
-    square_HWC = np.zeros((size, size, num_channels), dtype=np.uint8)
-    top, left = (size - height) // 2, (size - width) // 2
-    square_HWC[top : top + height, left : left + width] = image_HWC
-    return square_HWC
+    stored_HWC = np.zeros((geometry.stored_height, geometry.stored_width, num_channels), dtype=np.uint8)
+    stored_HWC[geometry.top : geometry.top + height, geometry.left : geometry.left + width] = image_HWC
+    return stored_HWC
 
 
 def _to_channels(image_HWC: np.ndarray, num_channels: int) -> np.ndarray:

@@ -71,6 +71,8 @@ class DecodedImage:
     (the notes say so), it decodes to these very pixels. None if it could not be stored like that."""
     whole_shape_HW: tuple[int, int] | None = None
     """Upright, if the pixels are fewer than the source's."""
+    orientation: int = 1
+    """EXIF's, by which the pixels were turned upright; values outside 1 to 8 turned nothing."""
 
 
 def check_dimensions(height: int, width: int, options: NormalizeOptions) -> None:

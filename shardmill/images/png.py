@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmill.images.exif import orient_by_exif
+from shardmill.images.exif import orient, read_orientation
 from shardmill.images.icc import MAX_PROFILE_BYTES, to_srgb
 from shardmill.images.pixels import (
     TRAILING_NOTE,
@@ -100,9 +100,19 @@ def decode_png(data: bytes, options: NormalizeOptions) -> DecodedImage:
     pixels_HWC = to_srgb(color_HWC, _read_profile(payloads.get(b"iCCP")), notes)
     if alpha_HW is not None:
         pixels_HWC = flatten_over_white(pixels_HWC, alpha_HW, notes)
-    pixels_HWC = orient_by_exif(pixels_HWC, payloads.get(b"eXIf"), notes)
+    orientation = read_orientation(payloads.get(b"eXIf"))
+    pixels_HWC = orient(pixels_HWC, orientation, notes)
     is_bare = options.keep_bytes and header.depth == 8 and header.color_type in (GRAY, RGB) and alpha_HW is None
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=bare_file if is_bare else None)
+    return DecodedImage(pixels_HWC, tuple(notes), bare_file if is_bare else None, orientation=orientation)
+
+
+def read_chunks(data: bytes) -> tuple[bytes, bytes]:
+    """The payload of a file's header, and its chunks of pixels as they lie in the file. All checksums are verified."""
+    chunks = list(_walk_chunks(data))
+    if chunks[0].type != b"IHDR" or len(header := chunks[0].payload(data)) != IHDR_BYTES:
+        raise Refused(RejectReason.BAD_HEADER, "the first chunk is not an IHDR of 13 bytes")
+    pixels = (chunk for chunk in chunks if chunk.type in (b"IDAT", b"IEND"))
+    return header, b"".join(data[chunk.start : chunk.end] for chunk in pixels)
 
 
 def _read_header(data: bytes, options: NormalizeOptions) -> PngHeader:

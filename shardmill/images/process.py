@@ -87,6 +87,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         source_bytes=len(data),
         laplacian_square_sum=laplacian_square_sum(luma_HW),
         difference_hash=difference_hash(luma_HW),
+        orientation=decoded.orientation,
     )
 
 

@@ -116,8 +116,8 @@ def _decode_page(data: bytes, page: Directory, options: NormalizeOptions) -> Dec
     if not is_print:
         # After alpha: premultiplied colours are none that the profile describes, and white is white in all of them.
         pixels_HWC = to_srgb(pixels_HWC, profile, notes)
-    pixels_HWC = orient(pixels_HWC, page.integer(ORIENTATION_TAG, default=1), notes)
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
+    orientation = page.integer(ORIENTATION_TAG, default=1)
+    return DecodedImage(orient(pixels_HWC, orientation, notes), tuple(notes), orientation=orientation)
 
 
 def _declared_bits(page: Directory) -> int:

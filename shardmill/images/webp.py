@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmill.images.exif import orient_by_exif
+from shardmill.images.exif import orient, read_orientation
 from shardmill.images.icc import to_srgb
 from shardmill.images.pixels import (
     TRAILING_NOTE,
@@ -66,9 +66,10 @@ def decode_webp(data: bytes, options: NormalizeOptions) -> DecodedImage:
     color_HWC = to_srgb(frame_HWC[:, :, :3], chunks.get(b"ICCP"), notes)
     alpha_HW = frame_HWC[:, :, 3] if frame_HWC.shape[2] == 4 else None
     pixels_HWC = _place_on_white(color_HWC, alpha_HW, frame, (height, width), notes)
-    pixels_HWC = orient_by_exif(pixels_HWC, chunks.get(b"EXIF"), notes)
+    orientation = read_orientation(chunks.get(b"EXIF"))
+    pixels_HWC = orient(pixels_HWC, orientation, notes)
     is_bare = options.keep_bytes and alpha_HW is None and (frame.height, frame.width) == (height, width)
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=bare_file if is_bare else None)
+    return DecodedImage(pixels_HWC, tuple(notes), bare_file if is_bare else None, orientation=orientation)
 
 
 def _place_on_white(

@@ -31,7 +31,8 @@ class LoaderBatch(Mapping[str, Any]):
     epoch: int
     step: int
     extra: Mapping[str, Any]
-    """Values of each extra column, one per row; None for null and padding."""
+    """Values of each extra column, one per row; None for null and padding. `boxes` is a
+    `shardmill.loader.boxes.BatchBoxes`, `mask` an array, uint8 (N, H, W)."""
 
     def to(self, *device: Any, **options: Any) -> LoaderBatch:
         """The batch with its tensors on another device, by `Tensor.to`; Lightning and Accelerate call it."""

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
 
+from shardmill.loader.boxes import RowBoxes
+from shardmill.loader.drawn import Named, drawn_over, named_boxes
+from shardmill.typed_columns import BOXES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -16,7 +20,7 @@ _MIN_SIDE, _MAX_SIDE, _GAP, _LINE = 64, 192, 4, 14
 
 
 def contact_sheet(samples: Sequence[StoredSample], class_names: Sequence[str]) -> Image.Image:
-    """The images in a grid, about as wide as high, each above the name of its class."""
+    """The images in a grid, about as wide as high, with boxes and masks; below each the names of its classes."""
     pictures = [Image.fromarray(each.image_HWC.squeeze()) for each in samples]
     side = min(_MAX_SIDE, max(_MIN_SIDE, *(max(picture.size) for picture in pictures)))
     columns = math.ceil(math.sqrt(len(pictures)))
@@ -30,12 +34,26 @@ def contact_sheet(samples: Sequence[StoredSample], class_names: Sequence[str]) -
         size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
         # Pixels of small images stay visible as squares.
         how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BOX
-        sheet.paste(picture.convert("RGB").resize(size, how), (left, top))
-        if class_names and sample.label is not None:
-            # The font that Pillow brings has no letters beyond Latin ones.
-            name = class_names[sample.label].encode("latin-1", "replace").decode("latin-1")
-            draw.text((left, top + side), _fitting(draw, name, side), fill="black")
+        shown = drawn_over(picture.convert("RGB").resize(size, how), sample.extra, scale)
+        boxes, captions = sample.extra.get(BOXES), []
+        if isinstance(boxes, RowBoxes):
+            captions = named_boxes(boxes, class_names)
+        if not captions and class_names and sample.label is not None:
+            captions = [Named(class_names[sample.label], 1, "black")]
+        sheet.paste(shown, (left, top))
+        _write(draw, captions, (left, top + side), side)
     return sheet
+
+
+def _write(draw: ImageDraw.ImageDraw, captions: Sequence[Named], place: tuple[int, int], width: int) -> None:
+    left, top = place
+    for each in captions:
+        # The font that Pillow brings has no letters beyond Latin ones.
+        text = _fitting(draw, str(each).encode("latin-1", "replace").decode("latin-1"), place[0] + width - left)
+        draw.text((left, top), text, fill=each.colour)
+        left += round(draw.textlength(f"{text} "))
+        if left + _GAP >= place[0] + width:
+            return
 
 
 def _fitting(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:

@@ -13,6 +13,7 @@ from shardmill.dataset.open import open_dataset as open_version
 from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
+from shardmill.loader.annotations import check_annotations
 from shardmill.loader.arguments import check_known, with_whole_numbers
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import open_caches
@@ -244,6 +245,7 @@ class LoadableDataset(Dataset):
         augment, schema = augment_options(reading.get("augment")), self.manifest.row_schema
         augment.shape_of(self.manifest.normalize.image_shape_HWC)
         check_mixing(augment, schema.label_kind, len(schema.class_names))
+        check_annotations(augment, schema, columns)
         return RowOptions(augment, None if columns is None else tuple(columns), selection, mixed)
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from shardmill.dataset.row_segments import LOOK_COLUMNS, read_rows, rows_schema
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.typed_columns import LABEL, arrow_type, decode_values, stored_labels
+from shardmill.typed_columns import LABEL, MASK_TYPE, arrow_type, stored_labels
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 CLASS = "class_name"
 # What a segment keeps for verification and statistics.
-_INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", *LOOK_COLUMNS, "extra", LABEL}
+_INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", *LOOK_COLUMNS, "extra", "listed_extra", LABEL}
 
 
 def metadata_columns(schema: RowSchema) -> tuple[str, ...]:
     """The names of the columns of `read_metadata`. An extra column hides one of ours of the same name."""
     own = [name for name in rows_schema(schema).names if name not in _INTERNAL]
     labels = [LABEL, CLASS] if schema.has_class else [LABEL]
-    extra = [column.name for column in schema.extra]
+    # A segment has the digest of a mask.
+    extra = [column.name for column in schema.extra if column.type != MASK_TYPE]
     return (*(name for name in (*own, *labels) if name not in extra), *extra)
 
 
@@ -66,7 +67,7 @@ def _of_shard(dataset: Dataset, shard: ShardFile, wanted: tuple[str, ...]) -> pa
     if rows.num_rows != shard.num_rows:
         raise IntegrityError(f"{shard.rows_path} has {rows.num_rows} rows", f"expected {shard.num_rows}")
     texts = rows.column("extra").to_pylist() if "extra" in rows.column_names else []
-    values = [decode_values(text) for text in texts]
+    values = schema.values_of(texts)
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     for name in wanted:
         if name in extra:

@@ -18,13 +18,14 @@ import numpy as np
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.recycled_memory import RecycledMemory, pageable
+from shardmill.typed_columns import ANNOTATIONS, BOX_COLUMNS
 
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.split_index import SplitIndex
     from shardmill.epoch_plan import PlanSpec
-    from shardmill.formats.rows import ChunkRows
+    from shardmill.formats.rows import ChunkRows, RowSchema
     from shardmill.loader.dataset_mix import DatasetMix, MixFetcher
     from shardmill.loader.selection import Selection
 
@@ -71,8 +72,9 @@ class RowSource:
         self.options = options
         self.rows = rows
         self.normalize = dataset.manifest.normalize
-        schema, wanted = dataset.manifest.row_schema, rows.columns
-        is_wanted = (column for column in schema.extra if wanted is None or column.name in wanted)
+        schema = dataset.manifest.row_schema
+        wanted = _read_columns(schema, rows.columns, rows.augment)
+        is_wanted = (column for column in schema.extra if column.name in wanted)
         self.schema = replace(schema, extra=tuple(is_wanted))
         self._chunk_memory = RecycledMemory(_num_chunk_arrays(len(streams), spec))
         self._fetcher: ChunkFetcher | MixFetcher
@@ -137,6 +139,16 @@ def kept_bytes(index: SplitIndex, spec: PlanSpec, num_streams: int, options: Rea
     batch_bytes = num_streams * spec.rows_per_stream * image_bytes
     chunk_bytes = min(num_chunks * int(index.stored_bytes.max(initial=0)), int(index.stored_bytes.sum()))
     return chunk_bytes + _num_batch_arrays(options, batch_bytes) * batch_bytes
+
+
+def _read_columns(schema: RowSchema, columns: tuple[str, ...] | None, augment: AugmentOptions) -> tuple[str, ...]:
+    """Names of the extra columns to read: boxes with their classes, and nothing that could not be moved."""
+    wanted = {column.name for column in schema.extra} if columns is None else set(columns)
+    if schema.has_annotations and augment.unfollowed:
+        wanted.difference_update(ANNOTATIONS)
+    if schema.has_boxes and not BOX_COLUMNS.keys().isdisjoint(wanted):
+        wanted.update(BOX_COLUMNS)
+    return tuple(wanted)
 
 
 def _num_chunk_arrays(num_streams: int, spec: PlanSpec) -> int:

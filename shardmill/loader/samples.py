@@ -16,8 +16,8 @@ import numpy as np
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.open import open_pinned
 from shardmill.formats.encodings import decode_row
+from shardmill.loader.annotations import stored_annotations
 from shardmill.typed_columns import LABEL
-from shardmill.values import Value
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -38,7 +38,8 @@ class StoredSample(Mapping[str, Any]):
     """The class number; labels of other kinds are in `extra`."""
     sample_id: int
     source: str
-    extra: Mapping[str, Value] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the extra columns; `boxes` is a `shardmill.loader.boxes.RowBoxes`, `mask` uint8 (H, W)."""
 
     def __getitem__(self, name: str) -> Any:
         if name == "image":
@@ -155,8 +156,11 @@ def stored_sample(dataset: Dataset, rows: ChunkRows, row: int) -> StoredSample:
     """A row of a chunk, decoded."""
     label, is_class = rows.labels_N[row], dataset.manifest.row_schema.has_class
     extra = {name: values[row] for name, values in rows.extra.items()}
+    image_HWC = decode_row(rows.images[row], dataset.manifest.normalize)
+    height, width, _ = image_HWC.shape
+    extra = stored_annotations(extra, dataset.manifest.row_schema, (height, width))
     return StoredSample(
-        decode_row(rows.images[row], dataset.manifest.normalize),
+        image_HWC,
         int(label) if is_class and label >= 0 else None,
         int(rows.sample_ids_N[row]),
         rows.sources[row],

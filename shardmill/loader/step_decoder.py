@@ -15,10 +15,11 @@ from shardmill.augment.draws import Draws
 from shardmill.augment.mixing import mix_batch
 from shardmill.augment.pixels import change_pixels
 from shardmill.augment.windows import draw_windows
+from shardmill.loader.annotations import annotations_of_batch, is_annotation
 from shardmill.loader.decode import decode_batch, decode_distinct
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
 from shardmill.typed_columns import label_shape
-from shardmill.values import Batch, Value
+from shardmill.values import Batch
 
 if TYPE_CHECKING:
     from shardmill.epoch_plan import EpochPlan, StepRows
@@ -80,18 +81,21 @@ class StepDecoder:
     def batch(self) -> Batch:
         """The batch, when all parts are decoded: now its rows are mixed with each other."""
         begun, schema, spec = self._begin(), self._source.schema, self._plan.spec
-        gathered, is_real_N = begun.gathered, self._is_real_N
+        gathered, is_real_N, augment = begun.gathered, self._is_real_N, self._source.rows.augment
         labels_N, sample_ids_N, is_full = gathered.labels_N, gathered.sample_ids_N, bool(is_real_N.all())
         if not is_full:
             sample_ids_N = sample_ids_N * is_real_N
         if not is_full or labels_N.dtype == object:
             labels_N = self._labels(labels_N)
         labels_N = mix_batch(
-            begun.images_NHWC, labels_N, is_real_N, begun.draws, self._source.rows.augment,
+            begun.images_NHWC, labels_N, is_real_N, begun.draws, augment,
             num_classes=len(schema.class_names), rows_per_stream=spec.rows_per_stream,
         )  # fmt: skip
-        extra: dict[str, list[Value]] = {}
+        stored_HW = self._source.normalize.image_shape_HWC[:2]
+        extra = annotations_of_batch(gathered, schema, is_real_N, stored_HW, begun.draws, augment)
         for column in schema.extra:
+            if is_annotation(schema, column.name):
+                continue
             values = zip(gathered.extra(column.name), is_real_N.tolist(), strict=True)
             extra[column.name] = [value if is_real else None for value, is_real in values]
         weights_N = self._uses.rows.weights_N

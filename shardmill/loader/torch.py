@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.boxes import BatchBoxes
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
@@ -41,8 +44,17 @@ def as_tensors(batch: Batch, layout: Layout = "NCHW") -> LoaderBatch:
         torch.from_numpy(batch.sample_ids_N),
         batch.epoch,
         batch.step,
-        batch.extra,
+        {name: _tensors_of(values) for name, values in batch.extra.items()},
     )
+
+
+def _tensors_of(values: Any) -> Any:
+    """Of boxes and masks; other columns stay lists."""
+    import torch
+
+    if isinstance(values, BatchBoxes):
+        return values.mapped(torch.from_numpy)
+    return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
 
 
 def draws_of(key: int) -> AbstractContextManager[object]:

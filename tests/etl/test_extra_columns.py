@@ -34,14 +34,14 @@ from tests.etl.test_sources import add_member
 from tests.etl.test_sources_webdataset import picture
 
 Row = dict[str, Any]
-TYPES = {"caption": "string", "tags": "list<string>", "age": "int64", "ratio": "float32", "box": "list<float32>"}
+TYPES = {"caption": "string", "tags": "list<string>", "age": "int64", "ratio": "float32", "pair": "list<float32>"}
 ROWS: list[Row] = [
     {
         "caption": f"image é {number}\n" if number % 3 else None,
         "tags": ["a", "b\"c"][: number % 3],
         "age": -number if number % 4 else None,
         "ratio": number / 8,
-        "box": [number / 4, 0.5],
+        "pair": [number / 4, 0.5],
     }
     for number in range(24)
 ]  # fmt: skip
@@ -93,7 +93,7 @@ def as_records(folder: Path, rows: list[Row]) -> SourceConfig:
     with open(folder / "a.tfrecord", "wb") as out:
         for number, row in enumerate(rows):
             features: dict[str, Any] = {"image": picture(number)}
-            features |= {"ratio": FeatureList(FLOAT_LIST, [row["ratio"]]), "box": FeatureList(FLOAT_LIST, row["box"])}
+            features |= {"ratio": FeatureList(FLOAT_LIST, [row["ratio"]]), "pair": FeatureList(FLOAT_LIST, row["pair"])}
             features["tags"] = FeatureList(1, [tag.encode() for tag in row["tags"]])
             features |= {} if row["caption"] is None else {"caption": row["caption"].encode()}
             features |= {} if row["age"] is None else {"age": row["age"]}

@@ -97,6 +97,19 @@ def as_idx(folder: Path, files: Files) -> str:
     return str(folder / "idx")
 
 
+def as_coco(folder: Path, files: Files) -> str:
+    """One box in each image, of the image's class."""
+    names = sorted({label for _, label in files})
+    boxes = enumerate(label for _, label in files)
+    content = {
+        "images": [{"id": n, "file_name": file.relative_to(folder).as_posix()} for n, (file, _) in enumerate(files)],
+        "categories": [{"id": number, "name": name} for number, name in enumerate(names)],
+        "annotations": [{"image_id": n, "category_id": names.index(label), "bbox": [0, 0, 9, 9]} for n, label in boxes],
+    }
+    (folder / "instances.json").write_text(json.dumps(content))
+    return str(folder / "instances.json")
+
+
 def as_parts(folder: Path, files: Files) -> SourceConfig:
     """Half of the images in a folder tree of their own, half in a ZIP archive."""
     for file, label in files[::2]:
@@ -123,6 +136,7 @@ WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "idx": as_idx,
     "tfrecord": as_tfrecords,
     "zip": as_zip,
+    "coco": as_coco,
 }
 # Pixels without files of their own cannot be the bytes that the other kinds read.
 HOLDS_FILES = [kind for kind in SOURCES if kind != "idx"]
@@ -142,10 +156,10 @@ def files(tmp_path: Path) -> Files:
 
 
 def contents(dataset: str) -> set[tuple[str, str, int]]:
-    """(split, SHA-256 of the source, class) of every row."""
+    """(split, SHA-256 of the source, class or the only one of several) of every row."""
     opened = open_dataset(dataset)
     return {
-        (split, row["source_sha256"], row["label"])
+        (split, row["source_sha256"], row["label"][0] if isinstance(row["label"], list) else row["label"])
         for split in opened.manifest.counts.by_split
         for file in opened.files(split, "parquet")
         for row in pq.read_table(file, columns=["source_sha256", "label"]).to_pylist()

@@ -15,7 +15,7 @@ from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.formats.rows import cut_chunks
+from shardmill.formats.cutting import cut_chunks
 from shardmill.ids import add_digests, format_digest
 from shardmill.stores import open_store
 from shardmill.values import ShardInfo

@@ -15,8 +15,9 @@ import pytest
 
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS, tfrecord
+from shardmill.formats.cutting import cut_chunks, cut_shards
 from shardmill.formats.parquet import PARQUET, parquet_schema
-from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, WrittenShard, cut_chunks, cut_shards
+from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, WrittenShard
 from shardmill.formats.tf_example import encode_example, find_values, integers_at
 from shardmill.values import ImageSample, SourceImage
 

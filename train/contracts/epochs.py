@@ -78,7 +78,9 @@ def row_source(
     epoch. `augment`: that of training by default. Raises as `open_cache` does.
     """
     options = reader_options(config, dataset, spec)
-    return RowSource(dataset, spec, streams, options=options, rows=RowOptions(augment or config.augmentation))
+    return RowSource(
+        dataset, spec, streams, options=options, rows=RowOptions(augment or config.augmentation, columns=())
+    )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import cut_chunks, cut_shards
+from shardmill.formats.cutting import cut_chunks, cut_shards
 from shardmill.values import ShardInfo
 
 _Copies = tuple[ShardInfo, ...]

@@ -1,0 +1,31 @@
+"""The settings of section `source.boxes`: which columns hold the boxes of objects, and how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from shardmill.section import Section
+
+KINDS_WITH_BOXES = ("table", "parquet")
+"""Kinds of sources whose columns may hold boxes."""
+
+
+class BoxesConfig(Section):
+    """The boxes of objects in each image, which move with its pixels (docs/boxes.md)."""
+
+    field: str = ""
+    """A column with a list of boxes in each row, four numbers each, in pixels of the upright source; empty: no boxes.
+    `objects.bbox` is a field of a struct."""
+    labels_field: str = ""
+    """A column with the class name of each box; empty: boxes without classes. An image then has the classes of its
+    boxes as labels."""
+    format: Literal["xyxy", "xywh"] = "xyxy"
+    """The four numbers: two corners, or a corner with width and height. Stored boxes are `xyxy`."""
+
+    @model_validator(mode="after")
+    def _labels_are_of_boxes(self) -> BoxesConfig:
+        if self.labels_field and not self.field:
+            raise ValueError("boxes.field beside boxes.labels_field: the column of the boxes")
+        return self

@@ -1,0 +1,163 @@
+"""Reads the boxes of a table's rows: their four numbers as corners in pixels of the source, and the classes of boxes.
+
+A listing carries them in coordinates of the source; `etl/units/move_boxes.py` moves them with the pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from etl.sources.names import class_name_of, is_class_name
+from etl.sources.target import class_names_of
+from etl.sources.value_text import text_of_value
+from shardmill.errors import UsageError
+from shardmill.printable import printable
+from shardmill.typed_columns import BOX_COLUMNS, BOX_LABELS, BOXES, LABEL, NUM_SIDES
+from shardmill.values import Value
+
+if TYPE_CHECKING:
+    from etl.config import BoxesConfig
+
+ANNOTATED_SIZE = "annotated_size"
+"""Beside the boxes of a listed image: width and height of the image that they were drawn in, where the source says."""
+_SIZE_COLUMNS = ("width", "height")
+
+
+class BoxColumns:
+    """The boxes of one source."""
+
+    def __init__(self, config: BoxesConfig) -> None:
+        self._config = config
+        self._has_labels = config.labels_field != ""
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The columns that they become in a dataset; those of labels only if boxes have some."""
+        return box_types(has_labels=self._has_labels)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The table's columns that hold them: of a struct's fields, the column of the struct."""
+        fields = (self._config.field, self._config.labels_field)
+        names = (name for field in fields if field for name in (field, field.partition(".")[0]))
+        return tuple(dict.fromkeys([*names, *_SIZE_COLUMNS]))
+
+    def of_rows(self, rows: pa.Table, where: str, problems: list[str | None]) -> list[dict[str, Value]]:
+        """The values of each row, in place of `problems` what is wrong with it.
+
+        Raises UsageError if the table has no such column.
+        """
+        boxes = _column(rows, self._config.field, "field", where)
+        labels, names = None, ()
+        if self._has_labels:
+            labels = _column(rows, self._config.labels_field, "labels_field", where)
+            names = class_names_of(rows.schema, self._config.labels_field)
+        sizes = [rows.column(name).to_pylist() if name in rows.column_names else None for name in _SIZE_COLUMNS]
+        found: list[dict[str, Value]] = []
+        for row, given in enumerate(boxes):
+            values: dict[str, Value] = {}
+            try:
+                values = box_values(
+                    _parsed(given), None if labels is None else _named(_parsed(labels[row]), names), self._config.format
+                )
+                values |= _size_of([each[row] for each in sizes if each is not None])
+            except (ValueError, TypeError) as error:
+                problems[row] = problems[row] or str(error)
+            found.append(values)
+        return found
+
+
+def box_types(*, has_labels: bool) -> dict[str, str]:
+    """Name -> type of the columns of boxes, and of the labels that an image has by them."""
+    return {**BOX_COLUMNS, LABEL: "list<string>"} if has_labels else {BOXES: BOX_COLUMNS[BOXES]}
+
+
+def box_values(boxes: Sequence[Any], labels: Sequence[Any] | None, box_format: str) -> dict[str, Value]:
+    """The values of an image with these boxes. Raises ValueError that says what is wrong with them."""
+    sides: list[float] = []
+    for number, box in enumerate(boxes):
+        if not isinstance(box, list | tuple) or len(box) != NUM_SIDES or not all(map(_is_number, box)):
+            raise ValueError(f"box {number} is {printable(repr(box)[:60])}, expected four numbers")
+        x0, y0, x1, y1 = map(float, box)
+        if box_format == "xywh":
+            x1, y1 = x0 + x1, y0 + y1
+        if x1 < x0 or y1 < y0:
+            hint = (
+                "" if box_format == "xywh" else '; if it is a corner with width and height, set boxes.format = "xywh"'
+            )
+            raise ValueError(f"box {number} is {list(box)}, which ends before it begins{hint}")
+        sides += x0, y0, x1, y1
+    if any(sides) and all(0 <= side <= 1 for side in sides):
+        raise ValueError("its boxes lie in the first pixel: expected pixels, not shares of width and height")
+    values: dict[str, Value] = {BOXES: list(sides)}
+    if labels is not None:
+        if len(labels) != len(boxes):
+            raise ValueError(f"{len(boxes)} boxes and {len(labels)} labels, expected one for each box")
+        named = [
+            class_name_of(text_of_value(label)) if isinstance(label, str | int | float) else "" for label in labels
+        ]
+        odd = next((name for name in named if not is_class_name(name)), None)
+        if odd is not None:
+            raise ValueError(f"{printable(odd[:60])!r} is no class name of a box" if odd else "a box without a label")
+        values |= {BOX_LABELS: list(named), LABEL: sorted(set(named))}
+    return values
+
+
+def _column(rows: pa.Table, field: str, key: str, where: str) -> list[Any]:
+    name, _, inner = field.partition(".")
+    if field in rows.column_names:
+        return rows.column(field).to_pylist()
+    if name not in rows.column_names:
+        raise UsageError(
+            f"source.boxes.{key} = {field!r} is not a column of {printable(where)}",
+            f"expected one of {', '.join(map(printable, rows.column_names[:20]))}",
+            f"correct source.boxes.{key}",
+        )
+    values = rows.column(name).to_pylist()
+    for part in inner.split(".") if inner else ():
+        values = [_field_of(value, part) for value in values]
+    return values
+
+
+def _field_of(value: Any, name: str) -> Any:
+    """Of a struct, or of each struct of a list."""
+    if isinstance(value, list):
+        return [_field_of(each, name) for each in value]
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
+def _parsed(value: Any) -> list[Any]:
+    """A list; none for null, and from its JSON in a table without types, such as CSV."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise ValueError(f"{printable(repr(value)[:60])} is no JSON list of boxes or of their labels") from None
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{printable(repr(value)[:60])} is no list of boxes or of their labels")
+    return value or []
+
+
+def _named(labels: list[Any], names: Sequence[str]) -> list[Any]:
+    """Class numbers as the names that the file keeps for them, None for a number without one; others as they are."""
+    known = dict(enumerate(names))
+    return [known.get(label) if names and isinstance(label, int) else label for label in labels]
+
+
+def _size_of(sides: list[Any]) -> dict[str, Value]:
+    """Of columns `width` and `height`, where the table has both."""
+    if len(sides) != len(_SIZE_COLUMNS) or any(side is None or side == "" for side in sides):
+        return {}
+    try:
+        return {ANNOTATED_SIZE: [int(float(side)) for side in sides]}
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"width and height are {printable(repr(sides)[:60])}, expected whole numbers") from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,153 @@
+"""Images with boxes from COCO's annotation files: a listing reads these, and no image."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.sources.boxes import ANNOTATED_SIZE, box_types, box_values
+from etl.sources.coco_file import CocoFile, CocoImage, read_coco
+from etl.sources.columns import listed_rows
+from etl.sources.containers import Containers
+from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
+from etl.sources.names import COCO_SUFFIXES, SPLIT_OF_NAME
+from etl.sources.stored_file import open_file
+from etl.sources.uris import UriReader, uri_problems
+from shardmill.errors import UsageError
+from shardmill.printable import printable
+from shardmill.storage import StoredFile
+from shardmill.storage_errors import as_storage_error
+from shardmill.stores import open_store
+from shardmill.typed_columns import encode_values
+from shardmill.values import NO_BLOCK
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+
+# Where the images usually are, from the folder of the annotation file; the last word of its name is a folder's:
+# `instances_val2017.json` beside or below `val2017`.
+_USUAL_FOLDERS = ("", "images", "{word}", "images/{word}", "..", "../{word}", "../images", "../images/{word}")
+_NUM_LOOKED_UP = 3
+
+
+class CocoSource:
+    """The images that annotation files name. An image has the classes of its boxes as labels."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._files = Containers(config.uri, COCO_SUFFIXES)
+        self.uri = self._files.uri
+
+    def open(self, max_source_bytes: int) -> UriReader:
+        """Reads the images as those of a table."""
+        return UriReader(self._files, max_source_bytes, self._config.download)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no annotation file, IntegrityError for one that does not parse."""
+        files = self._files.find().containers
+        splits = _splits_of([file.path for file in files])
+        for file in files:
+            with open_file(self._files.store, file) as stream, as_storage_error(file.path):
+                found = read_coco(stream, file.path)
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=tuple(_warnings(found, file.path)))
+            folder = self._folder_of(file, found.images)
+            for first in range(0, len(found.images), BATCH_ROWS):
+                images = found.images[first : first + BATCH_ROWS]
+                yield self._listed(images, first, file.path, folder, splits[file.path])
+
+    def _folder_of(self, file: StoredFile, images: Sequence[CocoImage]) -> str:
+        """The folder of the images: below the source's root without a scheme, else as a URI.
+
+        Raises UsageError if none of those that are looked up is in a usual one.
+        """
+        if self._config.coco_images:
+            uri = self._config.coco_images
+            return uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+        above, _, name = file.path.rpartition("/")
+        word = name.partition(".")[0].rpartition("_")[2]
+        few = images[:: max(1, len(images) // _NUM_LOOKED_UP)][:_NUM_LOOKED_UP]
+        for usual in _USUAL_FOLDERS:
+            folder = posixpath.normpath(posixpath.join(above, usual.format(word=word)))
+            if (found := self._located(folder)) is not None and self._is_any_there(found, few):
+                return found
+        raise UsageError(
+            f"none of the images that {printable(file.path)} names is there, such as {printable(few[0].file_name)}"
+            if few
+            else f"{printable(file.path)} names no image",
+            f"expected them beside {self.uri}, or in a folder images or {printable(word)} there or one above",
+            "name their folder with source.coco_images",
+        )
+
+    def _located(self, folder: str) -> str | None:
+        """A folder below the root or beside it; None if there is nothing above the root."""
+        if not folder.startswith(".."):
+            return "" if folder == "." else folder
+        parent, separator, _ = self._files.store.uri.rstrip("/").rpartition("/")
+        if not separator or parent.endswith(":/") or folder.startswith("../.."):
+            return None
+        return posixpath.join(parent, folder[3:]) if folder != ".." else parent
+
+    def _is_any_there(self, folder: str, images: Sequence[CocoImage]) -> bool:
+        is_elsewhere = os.path.isabs(folder) or "://" in folder
+        store = open_store(folder) if is_elsewhere else self._files.store
+        prefix = "" if is_elsewhere else folder
+        return any(store.stat(posixpath.join(prefix, image.file_name)) is not None for image in images)
+
+    def _listed(
+        self, images: Sequence[CocoImage], first: int, where: str, folder: str, split: str | None
+    ) -> ListingBatch:
+        problems: list[str | None] = []
+        texts: list[str] = []
+        for image in images:
+            try:
+                values = box_values(image.boxes, image.labels, "xywh")
+                values |= {ANNOTATED_SIZE: list(image.size)} if image.size else {}
+                texts.append(encode_values(values))
+                problems.append(None)
+            except (ValueError, TypeError) as error:
+                texts.append("")
+                problems.append(f"{printable(image.file_name)}: {error}")
+        paths = pa.array([posixpath.join(folder, image.file_name) for image in images], pa.string())
+        columns: dict[str, pa.Array] = {
+            "key": paths,
+            "place": pa.array(np.arange(first, first + len(images), dtype=np.int64)),
+            "extra": pa.array(texts, pa.string()),
+            "split": pa.repeat(pa.scalar(split, pa.string()), len(images)),
+        }
+        if os.path.isabs(folder) or "://" in folder:
+            # A key says nothing of the place of the whole collection.
+            name = folder.rstrip("/").rpartition("/")[2]
+            names = pa.array([posixpath.join(name, image.file_name) for image in images], pa.string())
+            columns |= {"key": names, "container": paths, "block": pa.repeat(NO_BLOCK, len(images))}
+        problem = pc.coalesce(uri_problems(paths, self._files.store), pa.array(problems, pa.string()))
+        batch = listed_rows(columns, problem, where)
+        return ListingBatch(batch.images, batch.rejections, extra_types=box_types(has_labels=True))
+
+
+def _splits_of(paths: Sequence[str]) -> Mapping[str, str | None]:
+    """The split that each annotation file's path names (`instances_train2017.json`, `train/_annotations.coco.json`);
+    None for all if not all do, or none names `train`.
+    """
+    splits: dict[str, str | None] = {}
+    for path in paths:
+        words = (word.rstrip("0123456789").lower() for word in re.split(r"[-_./]", path))
+        named = {SPLIT_OF_NAME[word] for word in words if word in SPLIT_OF_NAME}
+        splits[path] = named.pop() if len(named) == 1 else None
+    return splits if "train" in splits.values() and None not in splits.values() else dict.fromkeys(paths)
+
+
+def _warnings(found: CocoFile, where: str) -> Iterator[str]:
+    if found.num_crowds:
+        yield f"{found.num_crowds} annotations of {printable(where)} are of crowds, and their boxes are left out"
+    if found.num_strays:
+        yield f"{found.num_strays} annotations of {printable(where)} are of images that it does not list"

@@ -1,0 +1,105 @@
+"""Parses one annotation file of COCO: its images with their boxes and the names of the boxes' categories.
+
+Format: https://cocodataset.org/#format-data. Outlines are dropped while the file is parsed; they are most of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.printable import printable
+
+_LISTS = ("images", "annotations", "categories")
+_KEPT = frozenset({*_LISTS, "id", "file_name", "width", "height", "name", "image_id", "category_id", "bbox", "iscrowd"})
+
+
+@dataclass(slots=True)
+class CocoImage:
+    """One image of the file."""
+
+    file_name: str
+    size: list[int]
+    """Width and height of the image in which the boxes were drawn; empty if the file does not say."""
+    boxes: list[Any] = field(default_factory=list)
+    """Corner, width and height, as the file has them."""
+    labels: list[Any] = field(default_factory=list)
+    """The category's name of each box; None for a category that the file does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class CocoFile:
+    """The images in the order of the file."""
+
+    images: tuple[CocoImage, ...]
+    num_crowds: int
+    """Annotations of crowds, which outline a region of many objects; their boxes are left out."""
+    num_strays: int
+    """Annotations of images that the file does not list."""
+
+
+def read_coco(stream: BinaryIO, where: str) -> CocoFile:
+    """The images of an annotation file.
+
+    Raises IntegrityError for what is no JSON, UsageError for JSON of another kind.
+    """
+    try:
+        content = json.loads(stream.read(), object_hook=_without_outlines)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(
+            f"{printable(where)} does not parse: {error}",
+            "expected JSON, as COCO's annotations are",
+            "restore the file",
+        ) from None
+    lists = {name: content.get(name) if isinstance(content, Mapping) else None for name in _LISTS}
+    missing = [name for name, values in lists.items() if not _are_objects(values)]
+    if missing:
+        raise _no_coco(where, f"has no list {' and '.join(missing)}")
+    try:
+        names = {each["id"]: each["name"] for each in lists["categories"] or ()}
+        images = {each["id"]: CocoImage(str(each["file_name"]), _size_of(each)) for each in lists["images"] or ()}
+        num_crowds, num_strays = _add_boxes(images, names, lists["annotations"] or [])
+    except (KeyError, TypeError) as error:
+        raise _no_coco(where, f"has an image, category or annotation without {error}") from None
+    return CocoFile(tuple(images.values()), num_crowds, num_strays)
+
+
+def _without_outlines(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: value[name] for name in _KEPT.intersection(value)}
+
+
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, dict) for each in values)
+
+
+def _size_of(image: Mapping[str, Any]) -> list[int]:
+    sides = image.get("width"), image.get("height")
+    return [side for side in sides if isinstance(side, int)] if None not in sides else []
+
+
+def _add_boxes(
+    images: Mapping[Any, CocoImage], names: Mapping[Any, Any], annotations: list[dict[str, Any]]
+) -> tuple[int, int]:
+    """Returns how many annotations are of crowds, and of no image."""
+    num_crowds = num_strays = 0
+    for each in annotations:
+        image = images.get(each["image_id"])
+        if image is None:
+            num_strays += 1
+        elif each.get("iscrowd"):
+            num_crowds += 1
+        else:
+            image.boxes.append(each["bbox"])
+            image.labels.append(names.get(each["category_id"]))
+    return num_crowds, num_strays
+
+
+def _no_coco(where: str, what: str) -> UsageError:
+    return UsageError(
+        f"{printable(where)} {what}, so it is no annotation file of COCO's boxes",
+        "expected images, categories, and annotations with image_id, category_id and bbox",
+        "select such files with a pattern in source.uri, for example annotations/instances_*.json",
+    )

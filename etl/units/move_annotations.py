@@ -1,0 +1,133 @@
+"""Moves the boxes and the mask of an image that was decoded, by the geometry that its pixels followed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from etl.sources.boxes import ANNOTATED_SIZE
+from etl.units.units import UnitTask
+from shardmill.formats.encodings import encode_mask
+from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, move_boxes, turn_boxes
+from shardmill.images.geometry import Geometry, plan_geometry
+from shardmill.images.masks import decode_mask, move_mask, size_of_mask
+from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation
+from shardmill.options import NormalizeOptions
+from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK, decode_values, encode_values
+from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, SourceImage, Value
+
+Read = Callable[[SourceImage], bytes | Rejection]
+
+
+@dataclass(frozen=True, slots=True)
+class Annotated:
+    """An image with what moved with its pixels."""
+
+    image: SourceImage
+    """Its values are those that a row stores."""
+    sample: ImageSample
+    listed_extra: str = ""
+    """The text of its values as the source lists them; empty if nothing moved."""
+    mask: bytes = b""
+    """As it is stored; empty if the dataset has no masks."""
+
+
+class MaskReader:
+    """Reads the mask of each image behind it, if there are masks, and keeps it until it is taken. Safe for threads."""
+
+    def __init__(self, read: Read, task: UnitTask) -> None:
+        self._read = read
+        self._has_masks, self._is_in_parts = task.row_schema.has_mask, bool(task.source.parts)
+        self._masks: dict[str, bytes] = {}
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The image's bytes; a rejection if its mask cannot be read."""
+        data = self._read(image)
+        if isinstance(data, Rejection) or not self._has_masks:
+            return data
+        uri = str(decode_values(image.extra)[MASK])
+        # A mask is a file of its own, in the part of its image.
+        part, separator, _ = image.key.partition("\0")
+        container = f"{part}{separator}{uri}" if self._is_in_parts else uri
+        mask = self._read(replace(image, container=container, block=NO_BLOCK, size_bytes=UNKNOWN_SIZE))
+        if isinstance(mask, Rejection):
+            return image.rejected(RejectReason.BAD_MASK, f"{uri}: {mask.detail}")
+        self._masks[image.key] = mask
+        return data
+
+    def take(self, image: SourceImage) -> bytes:
+        """The mask of an image that was read."""
+        return self._masks.pop(image.key, b"")
+
+
+def with_annotations(
+    outcomes: Iterable[tuple[SourceImage, ImageSample | Rejection]], masks: MaskReader, task: UnitTask
+) -> Iterator[Annotated | Rejection]:
+    """The outcomes in their order; what a dataset has of boxes and masks is moved with the pixels."""
+    for image, outcome in outcomes:
+        mask = masks.take(image)
+        if isinstance(outcome, Rejection):
+            yield outcome
+        elif task.row_schema.has_annotations:
+            yield move_annotations(image, outcome, mask, task.decode_options)
+        else:
+            yield Annotated(image, outcome)
+
+
+def move_annotations(
+    image: SourceImage, sample: ImageSample, mask: bytes, options: NormalizeOptions
+) -> Annotated | Rejection:
+    """The image with its boxes and its mask in the stored pixels, and its labels with the classes of the boxes left.
+
+    A rejection if they are of an image of another size, or the mask is none.
+    """
+    values, geometry = decode_values(image.extra), plan_geometry(sample.source_height, sample.source_width, options)
+    try:
+        notes = _move_boxes(values, sample, geometry) if BOXES in values else []
+        stored = _move_mask(mask, sample, geometry) if MASK in values else b""
+    except Refused as refusal:
+        return image.rejected(refusal.reason, refusal.detail, "decode", sample.source_sha256)
+    if MASK in values:
+        values[MASK] = hashlib.sha256(stored).hexdigest()
+    sample = replace(sample, notes=(*sample.notes, *notes))
+    return Annotated(replace(image, extra=encode_values(values)), sample, image.extra, stored)
+
+
+def _move_boxes(values: dict[str, Value], sample: ImageSample, geometry: Geometry) -> list[str]:
+    """Put the moved boxes in place of the listed ones. -> notes."""
+    sides: list[float] = values[BOXES]  # pyright: ignore[reportAssignmentType]
+    size = values.pop(ANNOTATED_SIZE, None)
+    if isinstance(size, list) and _is_of_file(int(size[1]), int(size[0]), sample, "its boxes are of"):
+        sides = list(turn_boxes(sides, sample.orientation, sample.source_height, sample.source_width))
+    moved = move_boxes(sides, geometry)
+    values[BOXES] = list(moved.sides)
+    names = values.get(BOX_LABELS)
+    if isinstance(names, list):
+        kept: list = [names[number] for number in moved.kept]
+        values |= {BOX_LABELS: kept, LABEL: sorted(set(kept))}
+    notes = [CLIPPED_NOTE] if moved.num_clipped else []
+    return notes + ([f"{DROPPED_NOTE}{moved.num_dropped}"] if moved.num_dropped else [])
+
+
+def _move_mask(mask: bytes, sample: ImageSample, geometry: Geometry) -> bytes:
+    size = size_of_mask(mask)
+    is_of_file = size is not None and _is_of_file(*size, sample, "its mask has")
+    mask_HW = decode_mask(mask)
+    if is_of_file:
+        mask_HW = apply_orientation(mask_HW[:, :, None], sample.orientation)[:, :, 0]
+    return encode_mask(move_mask(mask_HW, geometry))
+
+
+def _is_of_file(height: int, width: int, sample: ImageSample, what: str) -> bool:
+    """Whether this is the size of the file's own pixels, with the sides exchanged, and not that of the upright image.
+
+    Raises Refused if it is neither.
+    """
+    upright = sample.source_height, sample.source_width
+    if (height, width) == upright:
+        return False
+    if sample.orientation in SWAPS_SIDES and (width, height) == upright:
+        return True
+    detail = f"{what} {width}x{height} pixels; the image has {upright[1]}x{upright[0]}"
+    raise Refused(RejectReason.ANNOTATED_SIZE, detail)

@@ -1,0 +1,241 @@
+"""Boxes in every kind of source that has some: the same ones in all of them, in every format and version."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import shardmill
+from etl.config import SourceConfig
+from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import IntegrityError, UsageError
+from tests.etl.building import build_source, images_of, list_images
+from tests.etl.test_boxes import drawn
+from tests.etl.test_extra_columns import build
+
+ROWS: list[dict[str, Any]] = [
+    {"boxes": [[14, 2, 22, 10], [20, 4, 39, 12]], "names": ["cat", "dog"]},
+    {"boxes": [[18.5, 5, 22.25, 9]], "names": ["dog"]},
+    {"boxes": [], "names": []},
+    {"boxes": [[0, 0, 3, 3]], "names": ["bird"]},
+]
+STORED = [
+    ([[3.2, 1.6, 9.6, 8.0], [8.0, 3.2, 16.0, 9.6]], ["cat", "dog"]),
+    ([[6.8, 4.0, 9.8, 7.2]], ["dog"]),
+    ([], []),
+    ([], []),
+]
+BOXES = {"field": "boxes", "labels_field": "names"}
+
+
+def as_jsonl(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
+    write_images(folder, len(rows))
+    lines = (json.dumps({"uri": f"{number}.png", **row}) for number, row in enumerate(rows))
+    (folder / "t.jsonl").write_text("\n".join(lines))
+    return SourceConfig.model_validate({"uri": str(folder / "t.jsonl"), "kind": "table", "boxes": BOXES})
+
+
+def as_csv(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
+    write_images(folder, len(rows))
+    with open(folder / "t.csv", "w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(["uri", "boxes", "names"])
+        for number, row in enumerate(rows):
+            writer.writerow([f"{number}.png", *(json.dumps(row[name]) for name in ("boxes", "names"))])
+    return SourceConfig.model_validate({"uri": str(folder / "t.csv"), "kind": "table", "boxes": BOXES})
+
+
+def as_hugging_face(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
+    """Boxes of corner, width and height, with numbers of classes, in one struct, as in Hugging Face's datasets."""
+    names = ["bird", "cat", "dog"]
+    objects = [
+        {
+            "bbox": [[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in row["boxes"]],
+            "category": [names.index(name) for name in row["names"]],
+        }
+        for row in rows
+    ]
+    kind = pa.struct([("bbox", pa.list_(pa.list_(pa.float32(), 4))), ("category", pa.list_(pa.int64()))])
+    category = {"feature": {"names": names, "_type": "ClassLabel"}, "_type": "Sequence"}
+    features = {"info": {"features": {"objects": {"bbox": {}, "category": category}}}}
+    table = pa.table({
+        "image": [image_of(number) for number in range(len(rows))],
+        "key": [f"{number}.png" for number in range(len(rows))],
+        "objects": pa.array(objects, kind),
+        "width": [40] * len(rows),
+        "height": [20] * len(rows),
+    })  # fmt: skip
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), folder / "t.parquet")
+    boxes = {"field": "objects.bbox", "labels_field": "objects.category", "format": "xywh"}
+    return SourceConfig.model_validate({"uri": str(folder / "t.parquet"), "kind": "parquet", "boxes": boxes})
+
+
+def as_coco(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
+    """In the layout of COCO itself: a folder of annotations beside that of the images."""
+    (folder / "val2017").mkdir(exist_ok=True, parents=True)
+    (folder / "annotations").mkdir(exist_ok=True)
+    write_images(folder / "val2017", len(rows))
+    ids = {"bird": 16, "cat": 17, "dog": 18, "none": 1}
+    annotations = [
+        {
+            "id": 7,
+            "image_id": number,
+            "category_id": ids[name],
+            "bbox": [x0, y0, x1 - x0, y1 - y0],
+            "segmentation": [[1]],
+        }
+        for number, row in enumerate(rows)
+        for (x0, y0, x1, y1), name in zip(row["boxes"], row["names"], strict=True)
+    ]
+    crowd = {"id": 8, "image_id": 0, "category_id": 17, "bbox": [0, 0, 40, 20], "iscrowd": 1}
+    content = {
+        "images": [{"id": n, "file_name": f"{n}.png", "width": 40, "height": 20} for n in range(len(rows))],
+        "annotations": [*annotations, crowd],
+        "categories": [{"id": number, "name": name} for name, number in ids.items()],
+    }
+    file = folder / "annotations" / "instances_val2017.json"
+    file.write_text(json.dumps(content))
+    return SourceConfig(uri=str(file), kind="coco")
+
+
+def write_images(folder: Path, count: int) -> None:
+    for number in range(count):
+        (folder / f"{number}.png").write_bytes(image_of(number))
+
+
+def image_of(number: int) -> bytes:
+    return drawn(20, 40, [number, 0, number + 5, 5])
+
+
+def stored_in(manifest: Manifest, dataset: Path, format: str) -> list[tuple[list[list[float]], list[str]]]:
+    """Boxes and the names of their classes, in the order of the sources."""
+    opened = shardmill.open_dataset(f"{dataset}@{manifest.version}")
+    samples = [each for split in manifest.splits for each in opened.samples(split, format=format)]
+    samples.sort(key=lambda sample: sample.source.rpartition("/")[2].rpartition("\0")[2])
+    return [
+        (
+            np.round(each["boxes"].sides.astype(float), 4).tolist(),
+            [opened.class_names[label] for label in each["boxes"].labels],
+        )
+        for each in samples
+    ]
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_csv, as_hugging_face, as_coco])
+def test_every_source_gives_the_same_boxes(write: Callable[..., SourceConfig], tmp_path: Path) -> None:
+    source = write(tmp_path, ROWS)
+    # The middle 20 x 20 of 40 x 20 becomes 16 x 16.
+    manifest = build_source(source, tmp_path / "dataset")
+    assert manifest.columns["boxes"] == "list<box>" and manifest.columns["box_labels"] == "list<class>"
+    assert manifest.class_names == ("bird", "cat", "dog") and manifest.row_schema.label_kind == "multi_label"
+    for format in manifest.formats:
+        assert stored_in(manifest, tmp_path / "dataset", format) == STORED
+    # An image has the classes of the boxes that are left: no bird.
+    assert manifest.empty_classes == ("bird",)
+    assert {note: n for note, n in manifest.counts.by_note.items() if "box" in note} == {
+        "boxes_clipped": 1,
+        "boxes_dropped_1": 1,
+    }
+
+
+def test_a_later_run_reads_only_images_whose_boxes_changed(tmp_path: Path) -> None:
+    first = build(as_jsonl(tmp_path, ROWS), tmp_path / "dataset", image_size=16)
+    again = build(as_jsonl(tmp_path, ROWS), tmp_path / "dataset", image_size=16)
+    assert again.manifest.version == first.manifest.version
+    changed = [*ROWS[:3], {"boxes": [[10, 0, 20, 20]], "names": ["fish"]}]
+    source = as_jsonl(tmp_path, changed)
+    after = build(source, tmp_path / "dataset", image_size=16)
+    assert after.manifest.operation == "incremental"
+    compact_dataset(open_dataset(str(tmp_path / "dataset")), "c")
+    unchanged = build(source, tmp_path / "dataset", image_size=16)
+    assert unchanged.manifest.content_digest == after.manifest.content_digest
+    full = build(source, tmp_path / "full", image_size=16)
+    assert full.manifest.content_digest == after.manifest.content_digest
+
+
+def test_boxes_without_classes_stand_beside_a_label(tmp_path: Path) -> None:
+    write_images(tmp_path, 2)
+    rows = [{"uri": f"{n}.png", "label": "ab"[n], "places": [[0, 0, 30, 10]]} for n in range(2)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = SourceConfig.model_validate(
+        {"uri": str(tmp_path / "t.jsonl"), "kind": "table", "boxes": {"field": "places"}}
+    )
+    manifest = build_source(source, tmp_path / "dataset", resize_mode="stretch")
+    assert manifest.class_names == ("a", "b") and "box_labels" not in manifest.columns
+    opened = shardmill.open_dataset(str(tmp_path / "dataset"))
+    sample = opened.samples(next(iter(manifest.splits)))[0]
+    assert sample["boxes"].labels is None and sample["boxes"].sides.tolist() == [[0.0, 0.0, 12.0, 8.0]]
+
+
+def test_a_row_with_bad_boxes_is_a_rejection(tmp_path: Path) -> None:
+    source = as_csv(tmp_path, [*ROWS, {"boxes": [[9, 9, 1, 1]], "names": ["cat"]}, {"boxes": 3, "names": []}])
+    listing = list_images(source)
+    assert len(images_of(listing)) == len(ROWS)
+    details = [each.detail for each in listing.rejections]
+    assert "ends before it begins" in details[0] and "3 is no list of boxes" in details[1]
+
+
+@pytest.mark.parametrize("name", ["bbox", "json.meta.boxes", "xmin", "keypoints:list<float32>", "bounding_box"])
+def test_columns_that_would_stay_in_the_source_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"source\.boxes\.field"):
+        SourceConfig(kind="table", extra_columns=(name,))
+    assert SourceConfig(kind="table", extra_columns=("bbox:string", "maximum", "sandbox"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kind": "folders", "boxes": {"field": "a"}}, "boxes with a kind among table, parquet"),
+        ({"kind": "table", "boxes": {"labels_field": "a"}}, "boxes.field beside boxes.labels_field"),
+        ({"kind": "coco", "label_kind": "float"}, "the classes of the boxes are the labels"),
+        ({"kind": "table", "coco_images": "a"}, "coco_images with kind = 'coco'"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        SourceConfig.model_validate(settings)
+
+
+def test_coco_finds_splits_and_images(tmp_path: Path) -> None:
+    """In the layout of Roboflow: a folder for each split, with its images and its annotations."""
+    for split in ("train", "valid"):
+        (tmp_path / split).mkdir()
+        coco = as_coco(tmp_path, ROWS)
+        Path(coco.uri).rename(tmp_path / split / "_annotations.coco.json")
+        for number in range(len(ROWS)):
+            (tmp_path / "val2017" / f"{number}.png").rename(tmp_path / split / f"{number}.png")
+    listing = list_images(SourceConfig(uri=str(tmp_path), kind="coco"))
+    assert {(image.key, image.split) for image in images_of(listing)} == {
+        (f"{folder}/{number}.png", split)
+        for folder, split in (("train", "train"), ("valid", "validation"))
+        for number in range(len(ROWS))
+    }
+    assert any("crowds" in warning for warning in listing.warnings)
+
+
+def test_coco_names_what_is_missing(tmp_path: Path) -> None:
+    source = as_coco(tmp_path, ROWS)
+    file = Path(source.uri)
+    (tmp_path / "val2017").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="0.png") as missing:
+        list_images(source)
+    assert "source.coco_images" in missing.value.fix
+    found = list_images(source.model_copy(update={"coco_images": str(tmp_path / "elsewhere")}))
+    assert [image.key for image in images_of(found)] == [f"elsewhere/{number}.png" for number in range(len(ROWS))]
+    for content, problem in (({"images": []}, "no list annotations and categories"), ([], "no list images")):
+        file.write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=problem):
+            list_images(source)
+    file.write_text("{")
+    with pytest.raises(IntegrityError, match="does not parse"):
+        list_images(source)

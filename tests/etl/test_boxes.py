@@ -1,0 +1,135 @@
+"""Boxes move with the pixels: a rectangle that is drawn into an image lies in the stored one where its box says."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from etl.sources.boxes import ANNOTATED_SIZE, box_values
+from etl.units.move_annotations import Annotated, move_annotations
+from shardmill.formats.encodings import decode_row
+from shardmill.images.process import process_image
+from shardmill.kernel import shardmill_native
+from shardmill.options import NormalizeOptions
+from shardmill.typed_columns import decode_values, encode_values
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+
+SHAPES = ((90, 160), (160, 90), (700, 400), (20, 31))
+MODES = ("crop", "pad", "stretch", "shorter", "longer", "none")
+KERNELS = ("wheels",) if shardmill_native is None else ("wheels", "native")
+RED, GRAY = (250, 10, 10), (128, 128, 128)
+
+
+def drawn(height: int, width: int, box: Sequence[int], orientation: int = 1, form: str = "PNG") -> bytes:
+    """An upright picture of this size with a red rectangle, stored as EXIF's orientation asks for."""
+    pixels_HWC = np.full((height, width, 3), GRAY, np.uint8)
+    x0, y0, x1, y1 = box
+    pixels_HWC[y0:y1, x0:x1] = RED
+    # The inverse of turning upright: flips first, then the exchange of the sides.
+    pixels_HWC = pixels_HWC[:: -1 if orientation in (3, 4, 7, 8) else 1, :: -1 if orientation in (2, 3, 6, 7) else 1]
+    if orientation >= 5:
+        pixels_HWC = pixels_HWC.transpose(1, 0, 2)
+    image, exif, out = Image.fromarray(np.ascontiguousarray(pixels_HWC)), Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    image.save(out, form, exif=exif, **({"quality": 98, "subsampling": 0} if form == "JPEG" else {}))
+    return out.getvalue()
+
+
+def found_in(image_HWC: np.ndarray) -> tuple[int, int, int, int] | None:
+    """Where pixels are more red than gray: x0, y0, x1, y1."""
+    is_red_HW = image_HWC[..., 0].astype(int) - image_HWC[..., 1] > (RED[0] - RED[1]) // 2
+    rows, columns = np.flatnonzero(is_red_HW.any(1)), np.flatnonzero(is_red_HW.any(0))
+    return (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1) if len(rows) else None
+
+
+def moved(data: bytes, options: NormalizeOptions, values: dict[str, Any]) -> tuple[SourceImage, ImageSample]:
+    source = SourceImage("a.png", len(data), extra=encode_values(values))
+    sample = process_image(source, data, options)
+    assert isinstance(sample, ImageSample)
+    found = move_annotations(source, sample, b"", options)
+    assert isinstance(found, Annotated)
+    return found.image, found.sample
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rectangle_lies_where_its_box_says(mode: str) -> None:
+    for (height, width), upscale, orientation in itertools.product(SHAPES, ("auto", "never"), range(1, 9)):
+        if orientation % 2 == 0 and upscale == "never":
+            continue
+        box = [width // 5, height // 3, width // 5 + width // 2, height // 3 + height // 2]
+        form = "JPEG" if height > 500 else "PNG"
+        data = drawn(height, width, box, orientation, form)
+        for kernel in KERNELS:
+            options = NormalizeOptions(image_size=64, resize_mode=mode, upscale=upscale, kernel=kernel, encoding="png")  # pyright: ignore[reportArgumentType]
+            image, sample = moved(data, options, {"boxes": [float(side) for side in box]})
+            found = found_in(decode_row(sample.image, options))
+            boxes = decode_values(image.extra)["boxes"]
+            assert isinstance(boxes, list) and found is not None
+            assert np.abs(np.subtract(boxes, found)).max() <= 1, (height, width, orientation, options)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_boxes_of_a_files_own_pixels_are_turned_with_them(orientation: int) -> None:
+    box = [30, 20, 70, 35]
+    data = drawn(60, 120, box, orientation)
+    with Image.open(io.BytesIO(data)) as stored:
+        own, own_box = stored.size, found_in(np.asarray(stored))
+    options = NormalizeOptions(image_size=120, resize_mode="pad", encoding="png")
+    of_file = {"boxes": [float(side) for side in own_box or ()], ANNOTATED_SIZE: list(own)}
+    of_upright = {"boxes": [float(side) for side in box], ANNOTATED_SIZE: [120, 60]}
+    # Without an exchange of the sides, the size does not tell which was meant: it is the upright image.
+    given = [of_file, of_upright] if orientation >= 5 else [of_upright]
+    for values in given:
+        image, _ = moved(data, options, values)
+        assert decode_values(image.extra) == {"boxes": [30.0, 50.0, 70.0, 65.0]}
+
+
+def test_boxes_of_an_image_of_another_size_are_refused() -> None:
+    data = drawn(60, 120, [1, 1, 9, 9], 6)
+    source = SourceImage("a.png", len(data), extra=encode_values({"boxes": [], ANNOTATED_SIZE: [240, 120]}))
+    options = NormalizeOptions()
+    sample = process_image(source, data, options)
+    assert isinstance(sample, ImageSample)
+    outcome = move_annotations(source, sample, b"", options)
+    assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.ANNOTATED_SIZE
+    assert outcome.detail == "its boxes are of 240x120 pixels; the image has 120x60"
+
+
+def test_what_is_cut_off_is_clipped_or_dropped_and_labels_follow() -> None:
+    # 40 x 20 becomes the 20 x 20 in its middle, doubled.
+    data, options = drawn(20, 40, [0, 0, 1, 1]), NormalizeOptions(image_size=40, encoding="png")
+    values = {
+        "boxes": [0, 0, 9, 9, 5, 5, 15, 15, 20, 10, 25, 12, 12, 3, 12, 9],
+        "box_labels": ["left", "edge", "middle", "empty"],
+        "label": ["edge", "empty", "left", "middle"],
+    }
+    image, sample = moved(data, options, values)
+    assert decode_values(image.extra) == {
+        "boxes": [0.0, 10.0, 10.0, 30.0, 20.0, 20.0, 30.0, 24.0],
+        "box_labels": ["edge", "middle"],
+        "label": ["edge", "middle"],
+    }
+    assert sample.notes[-2:] == ("boxes_clipped", "boxes_dropped_2")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "labels", "problem"),
+    [
+        ([[1, 2, 3]], None, "box 0 is [1, 2, 3], expected four numbers"),
+        ([[1, 2, 3, float("nan")]], None, "expected four numbers"),
+        ([[30, 30, 10, 10]], None, 'set boxes.format = "xywh"'),
+        ([[0.1, 0.2, 0.3, 0.4]], None, "expected pixels, not shares of width and height"),
+        ([[1, 2, 3, 4]], ["a", "b"], "1 boxes and 2 labels"),
+        ([[1, 2, 3, 4]], [None], "a box without a label"),
+    ],
+)
+def test_bad_boxes_say_what_is_wrong(boxes: list[Any], labels: list[Any] | None, problem: str) -> None:
+    with pytest.raises(ValueError, match=".*") as error:
+        box_values(boxes, labels, "xyxy")
+    assert problem in str(error.value)

@@ -1,0 +1,201 @@
+"""Masks move with the pixels, without interpolation: a shape that is drawn into both lies at the same place in both."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import shardmill
+from etl.config import SourceConfig
+from etl.units.move_annotations import Annotated, move_annotations
+from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.errors import IntegrityError
+from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_mask
+from shardmill.images.masks import decode_mask
+from shardmill.images.pixels import Refused
+from shardmill.images.process import process_image
+from shardmill.loader.dataset import LoadableDataset
+from shardmill.loader.drawn import picture_of
+from shardmill.options import NormalizeOptions
+from shardmill.typed_columns import encode_values
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.etl.building import build_source
+from tests.etl.test_boxes import MODES, RED, SHAPES, drawn, found_in
+from tests.etl.test_extra_columns import build
+from tests.shardmill.test_loader_boxes import AUGMENTATIONS
+
+
+def mask_of(height: int, width: int, box: list[int], value: int = 7, orientation: int = 1) -> bytes:
+    """The mask of `drawn`: one value where its rectangle is, 0 elsewhere."""
+    with Image.open(io.BytesIO(drawn(height, width, box, orientation))) as picture:
+        is_red_HW = np.asarray(picture)[..., 0] == RED[0]
+    return as_png(Image.fromarray(np.where(is_red_HW, value, 0).astype(np.uint8)))
+
+
+def as_png(image: Image.Image, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG", **options)
+    return out.getvalue()
+
+
+def moved(data: bytes, mask: bytes, options: NormalizeOptions) -> Annotated | Rejection:
+    source = SourceImage("a.png", len(data), extra=encode_values({"mask": "m.png"}))
+    sample = process_image(source, data, options)
+    assert isinstance(sample, ImageSample)
+    return move_annotations(source, sample, mask, options)
+
+
+def places_of(mask_HW: np.ndarray) -> list[int]:
+    rows, columns = np.flatnonzero(mask_HW.any(1)), np.flatnonzero(mask_HW.any(0))
+    return [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_lies_where_its_pixels_are(mode: str) -> None:
+    for (height, width), orientation in ((shape, turn) for shape in SHAPES for turn in (1, 3, 6, 8)):
+        box = [width // 5, height // 3, width // 5 + width // 2, height // 3 + height // 2]
+        options = NormalizeOptions(image_size=64, resize_mode=mode, encoding="png")  # pyright: ignore[reportArgumentType]
+        # Of the upright image, or with the sides of the file's own pixels.
+        for turn in {1, orientation if orientation > 4 else 1}:
+            found = moved(
+                drawn(height, width, box, orientation), mask_of(height, width, box, orientation=turn), options
+            )
+            assert isinstance(found, Annotated)
+            image_HWC = decode_row(found.sample.image, options)
+            mask_HW = decode_stored_mask(found.mask, (image_HWC.shape[0], image_HWC.shape[1]))
+            assert set(np.unique(mask_HW)) == {0, 7}
+            assert np.abs(np.subtract(places_of(mask_HW), found_in(image_HWC))).max() <= 1
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_values_are_numbers_whatever_their_colours(bits: int) -> None:
+    values_HW = (np.arange(64).reshape(8, 8) % (1 << bits)).astype(np.uint8)
+    image = Image.fromarray(values_HW)
+    image.putpalette(bytes(range(255, -1, -1)) * 3)
+    assert (decode_mask(as_png(image, bits=bits)) == values_HW).all()
+    if bits == 8:
+        assert (decode_mask(as_png(Image.fromarray(values_HW))) == values_HW).all()
+    assert (decode_stored_mask(encode_mask(values_HW), (8, 8)) == values_HW).all()
+
+
+def test_what_is_no_mask_is_refused() -> None:
+    data, options = drawn(20, 40, [1, 1, 9, 9]), NormalizeOptions()
+    good = mask_of(20, 40, [1, 1, 9, 9])
+    bad = {
+        "not a PNG": b"GIF89a",
+        "of at most 8 bits": data,
+        "20x40 pixels; the image has 40x20": mask_of(40, 20, [1, 1, 9, 9]),
+        "chunk IDAT": good[:60] + bytes([good[60] ^ 1]) + good[61:],
+        "no IEND": good[:-5],
+    }
+    for problem, mask in bad.items():
+        found = moved(data, mask, options)
+        assert isinstance(found, Rejection) and problem in found.detail, problem
+    with pytest.raises(Refused):
+        decode_mask(b"\x89PNG\r\n\x1a\n")
+    for stored in (b"", good, encode_mask(np.zeros((3, 4), np.uint8))[:-8]):
+        with pytest.raises(IntegrityError, match="a stored mask"):
+            decode_stored_mask(stored, (3, 4))
+
+
+NUM_IMAGES = 9
+
+
+def as_table(folder: Path, value: int = 7) -> SourceConfig:
+    (folder / "masks").mkdir(exist_ok=True)
+    rows = []
+    for number in range(NUM_IMAGES):
+        box = [10 + number, 8, 30 + number, 20 + number]
+        (folder / f"{number}.png").write_bytes(drawn(64, 64, box))
+        (folder / "masks" / f"{number}-{value}.png").write_bytes(mask_of(64, 64, box, value))
+        rows.append({
+            "uri": f"{number}.png", "outline": f"masks/{number}-{value}.png", "label": "red", "split": "train",
+            "objects": [box],
+        })  # fmt: skip
+    (folder / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    boxes = {"field": "objects"}
+    return SourceConfig.model_validate(
+        {"uri": str(folder / "t.jsonl"), "kind": "table", "mask_field": "outline", "boxes": boxes}
+    )
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> LoadableDataset:
+    folder = tmp_path_factory.mktemp("masks")
+    manifest = build_source(as_table(folder), folder / "dataset", image_size=64)
+    assert manifest.columns["mask"] == "png" and manifest.class_names == ("red",)
+    return shardmill.open_dataset(str(folder / "dataset"))
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
+@pytest.mark.parametrize("format", ["parquet", "tfrecord"])
+def test_masks_follow_the_pixels_of_a_batch(dataset: LoadableDataset, augmentation: str, format: str) -> None:
+    loader = dataset.batches(
+        "train", global_batch_size=4, augment=AUGMENTATIONS[augmentation], format=format, num_streams=1
+    )
+    num_found = 0
+    for batch in loader:
+        assert batch["mask"].shape == batch.images.shape[:3] and batch["mask"].dtype == np.uint8
+        for row, weight in enumerate(batch.weights):
+            found, mask_HW = found_in(batch.images[row]), batch["mask"][row]
+            if not weight:
+                assert not mask_HW.any()
+            elif found is not None and min(found[2] - found[0], found[3] - found[1]) > 1:
+                assert set(np.unique(mask_HW)) <= {0, 7}
+                assert np.abs(np.subtract(places_of(mask_HW), found)).max() <= 1
+                num_found += 1
+    assert num_found > NUM_IMAGES // 2
+
+
+def test_samples_tensors_and_metadata(dataset: LoadableDataset) -> None:
+    torch = pytest.importorskip("torch")
+    sample = dataset.samples("train")[0]
+    assert sample["mask"].shape == sample.image_HWC.shape[:2]
+    batch = next(iter(dataset.torch_loader("train", global_batch_size=4)))
+    assert torch.is_tensor(batch["mask"]) and batch.to("cpu")["mask"].shape == (4, 64, 64)
+    tinted = np.asarray(picture_of(sample.image_HWC, {"mask": sample["mask"]}, 64)).astype(int)
+    assert ((tinted != sample.image_HWC).any(2) == (sample["mask"] > 0)).all()
+    assert "mask" not in dataset.metadata("train").column_names
+
+
+def test_later_runs_carry_masks_and_see_other_files(tmp_path: Path) -> None:
+    build(as_table(tmp_path), tmp_path / "dataset", image_size=32)
+    source = as_table(tmp_path)
+    (tmp_path / "masks" / "3-8.png").write_bytes(mask_of(64, 64, [0, 0, 9, 9], 8))
+    table = (tmp_path / "t.jsonl").read_text().replace("3-7.png", "3-8.png").replace("4-7.png", "none.png")
+    (tmp_path / "t.jsonl").write_text(table)
+    after = build(source, tmp_path / "dataset", image_size=32, max_reject_fraction=0.2)
+    assert after.manifest.operation == "incremental" and after.manifest.counts.by_reason == {"bad_mask": 1}
+    compact_dataset(open_dataset(str(tmp_path / "dataset")), "c")
+    opened = shardmill.open_dataset(str(tmp_path / "dataset"))
+    verify_dataset(opened, deep=True).raise_if_failed()
+    values = {sample.source: int(sample["mask"].max()) for sample in opened.samples("train")}
+    assert values == {f"{number}.png": 8 if number == 3 else 7 for number in range(NUM_IMAGES) if number != 4}
+    # What was refused is read again once it is there.
+    (tmp_path / "masks" / "none.png").write_bytes(mask_of(64, 64, [0, 0, 9, 9], 9))
+    last = build(source, tmp_path / "dataset", image_size=32)
+    full = build(source, tmp_path / "full", image_size=32)
+    assert last.manifest.content_digest == full.manifest.content_digest
+
+
+def test_reasons_are_those_of_masks() -> None:
+    found = moved(drawn(20, 40, [1, 1, 9, 9]), b"no", NormalizeOptions())
+    assert isinstance(found, Rejection) and found.reason is RejectReason.BAD_MASK
+
+
+def test_parts_have_masks_of_their_own(tmp_path: Path) -> None:
+    parts = {}
+    for name, value in (("a", 3), ("b", 5)):
+        (tmp_path / name).mkdir()
+        parts[name] = as_table(tmp_path / name, value)
+    build_source(SourceConfig(kind="several", parts=parts), tmp_path / "dataset")
+    samples = shardmill.open_dataset(str(tmp_path / "dataset")).samples("train")
+    values = {(sample.source[0], int(sample["mask"].max())) for sample in samples}
+    assert len(samples) == 2 * NUM_IMAGES and values == {("a", 3), ("b", 5)}

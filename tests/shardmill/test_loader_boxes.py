@@ -1,0 +1,138 @@
+"""Boxes in a loader's batches: one array with offsets, moved as the augmentation moves the pixels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import ImageColor
+
+import shardmill
+from etl.config import SourceConfig
+from shardmill.augment.options import AugmentOptions
+from shardmill.errors import UsageError
+from shardmill.loader.boxes import BatchBoxes
+from shardmill.loader.dataset import LoadableDataset
+from shardmill.loader.drawn import named_boxes, picture_of
+from tests.etl.building import build_source
+from tests.etl.test_boxes import drawn, found_in
+from tests.test_documented_commands import ROOT, blocks
+
+NUM_IMAGES = 21
+AUGMENTATIONS = {
+    "none": AugmentOptions(preset="none"),
+    "crops": AugmentOptions(images="photographs", random_crop_padding=6),
+    "size": AugmentOptions(preset="none", size=40, random_vertical_flip=True),
+    "imagenet": AugmentOptions(preset="imagenet", random_vertical_flip=True),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> LoadableDataset:
+    """One box in each image, with none in every seventh and two in every fifth; all in one split."""
+    folder = tmp_path_factory.mktemp("boxes")
+    rows = []
+    for number in range(NUM_IMAGES):
+        box = [10 + number, 8, 30 + number, 20 + number]
+        (folder / f"{number}.png").write_bytes(drawn(64, 64, box))
+        boxes = [] if number % 7 == 0 else [box, [0, 0, 64, 64]] if number % 5 == 0 else [box]
+        names = ["red", "all"][: len(boxes)]
+        rows.append({"uri": f"{number}.png", "boxes": boxes, "names": names, "split": "train", "number": number})
+    (folder / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"uri": str(folder / "t.jsonl"), "kind": "table", "extra_columns": ["number"]}
+    boxes = {"field": "boxes", "labels_field": "names"}
+    build_source(SourceConfig.model_validate({**source, "boxes": boxes}), folder / "pets-dataset", image_size=64)
+    return shardmill.open_dataset(str(folder / "pets-dataset"))
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
+@pytest.mark.parametrize("format", ["parquet", "tfrecord"])
+def test_boxes_follow_the_pixels(dataset: LoadableDataset, augmentation: str, format: str) -> None:
+    red, num_rows, num_found = dataset.class_names.index("red"), 0, 0
+    for epoch in range(2):
+        loader = dataset.batches(
+            "train", global_batch_size=8, augment=AUGMENTATIONS[augmentation], format=format, epoch=epoch, num_streams=1
+        )
+        for batch in loader:
+            boxes = batch["boxes"]
+            assert isinstance(boxes, BatchBoxes) and len(boxes) == len(batch.weights) == 8
+            assert boxes.sides.dtype == np.float32 and boxes.labels.dtype == boxes.offsets.dtype == np.int64
+            assert boxes.offsets[-1] == len(boxes.sides) == len(boxes.labels)
+            for row, number in enumerate(batch["number"]):
+                of_row = boxes[row]
+                if number is None or number % 7 == 0:
+                    assert len(of_row) == 0
+                    continue
+                num_rows += 1
+                found = found_in(batch.images[row])
+                places = np.flatnonzero(of_row.labels == red)
+                if found is not None and min(found[2] - found[0], found[3] - found[1]) > 1:
+                    num_found += 1
+                    assert np.abs(of_row.sides[places[0]] - found).max() <= 1.5
+                elif len(places):
+                    x0, y0, x1, y1 = of_row.sides[places[0]]
+                    assert min(x1 - x0, y1 - y0) <= 2
+    assert num_rows == 2 * 18 and num_found > num_rows // 2
+
+
+def test_order_and_world_size_change_no_box(dataset: LoadableDataset) -> None:
+    options = AUGMENTATIONS["imagenet"]
+
+    def sides(rank: int, world_size: int) -> list[np.ndarray]:
+        loader = dataset.batches(
+            "train", global_batch_size=8, num_streams=2, augment=options, rank=rank, world_size=world_size, seed=3
+        )
+        return [batch["boxes"].sides for batch in loader]
+
+    whole = sides(0, 1)
+    for step, parts in enumerate(zip(sides(0, 2), sides(1, 2), strict=True)):
+        np.testing.assert_array_equal(whole[step], np.concatenate(parts))
+
+
+def test_tensors_move_with_their_batch(dataset: LoadableDataset) -> None:
+    torch = pytest.importorskip("torch")
+    batch = next(iter(dataset.torch_loader("train", global_batch_size=8, device="cpu")))
+    boxes = batch.to("cpu", torch.float64)["boxes"]
+    assert [each.dtype for each in (boxes.sides, boxes.labels, boxes.offsets)] == [torch.float64] * 3
+    target = batch["boxes"][-1]
+    assert torch.is_tensor(target.sides) and target.sides.shape == (len(target), 4)
+    assert [len(each) for each in batch["boxes"][:3]] == np.diff(batch["boxes"].offsets)[:3].tolist()
+
+
+def test_a_transform_of_samples_gets_its_boxes(dataset: LoadableDataset) -> None:
+    loader = dataset.batches(
+        "train", global_batch_size=7, num_streams=1, per_sample=True,
+        transform=lambda sample, rng: {"image": sample.image, "count": len(sample["boxes"])},
+    )  # fmt: skip
+    for batch in loader:
+        assert batch["count"] == np.diff(batch["boxes"].offsets).tolist()
+
+
+def test_what_boxes_cannot_follow_is_refused(dataset: LoadableDataset) -> None:
+    options = AugmentOptions(rand_augment_operations=2, mixup_alpha=0.2)
+    with pytest.raises(UsageError, match="rand_augment_operations and mixup_alpha, but the dataset has boxes"):
+        dataset.batches("train", global_batch_size=8, augment=options)
+    batch = next(iter(dataset.batches("train", global_batch_size=8, augment=options, columns=[], num_streams=1)))
+    assert "boxes" not in batch
+    with pytest.raises(IndexError):
+        next(iter(dataset.batches("train", global_batch_size=8)))["boxes"][8]
+
+
+def test_a_contact_sheet_outlines_boxes(dataset: LoadableDataset) -> None:
+    sample = next(each for each in dataset.samples("train") if len(each["boxes"]) == 1)
+    picture = np.asarray(picture_of(sample.image_HWC, sample.extra, 128))
+    assert picture.shape == (128, 128, 3)
+    x0, y0, x1, y1 = (2 * sample["boxes"].sides[0]).astype(int)
+    [named] = named_boxes(sample["boxes"], dataset.class_names)
+    colour = ImageColor.getrgb(named.colour)
+    assert named.name == "red" and np.argwhere((picture == colour).all(2)).min(0).tolist() == [y0, x0]
+    assert np.argwhere((picture == colour).all(2)).max(0).tolist() == [y1 - 1, x1 - 1]
+    assert ImageColor.getrgb(named.colour) in {colour for _, colour in dataset.show(9).getcolors(1 << 20) or ()}
+
+
+def test_the_program_of_the_page_runs(dataset: LoadableDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(dataset.pin.uri).parent)
+    [program] = blocks(ROOT / "docs" / "boxes.md", "python")
+    exec(compile(program, "boxes.md", "exec"), {})
