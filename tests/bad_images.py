@@ -164,8 +164,9 @@ def other_formats() -> Iterator[BadInput]:
         yield case(70, f"{name}.tiff", make.tiff_of(photo(), tags), R.UNSUPPORTED_MODE)
     looped = make.tiff({256: [32], 257: [24], 258: [8], 262: [1]}, [gray_photo().tobytes()], next_page=8)
     yield case(71, "loop.tiff", looped, R.BAD_HEADER)
+    yield case(73, "picture.avif", make.avif(photo()))
+    yield case(73, "cut.avif", make.avif(photo())[:60], R.TRUNCATED)
     for row, extension, data in (
-        (73, "avif", b"\0\0\0\x1cftypavif" + bytes(20)),
         (74, "jp2", b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(20)),
         (75, "heic", b"\0\0\0\x1cftypheic" + bytes(20)),
         (76, "svg", b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardmill.images.avif import decode_avif
 from shardmill.images.bmp import decode_bmp
 from shardmill.images.gif import decode_gif
 from shardmill.images.jpeg import decode_jpeg
@@ -21,6 +22,7 @@ DECODERS: dict[str, Callable[[bytes, NormalizeOptions], DecodedImage]] = {
     "webp": decode_webp,
     "bmp": decode_bmp,
     "tiff": decode_tiff,
+    "avif": decode_avif,
 }
 FORMAT_BY_EXTENSION = {
     **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "jpeg"),
@@ -29,6 +31,7 @@ FORMAT_BY_EXTENSION = {
     **dict.fromkeys(("tif", "tiff"), "tiff"),
     "gif": "gif",
     "webp": "webp",
+    "avif": "avif",
     "mpo": "jpeg",
 }
 

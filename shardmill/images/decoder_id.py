@@ -16,14 +16,16 @@ from shardmill.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.
-RULES_VERSION = 5
+RULES_VERSION = 6
 # Older rules of which the pixels of all ordinary files are those of today: what was trained on them still serves.
 # 3: rejected what libjpeg warns of, took the preview of a TIFF, and did not look for the declared bits of 16-bit files.
 # 4: made BMPs of sixteen bits a little darker.
-SERVED_RULES = (3, 4)
+# 5: refused AVIF.
+SERVED_RULES = (3, 4, 5)
+_AVIF = f"+libavif-{features.version('avif')}"
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
-    f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}+shrink-area+enlarge-linear-exact+ipp-off"
+    f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}{_AVIF}+shrink-area+enlarge-linear-exact+ipp-off"
 )
 # All that this interpreter can decode with: its child processes must be able to do the same.
 INSTALLED_DECODERS = f"{DECODER_ID}+{NATIVE_ID}" if NATIVE_ID else DECODER_ID
@@ -37,7 +39,8 @@ def decoder_id(options: NormalizeOptions) -> str:
 def is_served(options: NormalizeOptions, fingerprint: str) -> bool:
     """Whether this machine makes the pixels that a model was trained on, whose dataset has this fingerprint."""
     here = decoder_id(options)
-    before = [here.replace(f"rules-{RULES_VERSION}+", f"rules-{rules}+", 1) for rules in SERVED_RULES]
+    without_avif = here.replace(_AVIF, "", 1)
+    before = [without_avif.replace(f"rules-{RULES_VERSION}+", f"rules-{rules}+", 1) for rules in SERVED_RULES]
     return fingerprint in [_fingerprint(options, each) for each in (here, *before)]
 
 

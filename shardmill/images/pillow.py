@@ -27,8 +27,9 @@ _REASONS = {
     "Unsupported BMP": RejectReason.UNSUPPORTED_MODE,
     "decompression bomb": RejectReason.TOO_MANY_PIXELS,
 }
-# What plugins raise for bytes that they do not expect; `SyntaxError` is Pillow's own word for another format.
-_UNEXPECTED = (SyntaxError, EOFError, ValueError, TypeError, DecompressionBombError, OSError)
+# What plugins raise for bytes that they do not expect; `SyntaxError` is Pillow's own word for another format, and
+# `RuntimeError` what libavif's raises.
+_UNEXPECTED = (SyntaxError, EOFError, ValueError, TypeError, RuntimeError, DecompressionBombError, OSError)
 _AT_THE_END = (IndexError, struct.error)
 
 

@@ -60,8 +60,11 @@ LOOKS_LIKE_SIGNATURES = (
 )
 ISO_IMAGE_BRANDS = {
     **dict.fromkeys((b"avif", b"avis"), "avif"),
-    **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"), "heic"),
+    **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis"), "heic"),
 }
+# Of any codec: the compatible brands say which.
+ISO_CONTAINER_BRANDS = frozenset({b"mif1", b"msf1", b"miaf"})
+_MAX_BRANDS = 64
 NETPBM = re.compile(rb"P[1-7f]\s|PF\s")
 HTML = re.compile(rb"<(!doctype html|html|head|body)\b", re.IGNORECASE)
 CONTROL_CHARACTERS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
@@ -76,6 +79,8 @@ def sniff_format(data: bytes) -> str:
             return name
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
+    if _iso_format(data) == "avif":
+        return "avif"
     # Two letters alone could begin any text; a header cut inside its size says nothing either.
     if data[:2] == b"BM" and len(data) >= 18 and int.from_bytes(data[14:18], "little") in BMP_HEADER_SIZES_BYTES:
         return "bmp"
@@ -94,14 +99,25 @@ def _unsupported_format(data: bytes) -> str:
     for signature, name in UNSUPPORTED_SIGNATURES:
         if data.startswith(signature):
             return name
-    if data[4:8] == b"ftyp" and data[8:12] in ISO_IMAGE_BRANDS:
-        return ISO_IMAGE_BRANDS[data[8:12]]
+    if iso_format := _iso_format(data):
+        return iso_format
     if NETPBM.match(data):
         return "netpbm"
     head = _text_head(data)
     if head.startswith((b"<svg", b"<?xml", b"<!--", b"<!DOCTYPE svg")) and b"<svg" in head:
         return "svg"
     return ""
+
+
+def _iso_format(data: bytes) -> str:
+    """By the brands of an ISO base media file; empty if none of them is of an image."""
+    if data[4:8] != b"ftyp":
+        return ""
+    major, end = data[8:12], min(int.from_bytes(data[:4], "big"), 16 + 4 * _MAX_BRANDS)
+    if major not in ISO_CONTAINER_BRANDS:
+        return ISO_IMAGE_BRANDS.get(major, "")
+    compatible = (data[start : start + 4] for start in range(16, end, 4))
+    return next((ISO_IMAGE_BRANDS[brand] for brand in compatible if brand in ISO_IMAGE_BRANDS), "heic")
 
 
 def _looks_like(data: bytes) -> str:

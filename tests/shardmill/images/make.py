@@ -70,6 +70,12 @@ def webp(pixels: np.ndarray, quality: int = 101) -> bytes:
     return by_opencv(".webp", pixels, [cv2.IMWRITE_WEBP_QUALITY, quality])
 
 
+def avif(pixels_HWC: np.ndarray, quality: int = 90, **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels_HWC).save(file, "AVIF", quality=quality, subsampling="4:4:4", **options)
+    return file.getvalue()
+
+
 def bmp(pixels: np.ndarray) -> bytes:
     return by_opencv(".bmp", pixels)
 
@@ -167,6 +173,7 @@ def one_of_each_format(picture_HWC: np.ndarray | None = None) -> dict[str, bytes
         "bmp": bmp(rgb),
         "tiff": tiff_of(rgb),
         "tiff_lzw": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 5]),
+        "avif": avif(rgb),
         "tiff_deflate": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 8]),
     }
 

@@ -28,7 +28,6 @@ REFUSED = {
     b"%!PS-Adobe-3.0 EPSF-3.0\n": (RejectReason.UNSAFE_FORMAT, "format=postscript"),
     b"\xc5\xd0\xd3\xc6": (RejectReason.UNSAFE_FORMAT, "format=eps"),
     b"%PDF-1.7": (RejectReason.UNSAFE_FORMAT, "format=pdf"),
-    b"\0\0\0\x1cftypavif": (RejectReason.UNSUPPORTED_FORMAT, "format=avif"),
     b"\0\0\0\x1cftypheic": (RejectReason.UNSUPPORTED_FORMAT, "format=heic"),
     b"\0\0\0\x0cjP  \r\n\x87\n": (RejectReason.UNSUPPORTED_FORMAT, "format=jp2"),
     b"<svg xmlns='x'/>": (RejectReason.UNSUPPORTED_FORMAT, "format=svg"),
