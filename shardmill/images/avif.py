@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardmill.images.exif import orient_by_exif
+from shardmill.images.exif import orient, read_orientation
 from shardmill.images.icc import to_srgb
 from shardmill.images.pillow import opened
 from shardmill.images.pixels import DecodedImage, Refused, check_dimensions, expect_size, flatten_over_white
@@ -34,4 +34,6 @@ def decode_avif(data: bytes, options: NormalizeOptions) -> DecodedImage:
     if has_alpha:
         color_HWC = flatten_over_white(color_HWC, pixels_HWC[:, :, 3], notes)
     # Pillow has put the container's own turn there, which goes before that of the camera's EXIF.
-    return DecodedImage(orient_by_exif(color_HWC, exif, notes), notes=tuple(notes))
+    orientation = read_orientation(exif)
+    upright_HWC = orient(color_HWC, orientation, notes)
+    return DecodedImage(upright_HWC, tuple(notes), orientation=orientation)
