@@ -1,9 +1,11 @@
-"""Tables for `source.kind = "table"` from annotations that are no table: COCO's, and ImageNet's validation split.
+"""Tables for `source.kind = "table"` from what is no table: COCO's annotations, ImageNet's validation split, and
+frames of videos.
 
     python examples/make_table.py coco instances_val2017.json val2017 val.csv --split validation
     python examples/make_table.py imagenet ILSVRC/Data/CLS-LOC --solution LOC_val_solution.csv imagenet.csv
     python examples/make_table.py imagenet FOLDER --ground-truth ILSVRC2012_validation_ground_truth.txt \
         --synsets synsets.txt imagenet.csv
+    python examples/make_table.py frames frames frames.csv
 
 The images must lie below the table's folder. Then: shardmill run val.csv
 """
@@ -26,6 +28,7 @@ class Row(NamedTuple):
     path: Path
     label: str
     split: str
+    group: str = ""
 
 
 def coco_rows(annotations: Path, images: Path, split: str) -> Iterator[Row]:
@@ -52,6 +55,13 @@ def imagenet_rows(root: Path, validation: dict[str, str]) -> Iterator[Row]:
         yield Row(file, validation[file.stem], "validation")
 
 
+def frame_rows(root: Path) -> Iterator[Row]:
+    """`CLASS/VIDEO/*.jpg`: a video is a group, as its frames are nearly equal and belong into one split."""
+    for video in sorted(path for path in root.glob("*/*") if path.is_dir()):
+        for frame in sorted(video.iterdir()):
+            yield Row(frame, video.parent.name, "", f"{video.parent.name}/{video.name}")
+
+
 def kaggle_solution(file: Path) -> dict[str, str]:
     """`LOC_val_solution.csv`: image id, then synset and boxes."""
     with open(file, newline="", encoding="utf-8") as rows:
@@ -66,14 +76,15 @@ def devkit_ground_truth(numbers: Path, synsets: Path) -> dict[str, str]:
 
 
 def write_table(rows: Iterator[Row], table: Path) -> int:
-    """Write `uri,label,split` with URIs relative to the table; returns the number of rows."""
+    """Write `uri,label,split,group` with URIs relative to the table; returns the number of rows."""
     num_rows = 0
     with open(table, "w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
-        writer.writerow(("uri", "label", "split"))
+        writer.writerow(("uri", "label", "split", "group"))
         for row in rows:
             num_rows += 1
-            writer.writerow((Path(os.path.relpath(row.path, table.parent)).as_posix(), row.label, row.split))
+            uri = Path(os.path.relpath(row.path, table.parent)).as_posix()
+            writer.writerow((uri, row.label, row.split, row.group))
     return num_rows
 
 
@@ -90,11 +101,15 @@ def main(words: list[str]) -> None:
     imagenet.add_argument("--solution", type=Path, help="Kaggle's LOC_val_solution.csv")
     imagenet.add_argument("--ground-truth", type=Path, help="the devkit's list of numbers")
     imagenet.add_argument("--synsets", type=Path, help="the synset of each of these numbers, one a line")
-    for kind in (coco, imagenet):
+    frames = kinds.add_parser("frames")
+    frames.add_argument("images", type=Path, help="holds CLASS/VIDEO/*.jpg")
+    for kind in (coco, imagenet, frames):
         kind.add_argument("table", type=Path)
     given = parser.parse_args(words)
     if given.kind == "coco":
         rows = coco_rows(given.annotations, given.images, given.split)
+    elif given.kind == "frames":
+        rows = frame_rows(given.images)
     elif given.solution:
         rows = imagenet_rows(given.images, kaggle_solution(given.solution))
     elif given.ground_truth and given.synsets:

@@ -29,8 +29,8 @@ MODEL = ROOT / "docs" / "get-started" / "your-model.md"
 ELSEWHERE = ("make demo", "source .venv/", "python examples/")
 # These start ranks in processes of their own, or measure for seconds: a drill runs them.
 SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmill plan ")
-# Commands that need a cluster, a server, a GPU or an hour are blocks of `console`; no other page has such.
-NEED_MORE = {"choosing.md", "clusters.md", "promotion.md", "training/speed.md", "training/launchers.md"}
+# Commands that need a cluster, a server, ffmpeg, a GPU or an hour are blocks of `console`; no other page has such.
+NEED_MORE = {"choosing.md", "clusters.md", "promotion.md", "sources.md", "training/speed.md", "training/launchers.md"}
 
 
 def pages() -> list[Path]:

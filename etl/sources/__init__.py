@@ -84,6 +84,9 @@ class Unpacks(Protocol):
 COMMITTED = "etl.sources.committed:CommittedSource"
 """The `source.kind` of a dataset version, which `predict` takes as DATASET[@N]."""
 
+DELTA = "delta"
+"""The `source.kind` whose URI may end in a version."""
+
 SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     "source.kind",
     {
@@ -110,6 +113,12 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too", suffixes=TFRECORD_SUFFIXES
         ),
         "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class", suffixes=ZIP_SUFFIXES),
+        DELTA: Entry(
+            "etl.sources.delta:DeltaSource",
+            "a Delta table whose rows hold images, or name them: TABLE or TABLE@VERSION",
+            extra="delta",
+            packages=("deltalake",),
+        ),
         "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
         "coco": Entry("etl.sources.coco:CocoSource", "images with boxes, in annotation files of COCO's format"),
         "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),

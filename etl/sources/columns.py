@@ -26,6 +26,13 @@ _TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256"), "")
 _DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "block": 0, **_TEXTS}
 
 
+def with_constants(rows: pa.Table, constants: Mapping[str, str | None]) -> pa.Table:
+    """The rows with columns that have one text in all of them."""
+    for name, text in constants.items():
+        rows = rows.append_column(name, pa.repeat(pa.scalar(text, pa.string()), rows.num_rows))
+    return rows
+
+
 def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], key: str) -> str | None:
     """The configured column, else the first of the usual names that exists, in any case and with spaces around it.
 

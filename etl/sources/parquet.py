@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
@@ -28,6 +28,7 @@ from etl.sources.columns import (
     listed_rows,
     misspelt,
     or_else,
+    with_constants,
 )
 from etl.sources.containers import ContainerReader, Containers, gone, image_file
 from etl.sources.extra import ExtraColumns
@@ -36,11 +37,10 @@ from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet_columns import bytes_leaf, column_batches, holds_lists_of_bytes, open_columns, read_footer
+from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column, open_columns, read_footer
 from etl.sources.stored_file import open_file
 from etl.sources.target import class_names_of
-from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
+from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -58,10 +58,10 @@ _MAX_BLOCKS_OF_GROUP, _MIN_BLOCK_ROWS = 8, 1_024
 class ParquetSource:
     """Every row of the Parquet files that `source.uri` names: a folder, one file, or a pattern."""
 
-    def __init__(self, config: SourceConfig) -> None:
+    def __init__(self, config: SourceConfig, files: Containers | None = None) -> None:
         # Labels that the boxes have are in no column of their own.
         self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
-        self._files = Containers(config.uri, PARQUET_SUFFIXES)
+        self._files = files or Containers(config.uri, PARQUET_SUFFIXES)
         self._extra = ExtraColumns(config.extra_columns, self._config.label_kind, config.boxes)
         self.uri = self._files.uri
 
@@ -95,7 +95,8 @@ class ParquetSource:
         for file in files:
             try:
                 with open_file(self._files.store, file) as stream, _parsing(file.path):
-                    yield from _list_file(stream, file, self._config, splits.of[file.path], self._extra)
+                    facts = _FileFacts(file, splits.of[file.path], self._files.columns_of(file.path))
+                    yield from _list_file(stream, facts, self._config, self._extra)
             except IntegrityError as error:
                 damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
@@ -116,17 +117,27 @@ def _parsing(path: str) -> Iterator[None]:
             raise IntegrityError(f"does not parse as Parquet: {str(error).splitlines()[0]}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _FileFacts:
+    """What is known of a file before it is opened."""
+
+    file: StoredFile
+    split: str | None
+    constants: Mapping[str, str | None]
+    """Columns that it does not hold itself."""
+
+
 def _list_file(
-    stream: BinaryIO, file: StoredFile, config: SourceConfig, split: str | None, extra: ExtraColumns
+    stream: BinaryIO, facts: _FileFacts, config: SourceConfig, extra: ExtraColumns
 ) -> Iterator[ListingBatch]:
-    parquet = open_columns(stream)
+    parquet, file, constants = open_columns(stream), facts.file, facts.constants
     schema = parquet.schema_arrow
     if parquet.metadata.num_rows > file.size_bytes:
         raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
     image = image_column(schema, config.image_field, file.path)
-    names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)]
+    names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)] + [*constants]
     # Only labels that are no classes may be lists.
-    label_names = names if extra.target is None else schema.names
+    label_names = names if extra.target is None else [*schema.names, *constants]
     chosen = _Columns(
         choose_label_column(label_names, config, _LABEL_COLUMNS),
         choose_column(names, config.split_field, ("split",), "split_field"),
@@ -138,13 +149,15 @@ def _list_file(
         signs = _label_signs(parquet, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
     warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
     yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
-    wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in schema.names)])
+    known = {*schema.names, *constants}
+    wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
+    in_file = [name for name in wanted if name not in constants]
     first_row, blocks = 0, _Blocks.of_file(parquet.metadata)
     for group in range(parquet.metadata.num_row_groups):
-        for rows in column_batches(parquet, group, list(wanted)):
+        for rows in column_batches(parquet, group, in_file):
             rows_N = np.arange(first_row, first_row + rows.num_rows, dtype=np.int64)
-            place = _Place(pa.array(rows_N), pa.array(blocks.of(rows_N, group)), split)
-            batch = _listed(rows, chosen, file, place, extra)
+            place = _Place(pa.array(rows_N), pa.array(blocks.of(rows_N, group)), facts.split)
+            batch = _listed(with_constants(rows, constants), chosen, file, place, extra)
             yield replace(batch, extra_types=extra.types)
             first_row += rows.num_rows
 
@@ -235,28 +248,6 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         "block": place.blocks,
     }
     return listed_rows(columns, problems, file.path)
-
-
-def image_column(schema: pa.Schema, configured: str, where: str) -> str:
-    """The leaf that holds the images' bytes. Raises UsageError if there is none, or several could be meant."""
-    leaves = {name: leaf for name in schema.names if (leaf := bytes_leaf(schema.field(name))) is not None}
-    found = choose_column(list(leaves), configured, ("image", "img"), "image_field")
-    if found is None and len(leaves) == 1:
-        [found] = leaves
-    lists = [field.name for field in schema if holds_lists_of_bytes(field)]
-    if found is None and lists:
-        raise UsageError(
-            f"the column {printable(lists[0])!r} of {printable(where)} contains lists of images",
-            "expected one image in each row",
-            "write a row for each image, with the label of its list; or name another column with source.image_field",
-        )
-    if found is None:
-        raise UsageError(
-            f"{printable(where)} has the columns {', '.join(map(printable, schema.names[:20]))}",
-            "expected one with an image's bytes: binary, or a struct with a field `bytes`",
-            "name it with source.image_field; for a table of file names use source.kind=table",
-        )
-    return leaves[found]
 
 
 class _ImageRows:

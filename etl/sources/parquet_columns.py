@@ -14,7 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardmill.errors import IntegrityError
+from etl.sources.columns import choose_column
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.printable import printable
 
 _BATCH_ROWS = 65_536
 _MAGIC, _TAIL_BYTES = b"PAR1", 8
@@ -73,6 +75,28 @@ def bytes_leaf(field: pa.Field) -> str | None:
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         return f"{field.name}.bytes" if pa.types.is_binary(kind.field("bytes").type) else None
     return None
+
+
+def image_column(schema: pa.Schema, configured: str, where: str) -> str:
+    """The leaf that holds the images' bytes. Raises UsageError if there is none, or several could be meant."""
+    leaves = {name: leaf for name in schema.names if (leaf := bytes_leaf(schema.field(name))) is not None}
+    found = choose_column(list(leaves), configured, ("image", "img"), "image_field")
+    if found is None and len(leaves) == 1:
+        [found] = leaves
+    lists = [field.name for field in schema if holds_lists_of_bytes(field)]
+    if found is None and lists:
+        raise UsageError(
+            f"the column {printable(lists[0])!r} of {printable(where)} contains lists of images",
+            "expected one image in each row",
+            "write a row for each image, with the label of its list; or name another column with source.image_field",
+        )
+    if found is None:
+        raise UsageError(
+            f"{printable(where)} has the columns {', '.join(map(printable, schema.names[:20]))}",
+            "expected one with an image's bytes: binary, or a struct with a field `bytes`",
+            "name it with source.image_field; for a table of file names use source.kind=table",
+        )
+    return leaves[found]
 
 
 def holds_lists_of_bytes(field: pa.Field) -> bool:

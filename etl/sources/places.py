@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etl.sources import COMMITTED, HasParts, Source
+from etl.sources import COMMITTED, DELTA, HasParts, Source
 from shardmill.dataset.manifest import SourceRef
 from shardmill.dataset.versions import split_version
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 def place_of(section: SourceConfig) -> SourceRef:
     """Return the location of a source, before it is listed."""
-    parts = {name: part.uri for name, part in section.parts.items()}
-    uri = section.uri or ", ".join(parts)
-    if section.kind == COMMITTED:
-        # Later versions of a dataset are one source.
-        uri = split_version(uri)[0]
+    parts = {name: _without_version(part) for name, part in section.parts.items()}
+    uri = _without_version(section) or ", ".join(parts)
     return SourceRef(uri=uri, kind=section.kind, parts=parts, listing_fingerprint="", key_sum="0" * 64)
+
+
+def _without_version(section: SourceConfig) -> str:
+    """All versions of a dataset, or of a table, are one source."""
+    return split_version(section.uri)[0] if section.kind in (COMMITTED, DELTA) else section.uri
 
 
 def with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:

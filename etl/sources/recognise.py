@@ -6,16 +6,18 @@ import itertools
 import os
 from collections import Counter
 
-from etl.sources import SOURCES
+from etl.sources import DELTA, SOURCES
 from etl.sources.containers import is_named
 from etl.sources.names import COCO_SUFFIXES, TABLE_SUFFIXES
 from etl.sources.patterns import is_pattern
+from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError
 from shardmill.registry import load_object
 from shardmill.stores import open_store
 
 # Where data sets that are cloned keep their files.
 _USUAL_FOLDERS = ("data", "train", "default")
+_DELTA_LOG = "_delta_log"
 # One request of S3's.
 _MAX_REMOTE_NAMES = 1_000
 
@@ -25,6 +27,8 @@ def recognise(uri: str) -> str:
 
     Of a remote folder that is a request or a few: the first names decide.
     """
+    if _is_delta_table(split_version(uri)[0]):
+        return DELTA
     folder = uri if _is_remote(uri) else os.path.expanduser(uri.removeprefix("file://"))
     if _is_remote(uri) or not os.path.isdir(folder):
         kind = _kind_of(uri) or _kind_of_list(uri)
@@ -62,6 +66,16 @@ def _suffix_kind(name: str) -> str | None:
     """The kind whose files hold the images themselves. (A table beside a folder's images is not read.)"""
     entries = SOURCES.entries.items()
     return next((kind for kind, entry in entries if entry.suffixes and is_named(name, entry.suffixes)), None)
+
+
+def _is_delta_table(folder: str) -> bool:
+    """Its Parquet files are those of several versions, so they are no Parquet source."""
+    if not _is_remote(folder):
+        return os.path.isdir(os.path.join(os.path.expanduser(folder.removeprefix("file://")), _DELTA_LOG))
+    try:
+        return not is_pattern(folder) and next(iter(open_store(folder).list(_DELTA_LOG)), None) is not None
+    except (ShardmillError, FileNotFoundError):
+        return False
 
 
 def _names_in(folder: str) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.columns import as_names, as_splits, as_texts, listed_rows, misspelt, or_else
+from etl.sources.columns import as_names, as_splits, as_texts, listed_rows, misspelt, or_else, with_constants
 from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import look_alikes, with_warnings
@@ -41,10 +41,10 @@ class TableSource:
     So their sizes and times are unknown until they are read, unless the table has columns `size_bytes` and `mtime_ns`.
     """
 
-    def __init__(self, config: SourceConfig) -> None:
+    def __init__(self, config: SourceConfig, tables: Containers | None = None) -> None:
         # Labels that the boxes have are in no column of their own.
         self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
-        self._tables = Containers(config.uri, TABLE_SUFFIXES)
+        self._tables = tables or Containers(config.uri, TABLE_SUFFIXES)
         self._extra = ExtraColumns(
             config.extra_columns, self._config.label_kind, config.boxes, has_mask=config.mask_field != ""
         )
@@ -83,6 +83,7 @@ class TableSource:
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
                 first_row += 1
                 continue
+            rows = with_constants(rows, self._tables.columns_of(file.path))
             columns, new_names = choice.look(rows, first_row)
             if new_names:
                 yield self._signs(rows, columns, new_names, file.path)

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etl.config import SourceConfig
+from etl.config import SourceConfig, SplitFractions
+from etl.listing.list_source import list_source
+from etl.listing.splits import WithGroupSplits
+from etl.sources import SOURCES
+from shardmill.jobs.observer import SilentObserver
 from tests.etl.building import images_of, list_images
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "make_table.py"
@@ -72,3 +76,23 @@ def test_imagenet_gives_validation_images_the_synset_of_the_ground_truth(from_de
     (tmp_path / "val" / "ILSVRC2012_val_00000003.JPEG").write_bytes(b"x")
     with pytest.raises(SystemExit, match="ILSVRC2012_val_00000003.JPEG is not in the ground truth"):
         make_table.main(["imagenet", str(tmp_path), str(tmp_path / "t.csv"), *truth])
+
+
+def test_all_frames_of_a_video_are_in_one_split(tmp_path: Path):
+    for video in range(20):
+        for frame in range(5):
+            file = tmp_path / "frames" / ("run", "walk")[video % 2] / f"{video // 2:02d}" / f"{frame:06d}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"x")
+    make_table.main(["frames", str(tmp_path / "frames"), str(tmp_path / "frames.csv")])
+    split_of: dict[str, set[str | None]] = {}
+    config = SourceConfig(uri=str(tmp_path / "frames.csv"), kind="table")
+    grouped = WithGroupSplits(SOURCES[config.kind](config), SplitFractions())
+    listing = list_source(grouped, seed=0, max_source_bytes=1_000, observer=SilentObserver())
+    for image in images_of(listing):
+        video = image.key.rpartition("/")[0]
+        assert image.label == video.split("/")[1]
+        split_of.setdefault(video, set()).add(image.split)
+    # Equal names in two classes are two videos.
+    assert len(split_of) == 20 and all(len(splits) == 1 for splits in split_of.values())
+    assert len(set.union(*split_of.values())) > 1

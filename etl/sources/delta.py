@@ -1,0 +1,133 @@
+"""A Delta table as a source: the files of one version as its log lists them, read as Parquet images or as a table.
+
+The log is read by the table's own library; files that other versions have left in the folder are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from etl.sources.containers import Containers, FoundFiles
+from etl.sources.listed import ListingBatch
+from etl.sources.names import PARQUET_SUFFIXES
+from etl.sources.parquet import ParquetSource
+from etl.sources.parquet_columns import bytes_leaf
+from etl.sources.table import TableSource
+from shardmill.dataset.versions import split_version
+from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.printable import printable
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
+
+    from etl.config import SourceConfig
+    from etl.sources import SourceReader
+
+# Of what a reader must know, what changes neither which rows there are nor the names of their columns.
+_HARMLESS_FEATURES = frozenset({"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck", "variantType"})
+_PARTITION = "partition."
+
+
+class DeltaSource:
+    """The rows of a Delta table, `TABLE` or `TABLE@VERSION`; the latest version is decided when this is made."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        files = DeltaFiles(config.uri)
+        self.uri = files.uri
+        kind = ParquetSource if files.holds_images(config.image_field) else TableSource
+        self._rows = kind(config, files)
+
+    def open(self, max_source_bytes: int) -> SourceReader:
+        """As the rows are read."""
+        return self._rows.open(max_source_bytes)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError as `ParquetSource` or `TableSource` does, IntegrityError for a file that is gone."""
+        return self._rows.list()
+
+
+class DeltaFiles(Containers):
+    """The files of one version of a table."""
+
+    def __init__(self, uri: str) -> None:
+        root, version = split_version(uri)
+        super().__init__(root, PARQUET_SUFFIXES)
+        self._table = _opened(self.store.uri, version)
+        self.uri = f"{self.store.uri}@{self._table.version()}"
+
+    def holds_images(self, image_field: str) -> bool:
+        """Whether a column holds images; without one, the rows name them."""
+        fields = pa.schema(self._table.schema().to_arrow())
+        return any(bytes_leaf(field) is not None for field in fields) or bool(image_field)
+
+    def find(self) -> FoundFiles:
+        """The version's files, sorted by path; other files of the folder are those of other versions."""
+        stored = {file.path: file for file in self.store.list("") if file.path in self._values}
+        gone = sorted(self._values.keys() - stored.keys())
+        if gone:
+            raise IntegrityError(
+                f"{self.uri} has lost {len(gone)} of its {len(self._values)} files, such as {printable(gone[0])}",
+                "expected every file that the version's log names; VACUUM deletes those of older versions",
+                "name a newer version, or restore the files",
+            )
+        if not stored:
+            raise UsageError(f"the Delta table {self.uri} is empty", "expected rows", "name another version")
+        return FoundFiles(tuple(stored[path] for path in sorted(stored)), ())
+
+    def columns_of(self, path: str) -> Mapping[str, str | None]:
+        """Its partition values, which no file holds."""
+        return self._values[path]
+
+    @cached_property
+    def _values(self) -> dict[str, dict[str, str | None]]:
+        """Partition values of each file, by its path."""
+        actions = pa.table(self._table.get_add_actions(flatten=True))
+        names = [name for name in actions.column_names if name.startswith(_PARTITION)]
+        values = {name.removeprefix(_PARTITION): actions.column(name).cast(pa.string()).to_pylist() for name in names}
+        # The log holds URIs: a space in a folder's name is `%20` there.
+        paths = [unquote(path) for path in actions.column("path").to_pylist()]
+        if outside := next((path for path in paths if "://" in path or path.startswith("/")), None):
+            raise UsageError(
+                f"the Delta table {self.uri} has files elsewhere, such as {printable(outside)}",
+                "expected all files in its folder, unlike those of a shallow clone",
+                "name the table that was cloned",
+            )
+        return {path: {name: of[place] for name, of in values.items()} for place, path in enumerate(paths)}
+
+
+def _opened(uri: str, version: int | None) -> DeltaTable:
+    from deltalake import DeltaTable
+    from deltalake.exceptions import DeltaError, TableNotFoundError
+
+    named = uri if version is None else f"{uri}@{version}"
+    try:
+        table = DeltaTable(uri)
+        if version is not None and version > table.version():
+            raise UsageError(
+                f"the Delta table {uri} has no version {version}", f"its latest is {table.version()}",
+                "correct source.uri",
+            )  # fmt: skip
+        if version is not None:
+            table.load_as_version(version)
+    except TableNotFoundError as error:
+        raise UsageError(
+            f"there is no Delta table at {uri}", "expected a folder with _delta_log", "check source.uri"
+        ) from error
+    except (DeltaError, OSError) as error:
+        raise StorageError(
+            f"the Delta table {named} cannot be opened: {error}", "expected a readable log",
+            "check that version, and the variables by which delta-rs reaches its store (docs/sources.md#delta)",
+        ) from error  # fmt: skip
+    unknown = sorted({*(table.protocol().reader_features or ())} - _HARMLESS_FEATURES)
+    if unknown:
+        raise UsageError(
+            f"the Delta table {named} needs readers that know {', '.join(unknown)}",
+            "expected rows and column names as the Parquet files hold them",
+            "rewrite the table without (deletion vectors: REORG TABLE ... APPLY (PURGE), then drop the feature)",
+        )
+    return table

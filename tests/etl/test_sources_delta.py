@@ -1,0 +1,92 @@
+"""A Delta table: one version's rows, whatever else lies in its folder, with the values that only its log knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, TableFeatures, write_deltalake
+
+from etl.config import SourceConfig
+from etl.sources.recognise import recognise
+from shardmill.errors import IntegrityError, UsageError
+from tests.etl.building import build_source, images_of, list_images
+from tests.shardmill.images.make import photo, png
+
+LABELS = ("a b", "c/d", "é")
+
+
+def write(table: Path, ids: range, *, partition: bool = True, overwrites: bool = False) -> None:
+    """Rows of images, three classes; their labels are in the log alone, as folders, if they partition the table."""
+    images = [png(photo(16 + number, 20)) for number in ids]
+    rows = {"id": [*ids], "label": [LABELS[number % 3] for number in ids], "image": images}
+    by = ["label"] if partition else None
+    if overwrites:
+        write_deltalake(str(table), pa.table(rows), mode="overwrite", partition_by=by)
+    else:
+        write_deltalake(str(table), pa.table(rows), mode="append", partition_by=by)
+
+
+def source(table: Path | str) -> SourceConfig:
+    return SourceConfig(kind="delta", uri=str(table), key_field="id")
+
+
+def labels_of(config: SourceConfig) -> dict[str, str | None]:
+    listing = list_images(config)
+    assert not listing.rejections
+    return {image.key.rpartition("\0")[2]: image.label for image in images_of(listing)}
+
+
+def test_the_rows_of_a_version_are_listed_with_the_values_of_its_partitions(tmp_path: Path):
+    table = tmp_path / "photos"
+    write(table, range(9))
+    write(table, range(9, 12))
+    assert recognise(str(table)) == recognise(f"{table}@0") == "delta"
+    assert labels_of(source(table)) == {str(number): LABELS[number % 3] for number in range(12)}
+    assert len(labels_of(source(f"{table}@0"))) == 9
+
+    # What was deleted or overwritten stays in the folder until VACUUM, and in no later version.
+    DeltaTable(str(table)).delete("id = 3")
+    assert sorted(map(int, labels_of(source(table)))) == [0, 1, 2, *range(4, 12)]
+    assert len(labels_of(source(f"{table}@1"))) == 12
+    manifest = build_source(source(table), tmp_path / "dataset")
+    assert (manifest.counts.accepted, set(manifest.class_names)) == (11, set(LABELS))
+    assert manifest.source.uri == str(table)
+
+
+def test_later_versions_are_the_same_source_and_a_compaction_changes_nothing(tmp_path: Path):
+    table = tmp_path / "photos"
+    write(table, range(6), partition=False)
+    first = build_source(source(table), tmp_path / "dataset")
+    write(table, range(6, 9), partition=False)
+    DeltaTable(str(table)).optimize.compact()
+    second = build_source(source(table), tmp_path / "dataset")
+    assert (first.counts.accepted, second.counts.accepted, second.version) == (6, 9, 2)
+    assert build_source(source(f"{table}@0"), tmp_path / "other").content_digest == first.content_digest
+
+
+def test_a_table_of_uris_is_read_like_any_other(tmp_path: Path):
+    table = tmp_path / "names"
+    (tmp_path / "1.png").write_bytes(png(photo()))
+    rows = pa.table({"uri": [str(tmp_path / "1.png")], "label": ["cat"], "split": ["train"]})
+    write_deltalake(str(table), rows, partition_by=["label"])
+    manifest = build_source(SourceConfig(kind="delta", uri=str(table)), tmp_path / "dataset")
+    assert (manifest.counts.accepted, manifest.class_names, list(manifest.splits)) == (1, ("cat",), ["train"])
+
+
+def test_what_would_read_other_rows_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="there is no Delta table at"):
+        list_images(source(tmp_path / "none"))
+    table = tmp_path / "photos"
+    write(table, range(3), partition=False)
+    with pytest.raises(UsageError, match="has no version 7; its latest is 0"):
+        list_images(source(f"{table}@7"))
+    write(table, range(3, 6), partition=False, overwrites=True)
+    DeltaTable(str(table)).vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
+    assert len(labels_of(source(table))) == 3
+    with pytest.raises(IntegrityError, match="has lost 1 of its 1 files"):
+        list_images(source(f"{table}@0"))
+    DeltaTable(str(table)).alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
+    with pytest.raises(UsageError, match="needs readers that know deletionVectors"):
+        list_images(source(table))
