@@ -70,8 +70,9 @@ def test_a_mask_lies_where_its_pixels_are(mode: str) -> None:
             assert isinstance(found, Annotated)
             image_HWC = decode_row(found.sample.image, options)
             mask_HW = decode_stored_mask(found.mask, (image_HWC.shape[0], image_HWC.shape[1]))
-            assert set(np.unique(mask_HW)) == {0, 7}
-            assert np.abs(np.subtract(places_of(mask_HW), found_in(image_HWC))).max() <= 1
+            pixels = found_in(image_HWC)
+            assert set(np.unique(mask_HW)) == {0, 7} and pixels is not None
+            assert np.abs(np.subtract(places_of(mask_HW), pixels)).max() <= 1
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
