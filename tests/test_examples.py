@@ -1,4 +1,4 @@
-"""The example of fine-tuning does what its comments say, command by command."""
+"""The examples of fine-tuning and of a sweep do what their comments say."""
 
 from __future__ import annotations
 
@@ -85,3 +85,29 @@ def test_the_detector_learns_from_the_boxes_of_a_loader(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 12 and sum(losses[-4:]) < sum(losses[:4])
+
+
+@pytest.mark.drill
+def test_the_sweep_compares_trials_on_one_version_and_continues(tmp_path):
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    write_images(tmp_path / "my_photos", num_images=100)
+    command = [sys.executable, "examples/sweep.py", "my_photos", "--json", "--set", "train.epochs=1"]
+
+    def sweep(num_trials: int) -> dict:
+        done = subprocess.run(
+            [*command, "--trials", str(num_trials)],
+            cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    first = sweep(2)
+    assert first["dataset"].endswith("/shardmill-work/dataset@1") and len(first["trials"]) == 2
+    values = [trial["validation_accuracy"] for trial in first["trials"]]
+    assert values == sorted(values, reverse=True)
+    best = first["best_run"]
+    assert best["evaluation"]["split"] == "test" and best["stages"]["train"]["status"] == "skipped"
+    # Two trainings, not three: the best is found again, and so are both by the same command.
+    trainings = len(list((tmp_path / "shardmill-work" / "models").rglob("result.json")))
+    assert trainings == 2 and sweep(2)["trials"] == first["trials"]
+    assert len(list((tmp_path / "shardmill-work" / "models").rglob("result.json"))) == trainings
