@@ -30,7 +30,9 @@ ELSEWHERE = ("make demo", "source .venv/", "python examples/")
 # These start ranks in processes of their own, or measure for seconds: a drill runs them.
 SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmill plan ")
 # Commands that need a cluster, a server, ffmpeg, a GPU or an hour are blocks of `console`; no other page has such.
-NEED_MORE = {"choosing.md", "clusters.md", "promotion.md", "sources.md", "training/speed.md", "training/launchers.md"}
+PLATFORMS = {f"platforms/{name}.md" for name in ("databricks", "dataproc", "emr", "kubernetes")}
+TRAINING = {"training/speed.md", "training/launchers.md"}
+NEED_MORE = {"choosing.md", "clusters.md", "promotion.md", "sources.md", *TRAINING, *PLATFORMS}
 
 
 def pages() -> list[Path]:

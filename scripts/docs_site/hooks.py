@@ -1,19 +1,26 @@
-"""The hook of MkDocs: adds the generated pages, and makes links to files outside of docs/ work on the site."""
+"""The hook of MkDocs: adds the generated pages and `llms.txt`, and makes links to files outside of docs/ work on the
+site.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 from scripts.docs_site.code_map import ROOT
+from scripts.docs_site.llms import llms_txt, write_llms
 from scripts.docs_site.notebooks import page_of
 from scripts.docs_site.pages import PAGES
 
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+
+# Every page as it is on the site, by its path below docs/; `mkdocs build` makes all before it calls `on_post_build`.
+_MARKDOWN: dict[str, str] = {}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -40,7 +47,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]  # MkDocs reports it
         return f"[{found[1]}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else found[1]
 
-    return _outside_of_code(markdown, lambda text: _LINK.sub(link, text))
+    _MARKDOWN[page.file.src_uri] = _outside_of_code(markdown, lambda text: _LINK.sub(link, text))
+    return _MARKDOWN[page.file.src_uri]
+
+
+def on_post_build(config: Any) -> None:
+    """Beside the pages of the site: the same for language models."""
+    text = llms_txt(config.site_name, config.site_description, config.nav, _MARKDOWN)
+    write_llms(Path(config.site_dir), text, _MARKDOWN)
 
 
 def _outside_of_code(markdown: str, change: Callable[[str], str]) -> str:

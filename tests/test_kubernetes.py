@@ -1,0 +1,116 @@
+"""The manifests of examples/kubernetes: Kubernetes' schemas accept them, they fit together, and the Job trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from pipeline.config import load_pipeline
+from tests.services.marked import free_ports
+from tests.services.spark_submit import make_bundle
+from tests.support import make_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples" / "kubernetes"
+VERSION = "1.31"
+# The operator's own, of which the package has no schema.
+OWN_KINDS = {"SparkApplication"}
+
+
+def documents(file: str) -> dict[str, dict[str, Any]]:
+    """By kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / file).read_text(encoding="utf-8"))}
+
+
+ALL = [document for file in sorted(FOLDER.glob("*.yaml")) for document in documents(file.name).values()]
+
+
+@pytest.mark.parametrize(
+    "document", [each for each in ALL if each["kind"] not in OWN_KINDS], ids=lambda each: each["kind"]
+)
+def test_the_published_schema_accepts_it(document: dict[str, Any]):
+    """Strictly: a key that Kubernetes does not know is refused."""
+    kubernetes_validate.validate(document, VERSION, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**document, "unknown": 1}, VERSION, strict=True)
+
+
+def config_of(folder: Path | str = "s3://bucket") -> str:
+    """The config file that the pods get, with another place in place of the bucket."""
+    return documents("config.yaml")["ConfigMap"]["data"]["photos.toml"].replace("s3://bucket", str(folder))
+
+
+def test_they_fit_together(tmp_path: Path):
+    (tmp_path / "photos.toml").write_text(config_of())
+    assert load_pipeline(str(tmp_path / "photos.toml"), (), "work").dataset.uri == "s3://bucket/dataset"
+    config, (job, service) = (
+        documents("config.yaml"),
+        (documents("train-job.yaml")[each] for each in ("Job", "Service")),
+    )
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+
+    # Every pod is a rank, and all know how many there are.
+    assert spec["completionMode"] == "Indexed"
+    assert str(spec["completions"]) == str(spec["parallelism"]) == environment["SHARDMILL_JOB_COMPLETIONS"]
+    # Kubernetes names a pod after its Job and index, below the headless Service that its subdomain names.
+    assert f"train.attach.host={job['metadata']['name']}-0.{service['metadata']['name']}" in container["args"]
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["volumes"][0]["configMap"]["name"] == config["ConfigMap"]["metadata"]["name"]
+
+    for file, stage in (("etl.yaml", "etl"), ("train-spark.yaml", "train")):
+        application = documents(file)["SparkApplication"]["spec"]
+        assert application["mainApplicationFile"] == f"local:///opt/shardmill/{stage}/job.py"
+        assert application["driver"]["serviceAccount"] == config["ServiceAccount"]["metadata"]["name"]
+        assert application["driver"]["configMaps"][0]["name"] == config["ConfigMap"]["metadata"]["name"]
+        arguments = application["arguments"]
+        settings = [value for option, value in pairwise(arguments) if option == "--set"]
+        done = subprocess.run(
+            [sys.executable, str(ROOT / stage / "job.py"), "--help"], capture_output=True, text=True, timeout=60
+        )
+        assert all(each in done.stdout for each in arguments if each.startswith("--"))
+        # A setting that is wrong would be refused by the pod.
+        load_pipeline(str(tmp_path / "photos.toml"), tuple(settings), "work")
+    assert "train.num_workers=4" in arguments and application["executor"]["instances"] == 4
+    # What the image has is where the manifests look for it.
+    image = (ROOT / "examples" / "spark" / "Dockerfile").read_text()
+    assert "COPY dist/shardmill.zip /opt/shardmill/" in image and container["command"][0] in image
+
+
+@pytest.mark.drill
+def test_the_jobs_command_trains_as_pods_of_an_indexed_job_run_it(tmp_path: Path):
+    make_dataset(tmp_path, num_images=60)
+    (tmp_path / "photos.toml").write_text(config_of(tmp_path))
+    bundle = make_bundle(tmp_path)
+    [container] = documents("train-job.yaml")["Job"]["spec"]["template"]["spec"]["containers"]
+    _, *command = container["command"]
+    arguments = [
+        each.replace("/etc/shardmill", str(tmp_path)).replace("s3://bucket", str(tmp_path))
+        .replace("shardmill-train-0.shardmill-train", "127.0.0.1")
+        for each in container["args"]
+    ]  # fmt: skip
+    less = (f"train.attach.port={free_ports(1)[0]}", "train.epochs=1", "train.global_batch_size=16")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHARDMILL_"))}
+    given = {"PYTHONPATH": str(bundle), "SHARDMILL_JOB_COMPLETIONS": "2", "SHARDMILL_JOB_TOKEN": "0123456789abcdef" * 4}
+    pods = [
+        subprocess.Popen(
+            [sys.executable, *command, *arguments, *(word for each in less for word in ("--set", each))],
+            cwd=tmp_path, env={**clean, **given, "JOB_COMPLETION_INDEX": str(index)}, stderr=subprocess.PIPE, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    said = [pod.communicate(timeout=280)[1] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    summary = json.loads((tmp_path / "work" / "runs" / "monday" / "summary.json").read_text())
+    assert (summary["train"]["launcher"], summary["train"]["world_size"]) == ("attach", 2)
