@@ -16,6 +16,7 @@ from pipeline.choices import chosen_entries
 from pipeline.spark_applications import applications_on_spark
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.images.more_formats import more_decoders_id
 from shardmill.jobs.reach import REACH, clear_stale
 from shardmill.jobs.spark_settings import check_master
 from shardmill.storage import Store
@@ -177,6 +178,7 @@ def _look_at_etl(tree: PipelineTree) -> str:
     for chosen in chosen_entries(tree):
         if chosen.key.startswith(("source.", "etl.")):
             chosen.load()
+    more_decoders_id(tree.etl.more_formats)
     return f"{tree.etl.engine}, {tree.etl.described_size}, {', '.join(tree.etl.formats)}"
 
 

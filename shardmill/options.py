@@ -72,6 +72,8 @@ class NormalizeOptions(Section):
     significant_bits: int = Field(default=16, ge=9, le=16)
     """Bits that the samples of 16-bit sources use, if a file does not declare it; 12 for most medical and scientific
     cameras."""
+    more_formats: tuple[Literal["heic", "jpeg_xl"], ...] = ()
+    """Formats to accept that need an extra: `heic`, `jpeg_xl` (docs/images.md)."""
     max_aspect_ratio: float = Field(default=100, ge=1)
     """A source whose longer side is more than this many times its shorter one is rejected as `aspect_ratio`."""
 

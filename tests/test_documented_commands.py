@@ -32,7 +32,7 @@ SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmi
 # Commands that need a cluster, a server, ffmpeg, a GPU or an hour are blocks of `console`; no other page has such.
 PLATFORMS = {f"platforms/{name}.md" for name in ("databricks", "dataproc", "emr", "kubernetes")}
 TRAINING = {"training/speed.md", "training/launchers.md"}
-NEED_MORE = {"choosing.md", "clusters.md", "promotion.md", "sources.md", *TRAINING, *PLATFORMS}
+NEED_MORE = {"choosing.md", "clusters.md", "images.md", "promotion.md", "sources.md", *TRAINING, *PLATFORMS}
 
 
 def pages() -> list[Path]:

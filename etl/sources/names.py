@@ -13,6 +13,7 @@ IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in (
         *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "gif", "webp", "bmp", "dib", "tif", "tiff", "heic", "heif"),
+        *("hif", "jxl"),
         *("avif", "jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf"),
         *("fits", "wmf", "mpo"),
     )

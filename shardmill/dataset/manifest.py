@@ -222,13 +222,12 @@ def manifest_path(version: int) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The canonical bytes of a manifest, its own SHA-256 among them.
-
-    Not an envelope of `shardmill.checksummed`: people read and compare manifests line by line, and a pin is the SHA-256
-    of the whole file.
-    """
-    # Older versions of shardmill read the manifest of a dataset.
-    body = manifest.model_dump(mode="json", exclude=None if manifest.predicted_by else {"predicted_by"})
+    """The canonical bytes of a manifest, its own SHA-256 among them; no envelope of `shardmill.checksummed`, as people
+    compare manifests line by line, and a pin is the SHA-256 of the whole file."""
+    # Older versions of shardmill read the manifest of a dataset that uses nothing of this.
+    used = {"predicted_by": bool(manifest.predicted_by), "normalize": bool(manifest.normalize.more_formats)}
+    unused = {"predicted_by": True, "normalize": {"more_formats"}}
+    body = manifest.model_dump(mode="json", exclude={name: unused[name] for name in used if not used[name]})
     body["manifest_digest"] = canonical_digest(body)
     return _canonical(body)
 

@@ -8,12 +8,14 @@ from shardmill.images.avif import decode_avif
 from shardmill.images.bmp import decode_bmp
 from shardmill.images.gif import decode_gif
 from shardmill.images.jpeg import decode_jpeg
-from shardmill.images.pixels import DecodedImage
+from shardmill.images.more_formats import MORE_FORMATS, more_decoder
+from shardmill.images.pixels import DecodedImage, Refused
 from shardmill.images.png import decode_png
 from shardmill.images.sniff import sniff_format
 from shardmill.images.tiff import decode_tiff
 from shardmill.images.webp import decode_webp
 from shardmill.options import NormalizeOptions
+from shardmill.values import RejectReason
 
 DECODERS: dict[str, Callable[[bytes, NormalizeOptions], DecodedImage]] = {
     "jpeg": decode_jpeg,
@@ -32,6 +34,8 @@ FORMAT_BY_EXTENSION = {
     "gif": "gif",
     "webp": "webp",
     "avif": "avif",
+    **dict.fromkeys(("heic", "heif", "hif"), "heic"),
+    "jxl": "jpeg_xl",
     "mpo": "jpeg",
 }
 
@@ -39,7 +43,12 @@ FORMAT_BY_EXTENSION = {
 def decode_image(data: bytes, options: NormalizeOptions) -> tuple[str, DecodedImage]:
     """The format's name and the decoded first frame; raises `Refused` for what is not an intact image within limits."""
     name = sniff_format(data)
-    return name, DECODERS[name](data, options)
+    if name not in MORE_FORMATS:
+        return name, DECODERS[name](data, options)
+    if name not in options.more_formats:
+        accepting = f'etl.more_formats = ["{name}"] accepts it, with an extra'
+        raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format={name}; {accepting}")
+    return name, more_decoder(name)(data, options)
 
 
 def has_other_extension(key: str, format_name: str) -> bool:

@@ -12,6 +12,7 @@ import simplejpeg
 from PIL import features
 
 from shardmill.ids import canonical_digest
+from shardmill.images.more_formats import more_decoders_id
 from shardmill.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
@@ -32,8 +33,12 @@ INSTALLED_DECODERS = f"{DECODER_ID}+{NATIVE_ID}" if NATIVE_ID else DECODER_ID
 
 
 def decoder_id(options: NormalizeOptions) -> str:
-    """`DECODER_ID`, with the native kernel's if the options ask for it. Raises UsageError if it is not installed."""
-    return f"{DECODER_ID}+{NATIVE_ID}" if resolve_kernel(options.kernel) == "native" else DECODER_ID
+    """`DECODER_ID`, with those of the native kernel and of more formats if the options ask for them.
+
+    Raises UsageError if one is not installed.
+    """
+    kernel = f"+{NATIVE_ID}" if resolve_kernel(options.kernel) == "native" else ""
+    return f"{DECODER_ID}{kernel}{more_decoders_id(options.more_formats)}"
 
 
 def is_served(options: NormalizeOptions, fingerprint: str) -> bool:
@@ -54,7 +59,7 @@ def _fingerprint(options: NormalizeOptions, decoder: str) -> str:
     # The kernel is in the id: what the wheels made before there was a choice keeps its fingerprint.
     del deciding["kernel"]
     # So does what was made before there were these, whose defaults change nothing.
-    for name in ("min_source_bytes", "significant_bits"):
-        if deciding[name] == NormalizeOptions.model_fields[name].default:
+    for name in ("min_source_bytes", "significant_bits", "more_formats"):
+        if getattr(options, name) == NormalizeOptions.model_fields[name].default:
             del deciding[name]
     return canonical_digest({"options": deciding, "decoder_id": decoder})

@@ -17,11 +17,10 @@ SUPPORTED_SIGNATURES = (
 )
 BMP_HEADER_SIZES_BYTES = frozenset({12, 40, 52, 56, 64, 108, 124})
 UNSAFE_SIGNATURES = ((b"%!PS", "postscript"), (b"\xc5\xd0\xd3\xc6", "eps"), (b"%PDF", "pdf"))
+JPEG_XL_SIGNATURES = (b"\0\0\0\x0cJXL \r\n\x87\n", b"\xff\x0a")
 UNSUPPORTED_SIGNATURES = (
     (b"\0\0\0\x0cjP  \r\n\x87\n", "jp2"),
     (b"\xffO\xffQ", "jp2"),
-    (b"\0\0\0\x0cJXL \r\n\x87\n", "jpeg_xl"),
-    (b"\xff\x0a", "jpeg_xl"),
     (b"\0\0\1\0", "ico"),
     (b"\0\0\2\0", "cur"),
     (b"8BPS", "psd"),
@@ -71,7 +70,7 @@ CONTROL_CHARACTERS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 
 def sniff_format(data: bytes) -> str:
-    """One of the formats that we decode, as a key of `decode.DECODERS`; refuses everything else by name."""
+    """One of the formats that we can decode, a key of `DECODERS` or `MORE_FORMATS`; refuses everything else by name."""
     if not data:
         raise Refused(RejectReason.EMPTY_FILE, "0 bytes")
     for signature, name in SUPPORTED_SIGNATURES:
@@ -79,8 +78,10 @@ def sniff_format(data: bytes) -> str:
             return name
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    if _iso_format(data) == "avif":
-        return "avif"
+    if iso_format := _iso_format(data):
+        return iso_format
+    if data.startswith(JPEG_XL_SIGNATURES):
+        return "jpeg_xl"
     # Two letters alone could begin any text; a header cut inside its size says nothing either.
     if data[:2] == b"BM" and len(data) >= 18 and int.from_bytes(data[14:18], "little") in BMP_HEADER_SIZES_BYTES:
         return "bmp"
@@ -99,8 +100,6 @@ def _unsupported_format(data: bytes) -> str:
     for signature, name in UNSUPPORTED_SIGNATURES:
         if data.startswith(signature):
             return name
-    if iso_format := _iso_format(data):
-        return iso_format
     if NETPBM.match(data):
         return "netpbm"
     head = _text_head(data)

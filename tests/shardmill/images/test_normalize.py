@@ -162,6 +162,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(min_source_side_pixels=2),
         NormalizeOptions(max_aspect_ratio=1.5),
         NormalizeOptions(significant_bits=12),
+        NormalizeOptions(more_formats=("heic",)),
     ]
     assert len(changed) == len(NormalizeOptions.model_fields)
     fingerprints = {normalization_fingerprint(options) for options in [base, *changed]}
