@@ -22,6 +22,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from contestants import find_uv
 from results import hardware
 from workloads import find_photos, with_comment
 
@@ -115,11 +116,20 @@ def _udf(models: Path, images: Path, out: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def _daft(models: Path, images: Path, out: Path) -> None:
+    # Over this environment: it has the model's framework.
+    overlay = [find_uv(), "run", "--frozen", "--no-sync", "--with", "daft==0.7.26", "--project", str(LOOP.parents[1])]
+    loop = ["python", str(LOOP), str(models), str(images), "0", str(CORES), "--daft"]
+    environment = {**os.environ, "PYTHONPATH": str(LOOP.parents[1]), "DO_NOT_TRACK": "true"}
+    subprocess.run([*overlay, *loop], check=True, stdout=subprocess.DEVNULL, env=environment)
+
+
 CONTESTANTS = {
     "bare loop": _bare,
     "shardmill, local": _ours("local"),
     "shardmill, spark": _ours("spark"),
     "predict_batch_udf": _udf,
+    "Daft": _daft,
 }
 
 

@@ -1,7 +1,7 @@
 """The bare loop of `predict_batch.py`: one of N processes that read, decode and predict every Nth file, and keep
-nothing but the labels; with `--spark`, the same kernels in Spark's own `predict_batch_udf`.
+nothing but the labels; with `--spark` or `--daft`, the same kernels in Spark's own `predict_batch_udf`, or in Daft.
 
-python benchmarks/predict_loop.py MODELS FOLDER PLACE N [--spark]
+python benchmarks/predict_loop.py MODELS FOLDER PLACE N [--spark | --daft]
 """
 
 from __future__ import annotations
@@ -76,9 +76,34 @@ def udf(models: str, folder: str, num_slots: int) -> int:
     return spark.read.parquet(out).count()
 
 
+def daft(models: str, folder: str, num_slots: int) -> int:
+    """The same by a class of Daft, in as many processes, written to Parquet by Daft."""
+    import daft
+    from daft import DataType, Series, col
+    from daft.functions import download
+
+    @daft.cls(max_concurrency=num_slots, use_process=True)
+    class Model:
+        def __init__(self) -> None:
+            self._known = loaded(models)
+
+        @daft.method.batch(return_dtype=DataType.int64(), batch_size=BATCH_SIZE)
+        def label(self, contents: Series) -> np.ndarray:
+            return self._known(contents.to_pylist())
+
+    out = f"{folder}-daft"
+    frame = daft.from_glob_path(f"{folder}/*/*")
+    label = Model().label(download(col("path")))
+    frame.select(col("path"), label.alias("label")).write_parquet(out, write_mode="overwrite")
+    return daft.read_parquet(f"{out}/*.parquet").count_rows()
+
+
 def main() -> None:
-    models, folder, place, num_processes, *spark = sys.argv[1:]
-    count = udf(models, folder, int(num_processes)) if spark else loop(models, folder, int(place), int(num_processes))
+    models, folder, place, num_processes, *how = sys.argv[1:]
+    if how:
+        count = {"--spark": udf, "--daft": daft}[how[0]](models, folder, int(num_processes))
+    else:
+        count = loop(models, folder, int(place), int(num_processes))
     sys.stdout.write(f"{count}\n")
 
 

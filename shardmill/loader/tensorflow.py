@@ -14,7 +14,8 @@ def as_tf_dataset(
 ) -> Any:
     """(images, labels, weights) of static shapes, with a known number of steps; each iteration is the next epoch.
 
-    `keras.Model.fit` takes the third element as sample weights, so padding does not count.
+    `keras.Model.fit` takes the third element as sample weights, so padding does not count. tf.data's tuning of
+    `AUTOTUNE` is off for what is made of it; `with_options` can turn it on again.
     """
     import numpy as np
     import tensorflow as tf
@@ -36,5 +37,9 @@ def as_tf_dataset(
         [first] = loader.cached(1).batches
         arrays = [np.asarray(each) for each in (first.images, first.labels, first.weights)]
         signature = tuple(tf.TensorSpec(each.shape, each.dtype) for each in arrays)
-    dataset = tf.data.Dataset.from_generator(rows, output_signature=signature)
+    # There is nothing to tune here, and TensorFlow's tuner sleeps for 10, 20, 40, ... milliseconds, up to a minute, and
+    # the end of an epoch often waits until it wakes up.
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=signature).with_options(untuned)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(loader)))

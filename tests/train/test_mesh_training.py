@@ -209,7 +209,7 @@ def test_85_million_weights_are_trained_by_every_strategy(tiny_uri, tmp_path, mo
         train_here(tiny_uri, tmp_path / "one", recorder, **config)
     expected = [float.fromhex(loss) for loss in recorder.losses.values()]
     assert len(expected) == 3
-    for strategy in ("zero1", "torch_fsdp", "tensor_parallel", "hybrid"):
+    for strategy in ("zero1", "torch_fsdp", "tensor_parallel", "hybrid", "pipeline_parallel"):
         how = {**config, "strategy": strategy}
         several = kill_on_ranks(tiny_uri, tmp_path / strategy, 2, how, monkeypatch, killed_at=3)
         assert [float.fromhex(loss) for loss in several.losses.values()] == pytest.approx(expected, rel=1e-5)
