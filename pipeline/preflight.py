@@ -236,7 +236,8 @@ def setting(tree: PipelineTree, first: FirstPlan, workdir: str) -> str:
     ranks = f"{counted(train.num_workers, 'rank')} by {train.launcher}"
     return (
         f"run: images at {tree.etl.described_size}; {train.model}, {counted(train.epochs, 'epoch')} on {ranks}, "
-        f"{_devices(train, tree.spark)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
+        f"{_devices(train, tree.spark)}; train.augment: {train.augmentation.in_words}; "
+        f"dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shardmill.registry import Entry, ExtensionPoint, Registry
 from shardmill.section import Section
@@ -32,13 +34,27 @@ SCHEDULES: Registry[Schedule] = Registry(
 )
 
 
+_EVERY_EPOCHS = 30
+
+
 class StepOptions(Section):
     """Settings of the schedule `step`."""
 
-    every_epochs: Annotated[int, RESUMABLE] = Field(default=30, ge=1)
+    every_epochs: Annotated[int, RESUMABLE] = Field(default=_EVERY_EPOCHS, ge=1)
     """Multiply the learning rate by `factor` whenever this many epochs have passed."""
+    at_epochs: Annotated[tuple[Annotated[int, Field(ge=1)], ...], RESUMABLE] = ()
+    """Instead of `every_epochs`: the epochs, counted from 0, that begin with the next lower rate, such as
+    `[30, 60, 80]`."""
     factor: Annotated[float, RESUMABLE] = Field(default=0.1, gt=0, le=1)
     """The factor."""
+
+    @model_validator(mode="after")
+    def _epochs_ascend(self) -> Self:
+        if any(later <= earlier for earlier, later in pairwise(self.at_epochs)):
+            raise ValueError(f"at_epochs in ascending order, each once; given {list(self.at_epochs)}")
+        if self.at_epochs and self.every_epochs != _EVERY_EPOCHS:
+            raise ValueError(f"at_epochs or every_epochs = {self.every_epochs}, not both")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +79,10 @@ def _cosine(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
 
 def _step(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
     options = config.options(StepOptions)
-    return options.factor ** (step // steps_per_epoch // options.every_epochs)
+    epoch = step // steps_per_epoch
+    if options.at_epochs:
+        return options.factor ** bisect_right(options.at_epochs, epoch)
+    return options.factor ** (epoch // options.every_epochs)
 
 
 def learning_rate_at(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

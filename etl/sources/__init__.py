@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from etl.sources.listed import ListingBatch
-from etl.sources.names import IDX_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, TFRECORD_SUFFIXES, ZIP_SUFFIXES
+from etl.sources.names import (
+    CIFAR_SUFFIXES,
+    IDX_SUFFIXES,
+    PARQUET_SUFFIXES,
+    TAR_SUFFIXES,
+    TFRECORD_SUFFIXES,
+    ZIP_SUFFIXES,
+)
 from shardmill.registry import Entry, ExtensionPoint, Registry
 from shardmill.values import Rejection, SourceImage
 
@@ -108,6 +115,12 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.idx:IdxSource",
             ("IDX files, the format of MNIST and similar datasets; .gz too"),
             suffixes=IDX_SUFFIXES,
+        ),
+        "cifar": Entry(
+            "etl.sources.cifar:CifarSource",
+            "the batches of CIFAR-10 and CIFAR-100, for Python or binary",
+            suffixes=CIFAR_SUFFIXES,
+            claims="etl.sources.cifar:holds_batch",
         ),
         "tfrecord": Entry(
             "etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too", suffixes=TFRECORD_SUFFIXES

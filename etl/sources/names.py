@@ -31,6 +31,11 @@ IDX_SUFFIXES = tuple(
     )
     for suffix in ("", ".gz")
 )
+CIFAR_SUFFIXES = tuple(
+    f"{name}{suffix}"
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "train", "test")
+    for suffix in ("", ".bin")
+)
 PARQUET_SUFFIXES = (".parquet",)
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 COCO_SUFFIXES = (".json",)

@@ -21,6 +21,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "none": {"random_crop_padding": 0, "random_flip": False},
 }
 
+_FURTHER = (
+    *("random_vertical_flip", "brightness", "contrast", "saturation", "hue", "rand_augment_operations"),
+    *("random_erasing", "mixup_alpha", "cutmix_alpha"),
+)
+
 
 class AugmentOptions(Section):
     """Random changes to training images; each only depends on (seed, epoch, sample id, occurrence)."""
@@ -98,6 +103,14 @@ class AugmentOptions(Section):
     def flips(self) -> bool:
         """Whether images are mirrored."""
         return self.images == "photographs" if self.random_flip == "auto" else self.random_flip
+
+    @property
+    def in_words(self) -> str:
+        """How images are changed at random: `padded crop of 4 pixels, not mirrored`."""
+        padded = f"padded crop of {self.random_crop_padding} pixels" if self.random_crop_padding else "no crop"
+        crop = "random resized crop" if self.random_resized_crop else padded
+        used = [name for name in _FURTHER if getattr(self, name)]
+        return ", ".join([crop, "mirrored" if self.flips else "not mirrored", *used])
 
     def size_of(self, stored_HW: tuple[int, int]) -> tuple[int, int]:
         """Height and width of the images in a batch. Raises UsageError if the stored ones are smaller."""

@@ -26,6 +26,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError
 from shardmill.formats.tf_example import encode_example
 from shardmill.formats.tfrecord import frame
+from tests.cifar_files import records
 from tests.etl.building import build_source, images_of, list_images
 from tests.support import write_images
 
@@ -120,6 +121,15 @@ def as_delta(folder: Path, files: Files) -> str:
     return str(folder / "delta")
 
 
+def as_cifar(folder: Path, files: Files) -> str:
+    pixels = np.stack([cv2.resize(cv2.imread(str(file)), (32, 32)) for file, _ in files])[..., ::-1]
+    labels = np.array([int(label[-1]) for _, label in files])
+    (folder / "cifar").mkdir()
+    data = records(pixels.transpose(0, 3, 1, 2).reshape(len(files), -1), labels)
+    (folder / "cifar" / "data_batch_1.bin").write_bytes(data)
+    return str(folder / "cifar")
+
+
 def as_parts(folder: Path, files: Files) -> SourceConfig:
     """Half of the images in a folder tree of their own, half in a ZIP archive."""
     for file, label in files[::2]:
@@ -144,13 +154,14 @@ WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "webdataset": as_tars,
     "parquet": as_parquet,
     "idx": as_idx,
+    "cifar": as_cifar,
     "tfrecord": as_tfrecords,
     "zip": as_zip,
     "coco": as_coco,
     "delta": as_delta,
 }
 # Pixels without files of their own cannot be the bytes that the other kinds read.
-HOLDS_FILES = [kind for kind in SOURCES if kind != "idx"]
+HOLDS_FILES = [kind for kind in SOURCES if kind not in ("idx", "cifar")]
 
 
 def config_of(kind: str, folder: Path, files: Files) -> SourceConfig:

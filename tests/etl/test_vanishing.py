@@ -68,7 +68,13 @@ def test_an_archive_that_vanishes_is_missing_and_the_others_are_listed(folder: P
 
 
 @pytest.mark.parametrize(
-    "kind, name", [("parquet", "gone.parquet"), ("tfrecord", "gone.tfrecord"), ("idx", "gone-images-idx3-ubyte")]
+    "kind, name",
+    [
+        ("parquet", "gone.parquet"),
+        ("tfrecord", "gone.tfrecord"),
+        ("idx", "gone-images-idx3-ubyte"),
+        ("cifar", "gone_test_batch"),
+    ],
 )
 def test_every_kind_of_container_may_vanish(tmp_path: Path, kind: str, name: str):
     batches = list(SOURCES[kind](source_of(tmp_path / "files", kind, name)).list())

@@ -201,7 +201,16 @@ def test_schedules_follow_their_formulas():
     by_step = TrainConfig(schedule="step", learning_rate=1.0, epochs=9)
     by_step = by_step.with_options(StepOptions(every_epochs=2, factor=0.5))
     assert [learning_rate_at(by_step, 5 * epoch, 5) for epoch in range(5)] == pytest.approx([1, 1, 0.5, 0.5, 0.25])
+    at_epochs = by_step.with_options(StepOptions(at_epochs=(1, 4), factor=0.5))
+    assert [learning_rate_at(at_epochs, 5 * epoch, 5) for epoch in range(5)] == pytest.approx([1, 0.5, 0.5, 0.5, 0.25])
     assert learning_rate_at(TrainConfig(schedule="constant", learning_rate=0.25), 3, 5) == 0.25
+    for given, problem in (
+        ({"at_epochs": (4, 1)}, "ascending order"),
+        ({"at_epochs": (3, 3)}, "ascending order"),
+        ({"at_epochs": (3,), "every_epochs": 2}, "not both"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            StepOptions(**given)
 
 
 def test_linear_scaling_follows_the_global_batch():

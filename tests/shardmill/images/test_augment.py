@@ -80,3 +80,13 @@ def test_the_draws_never_change() -> None:
         for sample_id in (-1, 0, 1, 2**62)
     ]
     assert centres == [28, 52, 61, 47]
+
+
+def test_a_run_says_what_it_changes() -> None:
+    for chosen, words in (
+        ({}, "padded crop of 4 pixels, not mirrored"),
+        ({"preset": "cifar", "cutmix_alpha": 1}, "padded crop of 4 pixels, mirrored, cutmix_alpha"),
+        ({"preset": "imagenet", "hue": 0.1, "brightness": 0.4}, "random resized crop, mirrored, brightness, hue"),
+        ({"preset": "none"}, "no crop, not mirrored"),
+    ):
+        assert AugmentOptions(**chosen).in_words == words
