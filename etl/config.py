@@ -197,6 +197,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """Class names in the order of their numbers: a list, or a file (docs/etl.md); empty: the classes found, sorted."""
     unknown_class: Annotated[Literal["reject", "error"], REBUILDS_NOTHING] = "reject"
     """If the class of an image is not in `label_map`: reject the image, or end with exit 7."""
+    corrections: Annotated[str, REBUILDS_NOTHING] = ""
+    """A table of labels in place of those of the source, with columns `source` and `label` (docs/mislabels.md)."""
     max_reject_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.05, ge=0, le=1)
     """If more than this share of the images is rejected, the run ends with exit 7 and publishes nothing.
 

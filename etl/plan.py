@@ -15,6 +15,7 @@ from etl.config import EtlTree, SourceConfig
 from etl.later_runs.appendable import check_appendable
 from etl.later_runs.changes import Changes, Compared
 from etl.later_runs.older_rows import OlderRows
+from etl.listing.corrections import corrected
 from etl.listing.grouping import Group, GroupBy, group_here
 from etl.listing.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.listing.list_source import list_source
@@ -207,7 +208,8 @@ def _list(
     def group_listed(asked: GroupBy) -> Iterator[pa.Table]:
         return group(replace(asked, dataset_uri=dataset_uri, scratch_dir=config.scratch_dir))
 
-    listed = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
+    grouped = WithGroupSplits(corrected(source, tree, label_map, observer), config.split_fractions)
+    listed = WithKnownClasses(grouped, label_map, config.unknown_class)
     if config.stratified_splits:
         known = _known_splits(open_store(tree.dataset.uri), latest(), tree.source, source)
         listed = WithStratifiedSplits(listed, config.split_fractions, known, observer)

@@ -108,6 +108,7 @@ def _settings(etl: EtlConfig, mapping: RowMapping) -> EtlConfig:
             "split_fractions": SplitFractions(train=0, validation=0, test=1),
             "stratified_splits": False,
             "label_map": (),
+            "corrections": "",
             "duplicates": "report",
             "write_mode": "overwrite",
             "max_drift": NO_LIMIT,

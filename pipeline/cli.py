@@ -12,7 +12,7 @@ from pipeline.output.ending import run_app
 from shardmill.registry import Entry, Registry
 
 COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
-    "shardmill",
+    "command",
     {
         "run": Entry("pipeline.run:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."),
         "etl": Entry("pipeline.commands.etl:etl", "Build a committed dataset version from images."),
@@ -69,6 +69,12 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         "drift": Entry(
             "pipeline.commands.drift:drift",
             "Compare the classes, sizes and pixels of a dataset version with an older one. Exit 7 above a limit.",
+        ),
+        "mislabels": Entry(
+            "pipeline.commands.mislabels:mislabels",
+            "List labels that are likely wrong, confident mistakes and the classes they are in, from predictions.",
+            extra="mislabels",
+            packages=("cleanlab",),
         ),
         "export-tar": Entry(
             "pipeline.commands.export_tar:export_tar",

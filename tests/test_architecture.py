@@ -30,7 +30,7 @@ MAX_TYPE_CIRCLE = 5
 # Of the reader, nine are the package of augmentation, which nothing else needs.
 MAX_REACH = {"shardmill.loader.reader": 30}
 # Slow to import, or absent where only the reader is installed: never at the top of a module.
-HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "airflow"}
+HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "scipy", "cleanlab", "airflow"}
 MAY_BE_HEAVY = {
     "airflow_dags/shardmill_dag.py": {"airflow"},
     "airflow_dags/operators.py": {"airflow"},

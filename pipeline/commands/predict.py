@@ -14,14 +14,12 @@ import typer
 
 from pipeline.cli_options import ReplaceSource, command
 from pipeline.output.printing import plain, print_result
+from shardmill.cells import harmless
 from shardmill.errors import UsageError
 from shardmill.printable import printable, without_surrogates
 
 if TYPE_CHECKING:
     from train.published.predict import Prediction
-
-# A cell that begins with one of these is a formula to a spreadsheet, which may run commands.
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 @command()
@@ -96,10 +94,10 @@ def prediction_csv(predictions: Sequence[Prediction]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for each in predictions:
-        answers = [cell for guess in each.top for cell in (_harmless(guess.label), f"{guess.probability:.6f}")]
+        answers = [cell for guess in each.top for cell in (harmless(guess.label), f"{guess.probability:.6f}")]
         # A number is no formula, whatever its sign.
         answers += [f"{value:.9g}" for value in each.values]
-        row = [_harmless(each.path), _harmless(each.rejection), *answers]
+        row = [harmless(each.path), harmless(each.rejection), *answers]
         writer.writerow(row + [""] * (len(names) - len(row)))
     return without_surrogates(text.getvalue())
 
@@ -113,7 +111,3 @@ def check_any_predicted(predictions: Sequence[Prediction]) -> None:
             f"none of {len(predictions)} file(s) could be decoded: {example}",
             "expected at least one valid image",
         )
-
-
-def _harmless(cell: str) -> str:
-    return f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell

@@ -111,8 +111,10 @@ def _entry(chosen: Chosen) -> Finding:
 
 def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
     """The versions of all packages that registry entries name; the missing ones that only other choices would need."""
+    from pipeline.cli import COMMANDS
+
     users: dict[str, list[tuple[str, Entry]]] = {}
-    for registry in registries(PipelineTree):
+    for registry in (*registries(PipelineTree), COMMANDS):
         for name, entry in registry.entries.items():
             for package in entry.packages:
                 users.setdefault(package, []).append((f"{registry.key} = {name}", entry))

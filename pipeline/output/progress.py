@@ -13,6 +13,7 @@ from shardmill.printable import printable
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
+    "etl.corrected": "etl: labels changed by etl.corrections: {labels:,}",
     "etl.changes": (
         "etl: rows reused from the latest version: {unchanged:,}; removed: {removed:,}; inputs to process: "
         "{to_process:,}"

@@ -51,7 +51,7 @@ def render(data: ReportData) -> str:
     sections = {name: summary.get(name) or {} for name in ("dataset", "etl", "train", "export", "promotion")}
     by_split = sections["dataset"].get("counts", {}).get("by_split", {})
     page = (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(
             data=data,
@@ -72,7 +72,8 @@ def render(data: ReportData) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates, and what they call."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from pipeline.output.data_faults import telltale_words
 from pipeline.report.data import Picture, RejectedGroup, ReportData, SuspectGroup
 from pipeline.report.page import render
+from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
 from shardmill.data_faults.drift import Drift
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.quality import Fault, SuspectImage, find_faults
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
 
 NUM_SAMPLES = 48
-THUMBNAIL_SIDE = 96
 EXAMPLES_PER_REASON = 4
 # Reading the facts of more rows would take longer than the rest of a report; `shardmill inspect --quality` does.
 MAX_ROWS_SEARCHED_FOR_FAULTS = 2_000_000
@@ -256,22 +256,6 @@ def _decode_leniently(data: bytes) -> np.ndarray | None:
         return simplejpeg.decode_jpeg(data, "RGB", strict=False) if is_small_enough else None
     except ValueError:
         return None
-
-
-def thumbnail(image_HWC: np.ndarray, longest_side: int = THUMBNAIL_SIDE) -> tuple[bytes, bool]:
-    """PNG bytes of an RGB or grey image shrunk to fit, and whether it is so small that a browser should not blur it."""
-    import cv2
-    import numpy as np
-
-    height, width = image_HWC.shape[:2]
-    scale = longest_side / max(height, width)
-    if scale < 1:
-        size = (max(1, round(width * scale)), max(1, round(height * scale)))
-        image_HWC = cv2.resize(image_HWC, size, interpolation=cv2.INTER_AREA)
-    if image_HWC.ndim == 3 and image_HWC.shape[2] == 3:
-        image_HWC = image_HWC[..., ::-1]
-    ok, png = cv2.imencode(".png", np.ascontiguousarray(image_HWC))
-    return (png.tobytes() if ok else b"", scale > 1)
 
 
 def _read_text(store: Store, path: str) -> str:

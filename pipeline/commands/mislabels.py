@@ -1,0 +1,83 @@
+"""The command `mislabels`: likely wrong labels, confident mistakes, and the classes they are in, to be corrected."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli_options import Common, command
+from pipeline.output.printing import print_result
+from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardmill.data_faults.mislabels import Mislabels
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.values import DatasetPin
+
+
+@command("overrides", "workdir", "run_id")
+def mislabels(
+    context: typer.Context,
+    predictions: Annotated[
+        str,
+        typer.Argument(metavar="PREDICTIONS[@N]", help="Predictions of a dataset, made by `predict --layer`."),
+    ],
+    csv: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Write a CSV to fill in for etl.corrections; it must not exist."),
+    ] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write a page with the images.")] = "",
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Number of suspect labels; 0: those that are likely wrong.")
+    ] = 0,
+) -> None:
+    from pipeline.config import existing_path
+    from pipeline.output import mislabels as output
+    from shardmill.data_faults.mislabels import find_mislabels
+    from shardmill.dataset.open import open_dataset, open_pinned
+
+    common: Common = context.obj
+    _check_files(csv, html)
+    opened = open_dataset(existing_path(predictions))
+    name = f"{opened.pin.uri}@{opened.pin.version}"
+    images = open_pinned(_images_of(opened, name)) if html else None
+    found = find_mislabels(output.read_rows(opened), limit)
+    if csv:
+        output.write_csv(found, csv)
+    if images is not None:
+        _write_page(found, name, images, html)
+    print_result(common, output.document(found, opened), output.rows(found, csv, html), title=name)
+
+
+def _check_files(csv: str, html: str) -> None:
+    """Before the work. Raises UsageError for a file that cannot be written, and for a CSV that somebody may have
+    filled in.
+    """
+    if csv and os.path.exists(csv):
+        raise UsageError(
+            f"{csv} exists already", "expected a new name: somebody may have filled it in", "choose another"
+        )
+    for file in filter(None, (csv, html)):
+        if not os.path.isdir(folder := os.path.dirname(file) or "."):
+            raise UsageError(f"cannot write {file}: there is no folder {folder}", "expected an existing folder")
+
+
+def _images_of(predictions: Dataset, name: str) -> DatasetPin:
+    made_by = predictions.manifest.predicted_by
+    if made_by is None or made_by.predicted is None:
+        raise UsageError(
+            f"{name} was not predicted from a dataset",
+            "expected one for --html: the page shows its stored images",
+            "shardmill predict MODELS DATASET --layer NAME --out DIR",
+        )
+    return made_by.predicted
+
+
+def _write_page(found: Mislabels, name: str, images: Dataset, html: str) -> None:
+    from pipeline.report.mislabels import mislabels_page
+
+    page = mislabels_page(found, name, images)
+    with open(html, "w", encoding="utf-8") as file:
+        file.write(page)

@@ -1,0 +1,106 @@
+"""The rows of a version of predictions in memory: each image's class, what the model answered, and its embedding.
+
+Shape legend: N rows of all splits, D numbers of an embedding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.dataset import Dataset
+from shardmill.errors import UsageError
+from shardmill.values import PredictedBy
+
+TRAIN = "train"
+_HOW = "shardmill predict MODELS DATASET --layer NAME --out DIR"
+
+
+@dataclass(frozen=True)
+class PredictedRows:
+    """Every row of a version of predictions, split by split in stored order."""
+
+    class_names: tuple[str, ...]
+    sources: list[str]
+    sample_ids_N: np.ndarray
+    splits: list[str]
+    labels_N: np.ndarray
+    """Class numbers as the source gives them, -1 without a class."""
+    predictions: list[str]
+    """The model's most probable class."""
+    probabilities_N: np.ndarray
+    """The probability that the model gives it."""
+    is_seen_N: np.ndarray
+    """Whether the model may have been trained on the row, bool."""
+    embeddings_ND: np.ndarray
+    """float32."""
+    hashes_N: np.ndarray
+    """uint64, of the embedding: rows with equal pixels have equal ones."""
+
+
+def read_predicted_rows(
+    predictions: Dataset, on_progress: Callable[[int, int], None] = lambda num_read, num_images: None
+) -> PredictedRows:
+    """Read all rows, four bytes in memory for each number of an embedding. `on_progress`: rows read, and all.
+
+    Raises UsageError for a version without embeddings or classes, IntegrityError for an altered shard.
+    """
+    made_by = _checked(predictions)
+    schema, num_rows = predictions.manifest.row_schema, predictions.manifest.counts.accepted
+    embeddings_ND = np.empty((num_rows, schema.vector_size), np.float32)
+    hashes_N, chunks, splits, num_read = np.empty(num_rows, np.uint64), [], [], 0
+    for split in predictions.manifest.splits:
+        index = predictions.index(split)
+        fetcher = ChunkFetcher(predictions.store, index, schema)
+        for chunk in range(index.num_chunks):
+            rows = fetcher.read_chunk(chunk)
+            stop = num_read + len(rows.images)
+            vectors = [bytes(each) for each in rows.images]
+            embeddings_ND[num_read:stop] = np.frombuffer(b"".join(vectors), "<f4").reshape(-1, schema.vector_size)
+            hashes_N[num_read:stop] = [int.from_bytes(hashlib.sha256(each).digest()[:8], "big") for each in vectors]
+            # Of the rest, an embedding is the largest part.
+            chunks.append(replace(rows, images=()))
+            splits += [split] * (stop - num_read)
+            num_read = stop
+            on_progress(num_read, num_rows)
+    return PredictedRows(
+        class_names=predictions.manifest.class_names,
+        sources=[source for each in chunks for source in each.sources],
+        sample_ids_N=np.concatenate([each.sample_ids_N for each in chunks]),
+        splits=splits,
+        labels_N=np.concatenate([each.labels_N for each in chunks]),
+        predictions=[name for each in chunks for name in each.extra["prediction"]],
+        probabilities_N=np.concatenate([np.array(each.extra["probability"], np.float32) for each in chunks]),
+        is_seen_N=np.array([split == TRAIN for split in splits]) & _is_of_training(made_by),
+        embeddings_ND=embeddings_ND,
+        hashes_N=hashes_N,
+    )
+
+
+def _is_of_training(made_by: PredictedBy) -> bool:
+    """Whether the predicted dataset is the one that the model was trained on, in whatever version."""
+    return made_by.predicted is not None and made_by.predicted.uri == made_by.trained_on.uri
+
+
+def _checked(predictions: Dataset) -> PredictedBy:
+    """Raises UsageError unless rows have one class, a model's answer and an embedding."""
+    manifest, name = predictions.manifest, f"{predictions.pin.uri}@{predictions.pin.version}"
+    if manifest.predicted_by is None:
+        raise UsageError(f"{name} holds images", "expected predictions of a dataset", _HOW)
+    if not manifest.row_schema.vector_size:
+        raise UsageError(
+            f"the predictions {name} have no embeddings",
+            "expected those of a layer: classifiers that have not seen an image are fitted to them",
+            _HOW,
+        )
+    if not manifest.class_names or "prediction" not in manifest.predicted_by.columns:
+        raise UsageError(
+            f"the predictions {name} have no classes to compare",
+            "expected images with one class each, and a model that predicts one",
+            "predict a dataset, or a source with --set source.label_kind=class",
+        )
+    return manifest.predicted_by

@@ -1,0 +1,116 @@
+"""Planted wrong labels of real digits are found first, and the CSV that lists them comes back as their correction."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.planted_labels import plant_wrong_labels
+from etl.job import build_dataset
+from shardmill.cells import from_cell
+from shardmill.data_faults.mislabels import find_mislabels
+from shardmill.data_faults.predicted_rows import read_predicted_rows
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import UsageError
+from tests.etl.pixels import predict_pixels
+from tests.etl.test_incremental import tree_for
+from tests.pipeline.command import last_line, shardmill
+from tests.support import write_images
+
+ETL = {"image_size": 32, "unit_min_images": 400, "formats": ("parquet",)}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The demo's digits, 5 % of them in the folder of another class, and predictions of them."""
+
+    folder: Path
+    true_label: dict[str, str]
+    """Of the planted ones, by key."""
+    dataset: Dataset
+    predictions: Dataset
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    folder = tmp_path_factory.mktemp("mislabels")
+    true_label = plant_wrong_labels(folder / "images", 0.05)
+    build_dataset(tree_for(folder, **ETL), run_id="first")
+    dataset = open_dataset(str(folder / "dataset"))
+    return Planted(folder, true_label, dataset, predict_pixels(dataset, folder / "predictions"))
+
+
+def test_planted_labels_are_at_the_head_of_the_list(planted: Planted):
+    rows = read_predicted_rows(planted.predictions)
+    num_images = len(rows.sources)
+    found = find_mislabels(rows, limit=num_images)
+    assert num_images == 1_797 and len(planted.true_label) == 89
+    order = [each.source for each in found.suspects]
+    assert len(set(order)) == num_images
+    head = set(order[: num_images // 10])
+    assert len(head & planted.true_label.keys()) >= 0.8 * len(planted.true_label)
+    # Most of those that are called likely are planted ones, and their right class is suggested.
+    likely = {each.source: each.suggested_label for each in found.suspects if each.is_likely}
+    assert found.num_likely == len(likely) <= 2 * len(planted.true_label)
+    right = sum(likely.get(key) == label for key, label in planted.true_label.items())
+    assert right >= 0.7 * len(planted.true_label)
+    # About five of a hundred labels of each class.
+    shares = [each.wrong_share for each in found.classes]
+    assert 0.02 < np.mean(np.array(shares, float)) < 0.1
+    # Every split is judged; the model is only asked about those that it has not learned.
+    assert {each.split for each in found.suspects} == {"train", "validation", "test"}
+    assert {each.split for each in found.mistakes} == {"validation", "test"}
+    assert found.num_tested == sum(split != "train" for split in rows.splits) >= found.num_mistaken > 0
+
+
+def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
+    command = ("mislabels", planted.folder / "predictions", "--csv", "found.csv", "--html", "found.html", "--json")
+    done = shardmill(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["num_judged"] == 1_797 and found["num_likely"] == len(found["suspects"])
+    assert found["dataset"]["uri"] == planted.dataset.pin.uri
+    page = (tmp_path / "found.html").read_text()
+    assert len(re.findall("data:image/png", page)) >= min(found["num_likely"], 100)
+
+    # A person looks at the list, and knows the digits.
+    with open(tmp_path / "found.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) >= found["num_likely"] and not any(line["label"] for line in lines)
+    for line in lines:
+        line["label"] = planted.true_label.get(from_cell(line["source"]), "")
+    with open(tmp_path / "found.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    num_corrected = sum(bool(line["label"]) for line in lines)
+    assert num_corrected >= 0.8 * len(planted.true_label)
+
+    tree = tree_for(planted.folder, **ETL, corrections=str(tmp_path / "found.csv"))
+    outcome = build_dataset(tree, run_id="second")
+    assert (outcome.manifest.operation, outcome.num_images_read) == ("incremental", num_corrected)
+    again = shardmill(*command, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "found.csv exists already" in last_line(again)
+
+
+def test_what_cannot_be_judged_is_refused_before_the_work(planted: Planted, tmp_path: Path):
+    for arguments, says in (
+        ((planted.folder / "dataset",), "holds images; expected predictions of a dataset; shardmill predict"),
+        ((planted.folder / "predictions", "--csv", "no/found.csv"), "there is no folder no"),
+        (("nowhere",), "nowhere"),
+    ):
+        done = shardmill("mislabels", *arguments, cwd=tmp_path)
+        assert done.returncode == 2 and says in last_line(done)
+    write_images(tmp_path / "images", num_images=12, num_classes=2)
+    build_dataset(tree_for(tmp_path), run_id="few")
+    few = predict_pixels(open_dataset(str(tmp_path / "dataset")), tmp_path / "predictions")
+    with pytest.raises(UsageError, match="0 of 2 classes have 10 images; expected at least two"):
+        find_mislabels(read_predicted_rows(few))
