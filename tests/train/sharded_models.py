@@ -62,6 +62,10 @@ def computing(image_shape, num_classes):
     return Computing(image_shape, num_classes)
 
 
+def computing_chain(image_shape, num_classes):
+    return nn.Sequential(Computing(image_shape, 16), nn.GELU(), nn.Linear(16, num_classes))
+
+
 def tied(image_shape, num_classes):
     """Two layers with one weight, and a buffer that no file has."""
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)

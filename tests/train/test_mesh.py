@@ -10,6 +10,8 @@ import pytest
 from shardmill.errors import UsageError
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
+from train.settings.mesh import STRATEGIES_WITH_AXIS, MeshConfig
+from train.strategies import STRATEGIES
 
 AXES = [axes for axes in product((1, 2, 3), repeat=4) if axes[1] * axes[2] <= 8]
 
@@ -42,6 +44,20 @@ def test_processes_and_readers_are_two_numbers():
     assert Mesh.one_reader(config).data_index(0).streams == range(8)
     with pytest.raises(UsageError, match="rank 16 of train.num_workers = 16"):
         mesh.data_index(16)
+
+
+def test_sizes_that_ranks_do_not_have_are_refused_with_those_that_they_have():
+    config = TrainConfig(strategy="torch_fsdp", num_workers=8, mesh=MeshConfig(data=2, fsdp=2))
+    with pytest.raises(UsageError, match=r"mesh.data = 2 .* set train.num_workers = 4, or train.mesh.data = 0 for 4"):
+        STRATEGIES["torch_fsdp"].mesh(config)
+    for name, strategy in STRATEGIES.installed().items():
+        for axis, takers in STRATEGIES_WITH_AXIS.items():
+            asked = TrainConfig(strategy=name, num_workers=4, mesh=MeshConfig(**{axis: 2}))
+            if name in takers:
+                assert getattr(strategy.mesh(asked), axis) == 2
+            elif strategy.allows_world_size(4) and name != "parameter_server":
+                with pytest.raises(UsageError, match=rf"mesh.{axis} = 2 .* no such axis; .* '{takers[0]}'"):
+                    strategy.mesh(asked)
 
 
 def test_slow_ranks_read_fewer_streams():

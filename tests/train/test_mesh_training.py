@@ -6,6 +6,7 @@ The starting weights are those of one process, whatever the layout; dropout is d
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -176,15 +177,17 @@ def test_a_module_may_divide_itself(tiny_uri, tmp_path, name):
         train_on_ranks(tiny_uri, tmp_path / "frozen", num_ranks, frozen)
 
 
-@pytest.mark.parametrize("model", ["computing", "tied"])
-@pytest.mark.parametrize("strategy", ["torch_fsdp", "zero1"])
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [*product(["torch_fsdp", "zero1"], ["computing", "tied"]), ("pipeline_parallel", "computing_chain")],
+)
 def test_a_module_that_cannot_be_built_without_numbers_is_built_whole(tiny_uri, tmp_path, model, strategy):
     config, recorder = {**BASE, "model": f"tests.train.sharded_models:{model}", "epochs": 1}, Recorder()
     train_here(tiny_uri, tmp_path / "one", recorder, **config)
     _, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, {**config, "strategy": strategy})
     expected = [float.fromhex(loss) for loss in recorder.losses.values()]
     assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
-    assert ("built_whole" in watcher.events) == (model == "computing")
+    assert ("built_whole" in watcher.events) == (model != "tied")
 
 
 @pytest.mark.drill

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.epoch_plan import streams_by_weight, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.words import counted
+from train.settings.mesh import STRATEGIES_WITH_AXIS
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -92,12 +94,7 @@ class Mesh:
         sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline}
         for axis, asked in config.mesh.sizes.items():
             if asked not in (0, sizes[axis]):
-                raise UsageError(
-                    f"train.mesh.{axis} = {asked} with train.strategy = {config.strategy!r} and "
-                    f"train.num_workers = {num_ranks}",
-                    f"its mesh has {', '.join(f'{name} {size}' for name, size in sizes.items())}",
-                    "leave train.mesh at 0 for the sizes that follow, or choose a strategy that has this axis",
-                )
+                raise _not_of_this_size(config, axis, sizes)
         num_streams = config.num_streams_at(data * fsdp)
         return cls(pipeline, data, fsdp, tensor, num_streams=num_streams, weights=config.rank_weights)
 
@@ -155,3 +152,22 @@ class Mesh:
         axes = {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
         named = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1 and name != "data")
         return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.data})" if named else "")
+
+
+def _not_of_this_size(config: TrainConfig, axis: str, sizes: Mapping[str, int]) -> UsageError:
+    """`sizes`: those that the strategy's mesh has. Other axes than `data` are as they were set, if it has them."""
+    asked = config.mesh.sizes[axis]
+    given = f"train.mesh.{axis} = {asked} with train.strategy = {config.strategy!r}"
+    if axis != "data":
+        taken_by = " or ".join(map(repr, STRATEGIES_WITH_AXIS[axis]))
+        return UsageError(
+            f"{given}, which has no such axis",
+            f"expected it with train.strategy = {taken_by}",
+            f"set train.strategy, or leave train.mesh.{axis} at 0",
+        )
+    ranks_per_copy = sizes["pipeline"] * sizes["fsdp"] * sizes["tensor"]
+    return UsageError(
+        f"{given} and train.num_workers = {config.num_ranks_asked}",
+        f"expected sizes whose product is train.num_workers; a copy of the model has {counted(ranks_per_copy, 'rank')}",
+        f"set train.num_workers = {asked * ranks_per_copy}, or train.mesh.data = 0 for {sizes['data']} copies",
+    )

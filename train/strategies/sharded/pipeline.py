@@ -6,12 +6,10 @@ Where a module is cut: train/backends/torch/chain.py; how a rank computes: train
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from shardmill.errors import UsageError
-from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter, from_json, to_json
@@ -29,6 +27,7 @@ from train.strategies.sharded.pipeline_schedules import (
     schedule_of,
 )
 from train.strategies.sharded.sums import sum_in_place, sum_over_all
+from train.strategies.strategy import Build
 from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
@@ -43,14 +42,14 @@ def pipeline_mesh(config: TrainConfig) -> Mesh:
     return Mesh.of(config, pipeline=sizes.pipeline or max(1, config.num_ranks_asked // max(1, sizes.data)))
 
 
-def join_pipeline(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+def join_pipeline(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
     from train.backends.torch.chain import Stage, chain_of
     from train.backends.torch.stages import StagePasses, StageTensors
 
     mesh = pipeline_mesh(config)
     # The only backend of this strategy; a Keras model was refused by the driver (`needs_module`).
-    learner = cast("TorchLearner", build())
+    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
     # Rank 0 alone has a module with numbers; what is cut where must be the same on all ranks anyway.
     mine = to_json(_stages(config, learner)) if world.rank == 0 else b""
     collective = AnnouncedCollective(TorchCollective, world, reporter)
