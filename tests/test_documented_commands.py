@@ -29,8 +29,8 @@ MODEL = ROOT / "docs" / "get-started" / "your-model.md"
 ELSEWHERE = ("make demo", "source .venv/", "python examples/")
 # These start ranks in processes of their own, or measure for seconds: a drill runs them.
 SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmill plan ")
-# Commands that need a cluster, a server, ffmpeg, a GPU, data of others or an hour are blocks of `console`; no other page
-# has such.
+# Commands that need a cluster, a server, ffmpeg, a GPU, data of others or an hour are
+# blocks of `console`; no other page has such.
 PLATFORMS = {f"platforms/{name}.md" for name in ("databricks", "dataproc", "emr", "kubernetes")}
 TRAINING = {"training/speed.md", "training/launchers.md"}
 NEED_MORE = {

@@ -9,8 +9,8 @@ import pytest
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
-from train.settings.mesh import STRATEGIES_WITH_AXIS, MeshConfig
+from train.contracts.mesh import STRATEGIES_WITH_AXIS, Mesh
+from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES
 
 AXES = [axes for axes in product((1, 2, 3), repeat=4) if axes[1] * axes[2] <= 8]

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 from shardmill.epoch_plan import streams_by_weight, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.words import counted
-from train.settings.mesh import STRATEGIES_WITH_AXIS
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
+
+STRATEGIES_WITH_AXIS = {
+    "fsdp": ("torch_fsdp", "hybrid"),
+    "tensor": ("tensor_parallel", "hybrid"),
+    "pipeline": ("pipeline_parallel",),
+}
+"""What errors recommend to whom sets an axis that the strategy has not; all strategies have copies (`data`)."""
 
 
 @dataclass(frozen=True, slots=True)

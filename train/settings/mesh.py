@@ -9,13 +9,6 @@ from pydantic import Field
 from shardmill.section import Section
 from train.settings.kinds import EXECUTION
 
-STRATEGIES_WITH_AXIS = {
-    "fsdp": ("torch_fsdp", "hybrid"),
-    "tensor": ("tensor_parallel", "hybrid"),
-    "pipeline": ("pipeline_parallel",),
-}
-"""What errors recommend to whom sets an axis that the strategy has not; all strategies have copies (`data`)."""
-
 
 class MeshConfig(Section):
     """Numbers of ranks along the axes of the mesh; their product is `train.num_workers`."""
