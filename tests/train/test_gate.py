@@ -237,8 +237,10 @@ def as_good(models: Models) -> None:
 
 
 def test_every_row_of_the_table_has_its_test():
-    rows = [line.split("|")[1].strip() for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    assert rows[1:] == list(SCENARIOS)
+    # The first table of the page: that of decisions.
+    _, _, table = TABLE.read_text().partition("\n| case |")
+    rows = [line.split("|")[1].strip() for line in table.partition("\n\n")[0].splitlines() if line.startswith("| ")]
+    assert rows == list(SCENARIOS)
 
 
 @pytest.mark.parametrize("case", SCENARIOS)
