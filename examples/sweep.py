@@ -61,7 +61,7 @@ def main() -> None:
         trial.set_user_attr("settings", settings)
         return best.validation_accuracy or 0.0
 
-    # A trial that fails is told in one line, by `tell`.
+    # `tell` prints one line for a trial that fails.
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=2))
     study.optimize(

@@ -3,7 +3,7 @@
     shardmill etl pets/annotations/instances_train.json --set dataset.uri=pets-dataset --set etl.resize_mode=pad
     python examples/train_detector.py pets-dataset --steps 20
 
-It prints the loss of each step. For a detector that is of use, start from torchvision's weights and train for epochs.
+It prints the loss of each step. For a useful detector, start from torchvision's weights and train for epochs.
 """
 
 from __future__ import annotations

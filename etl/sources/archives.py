@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from etl.sources.containers import Containers, gone, image_file
+from etl.sources.containers import Containers, damaged, gone
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.folder_labels import FolderRule, with_folder_labels
@@ -122,7 +122,7 @@ class Archives:
                     self._format.check_end(file)
             except IntegrityError as error:
                 detail = f"{error}; the {num_images} images before that are listed"
-                yield image_file(archive).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list")
+                yield damaged(archive, detail)
 
 
 def _entry(found: TarImage | TarReject, archive: StoredFile, block: int, split: str | None) -> SourceImage | Rejection:

@@ -15,16 +15,15 @@ import pyarrow.compute as pc
 
 from etl.sources.cifar_file import CifarBatch, looks_like_batch, read_batch, read_class_names
 from etl.sources.columns import listed_rows
-from etl.sources.containers import ContainerReader, Containers, FoundFiles, gone, image_file
+from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone
 from etl.sources.file_splits import splits_of, with_warnings
-from etl.sources.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.listed import ListingBatch
 from etl.sources.names import CIFAR_SUFFIXES
 from etl.sources.plain_png import plain_png
 from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.storage import Store, StoredFile
 from shardmill.stores import open_store
-from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -53,31 +52,28 @@ class CifarSource:
         """Raises UsageError if there is no batch. Damage is a rejection."""
         found = self._files.find()
         others = tuple(file for file in found.others if file.path.rpartition("/")[2] not in _NAMES)
-        yield ListingBatch(LISTED_SCHEMA.empty_table(), FoundFiles((), others).rejections)
+        yield ListingBatch.of_rejections(*FoundFiles((), others).rejections)
         # `data_batch_1` to `data_batch_5` are the train split; no other name in the format lacks the word.
         splits = splits_of(_with_split(file.path) for file in found.containers)
         listed = (self._list_batch(file, splits.of[_with_split(file.path)]) for file in found.containers)
         yield from with_warnings(itertools.chain.from_iterable(listed), splits.look_alikes)
 
     def _list_batch(self, file: StoredFile, split: str | None) -> Iterator[ListingBatch]:
-        def damage(problem: str) -> ListingBatch:
-            refused = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, problem, "list")
-            return ListingBatch(LISTED_SCHEMA.empty_table(), (refused,))
-
         store = self._files.store
         try:
             with open_file(store, file) as stream:
                 batch = read_batch(stream, file)
             names = _class_names(store, file) if self._takes_labels else ()
         except IntegrityError as error:
-            yield damage(str(error))
+            yield ListingBatch.of_rejections(damaged(file, str(error)))
             return
         except FileNotFoundError:
-            yield ListingBatch(LISTED_SCHEMA.empty_table(), (gone(file),))
+            yield ListingBatch.of_rejections(gone(file))
             return
         yield _listed(file, batch.labels_N, names if self._takes_labels else None, split)
         if batch.num_spare_bytes:
-            yield damage(f"it is cut: {batch.num_spare_bytes} bytes follow its {len(batch.labels_N)} whole images")
+            problem = f"it is cut: {batch.num_spare_bytes} bytes follow its {len(batch.labels_N)} whole images"
+            yield ListingBatch.of_rejections(damaged(file, problem))
 
 
 def holds_batch(uri: str) -> bool:

@@ -181,6 +181,11 @@ def gone(file: StoredFile) -> Rejection:
     return image_file(file).rejected(RejectReason.MISSING, "gone while the source was listed", "list")
 
 
+def damaged(file: StoredFile, problem: str) -> Rejection:
+    """Return the rejection of a container, for all images that it does not give up."""
+    return image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, problem, "list")
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A root to open, and a name or a pattern below it; empty if the root itself is meant."""

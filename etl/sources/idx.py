@@ -15,13 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.columns import listed_rows
-from etl.sources.containers import (
-    ContainerReader,
-    Containers,
-    FoundFiles,
-    gone,
-    image_file,
-)
+from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.idx_file import IdxFile, open_images, read_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
@@ -31,7 +25,6 @@ from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
-from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -112,11 +105,6 @@ def _list_pair(
     store: Store, file: StoredFile, labels_file: StoredFile | None, split: str | None
 ) -> Iterator[ListingBatch]:
     """The images of one file; those that a cut file lacks are one rejection, and so is a pair that does not fit."""
-
-    def damage(problem: str) -> ListingBatch:
-        refused = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, problem, "list")
-        return ListingBatch(LISTED_SCHEMA.empty_table(), (refused,))
-
     try:
         with open_file(store, file) as stream:
             images = open_images(stream, file)
@@ -125,16 +113,17 @@ def _list_pair(
         if labels is not None and len(labels) != images.shape[0]:
             raise IntegrityError(f"it has {images.shape[0]} images, and its file of labels {len(labels)}")
     except IntegrityError as error:
-        yield damage(str(error))
+        yield ListingBatch.of_rejections(damaged(file, str(error)))
         return
     except FileNotFoundError:
-        yield ListingBatch(LISTED_SCHEMA.empty_table(), (gone(file),))
+        yield ListingBatch.of_rejections(gone(file))
         return
     for start in range(0, num_whole, _BATCH_ROWS):
         rows = np.arange(start, min(start + _BATCH_ROWS, num_whole), dtype=np.int64)
         yield _listed(rows, file, labels, split)
     if num_whole < images.shape[0]:
-        yield damage(f"it is cut: {num_whole} of its {images.shape[0]} images are there")
+        problem = f"it is cut: {num_whole} of its {images.shape[0]} images are there"
+        yield ListingBatch.of_rejections(damaged(file, problem))
 
 
 def _listed(rows: np.ndarray, file: StoredFile, labels: np.ndarray | None, split: str | None) -> ListingBatch:

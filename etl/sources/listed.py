@@ -55,6 +55,11 @@ class ListingBatch:
     num_found_ahead: int = 0
     """Number of images already found that are in later batches, for progress output."""
 
+    @classmethod
+    def of_rejections(cls, *rejections: Rejection) -> ListingBatch:
+        """Without an image."""
+        return cls(LISTED_SCHEMA.empty_table(), rejections)
+
 
 def batches_of(
     entries: Iterable[SourceImage | Rejection], extra_types: Callable[[], Mapping[str, str]] = dict

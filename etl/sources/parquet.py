@@ -30,7 +30,7 @@ from etl.sources.columns import (
     or_else,
     with_constants,
 )
-from etl.sources.containers import ContainerReader, Containers, gone, image_file
+from etl.sources.containers import ContainerReader, Containers, damaged, gone
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.label_signs import column_signs
@@ -98,10 +98,9 @@ class ParquetSource:
                     facts = _FileFacts(file, splits.of[file.path], self._files.columns_of(file.path))
                     yield from _list_file(stream, facts, self._config, self._extra)
             except IntegrityError as error:
-                damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
-                yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
+                yield ListingBatch.of_rejections(damaged(file, str(error)))
             except FileNotFoundError:
-                yield ListingBatch(LISTED_SCHEMA.empty_table(), (gone(file),))
+                yield ListingBatch.of_rejections(gone(file))
 
 
 @contextmanager

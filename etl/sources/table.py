@@ -80,7 +80,7 @@ class TableSource:
         first_row = 1
         for rows in read_rows(self._tables.store, file, self._wanted()):
             if isinstance(rows, Rejection):
-                yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
+                yield ListingBatch.of_rejections(rows)
                 first_row += 1
                 continue
             rows = with_constants(rows, self._tables.columns_of(file.path))

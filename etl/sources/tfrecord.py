@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow as pa
 
 from etl.sources.class_texts import ClassTexts
-from etl.sources.containers import ContainerReader, Containers, gone, image_file
+from etl.sources.containers import ContainerReader, Containers, damaged, gone
 from etl.sources.extra import ExtraColumns
 from etl.sources.features import IMAGE_FEATURES, LABEL_FEATURES, FeatureNames, Features, choose_names, image_of
 from etl.sources.file_splits import splits_of, with_warnings
@@ -156,7 +156,7 @@ def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | R
         yield gone(file), b""
     except IntegrityError as error:
         detail = f"{error}{where}; the records before that, about {number + 1}, are listed"
-        yield image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list"), b""
+        yield damaged(file, detail), b""
 
 
 def _image_at(file: StoredFile, start: int, number: int, block: int) -> SourceImage:

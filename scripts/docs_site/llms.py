@@ -46,7 +46,7 @@ def write_llms(folder: Path, text: str, markdown: Mapping[str, str]) -> None:
 def first_sentence(page: str) -> str:
     """The first sentence behind the title, without links; empty if the page begins with something else than text."""
     body = re.sub(r"^(```|~~~).*?^\1\s*$", "", page.partition("\n")[2], flags=re.MULTILINE | re.DOTALL)
-    # A paragraph that begins with a small letter goes on from a command; an indented one is a command.
+    # A paragraph that begins with a small letter continues the sentence of a command; an indented one is a command.
     texts = (part.strip("\n") for part in re.split(r"\n\s*\n", body))
     text = " ".join(next((part for part in texts if re.match(r"[A-Z`\[\"]|shardmill|\*\*[A-Z]", part)), "").split())
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")

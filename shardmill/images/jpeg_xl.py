@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
-
-from shardmill.images.icc import to_srgb
-from shardmill.images.pillow import opened
-from shardmill.images.pixels import DecodedImage, Refused, check_dimensions, flatten_over_white
+from shardmill.images.pillow import loaded, opened, to_srgb_over_white
+from shardmill.images.pixels import DecodedImage, Refused, check_dimensions
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
@@ -27,15 +24,10 @@ def decode_jpeg_xl(data: bytes, options: NormalizeOptions) -> DecodedImage:
     check_dimensions(*_declared_size(data), options)
     with opened(JpegXLImagePlugin.JXLImageFile, data) as picture:
         # Turned: height and width may be exchanged.
-        picture.load()
-        has_alpha = "A" in picture.mode
-        pixels_HWC = np.asarray(picture.convert("RGBA" if has_alpha else "RGB"))
+        pixels_HWC = loaded(picture)
         profile = picture.info.get("icc_profile")
     notes: list[str] = []
-    color_HWC = to_srgb(pixels_HWC[:, :, :3], profile, notes)
-    if has_alpha:
-        color_HWC = flatten_over_white(color_HWC, pixels_HWC[:, :, 3], notes)
-    return DecodedImage(color_HWC, notes=tuple(notes))
+    return DecodedImage(to_srgb_over_white(pixels_HWC, profile, notes), notes=tuple(notes))
 
 
 def _declared_size(data: bytes) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL.Image import DecompressionBombError
 
-from shardmill.images.pixels import Refused
+from shardmill.images.icc import to_srgb
+from shardmill.images.pixels import Refused, flatten_over_white
 from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
@@ -54,6 +55,18 @@ def _refusing(otherwise: RejectReason) -> Iterator[None]:
             raise MemoryError(message) from error
         reason = next((reason for words, reason in _REASONS.items() if words in message), otherwise)
         raise Refused(reason, f"Pillow: {message}") from error
+
+
+def loaded(picture: ImageFile) -> np.ndarray:
+    """The pixels of a picture, H x W x 3, or 4 if it has transparency."""
+    picture.load()
+    return np.asarray(picture.convert("RGBA" if "A" in picture.mode else "RGB"))
+
+
+def to_srgb_over_white(pixels_HWC: np.ndarray, profile: bytes | None, notes: list[str]) -> np.ndarray:
+    """H x W x 3 of the pixels that `loaded` returned, by the colour profile of the file."""
+    color_HWC = to_srgb(pixels_HWC[:, :, :3], profile, notes)
+    return flatten_over_white(color_HWC, pixels_HWC[:, :, 3], notes) if pixels_HWC.shape[2] == 4 else color_HWC
 
 
 def decode_plain_gray(plugin: Callable[[io.BytesIO], ImageFile], plain_file: bytes) -> np.ndarray:

@@ -15,7 +15,7 @@ _LEAST = {"global_batch_size": 1, "num_threads": 1, "num_streams": 1, "world_siz
 _WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size", "cache_limit_bytes")
 
 
-def check_known(given: Collection[str], known: Collection[str]) -> None:
+def _check_known(given: Collection[str], known: Collection[str]) -> None:
     """Raises UsageError, with the nearest name, for an argument that no loader has."""
     if unknown := sorted(set(given).difference(known)):
         if unknown == ["epoch"]:
@@ -28,14 +28,16 @@ def check_known(given: Collection[str], known: Collection[str]) -> None:
         )
 
 
-def with_whole_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises UsageError for what is none, for a batch or threads below 1, and for a choice but True and False."""
-    checked: dict[str, Any] = {"global_batch_size": None, **given}
+def checked(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Raises UsageError for an argument that no loader has, for what is no whole number, for a batch or threads below
+    1, and for a choice but True and False."""
+    _check_known(given, known)
+    whole: dict[str, Any] = {"global_batch_size": None, **given}
     for name in _WHOLE:
-        if checked.get(name) is not None or name == "global_batch_size":
-            checked[name] = whole_number(name, checked[name], least=_LEAST.get(name))
+        if whole.get(name) is not None or name == "global_batch_size":
+            whole[name] = whole_number(name, whole[name], least=_LEAST.get(name))
     for name in ("shuffle", "per_sample"):
         # "no" would count as True.
-        if not isinstance(checked.get(name, True), bool | np.bool_):
-            raise UsageError(f"{name} = {checked[name]!r}", "expected True or False", f"leave {name} out, for example")
-    return checked
+        if not isinstance(whole.get(name, True), bool | np.bool_):
+            raise UsageError(f"{name} = {whole[name]!r}", "expected True or False", f"leave {name} out, for example")
+    return whole

@@ -14,7 +14,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import check_annotations
-from shardmill.loader.arguments import check_known, with_whole_numbers
+from shardmill.loader.arguments import checked
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import open_caches
 from shardmill.loader.contact_sheet import contact_sheet
@@ -152,8 +152,7 @@ class LoadableDataset(Dataset):
         """
         if reading.get("rank") is not None or reading.get("world_size") is not None:
             raise UsageError("a jax_loader with rank or world_size", "expected neither", "the sharding says it")
-        check_known(reading, Reading.__annotations__)
-        reading = cast("Reading", with_whole_numbers(reading))
+        reading = cast("Reading", checked(reading, Reading.__annotations__))
         placement = DevicePlacement.of(sharding, reading["global_batch_size"])
         reading["num_streams"] = placement.num_streams(reading.get("num_streams"))
         return self._loader(split, as_arrays, reading, placement, placement.ranks)
@@ -209,8 +208,7 @@ class LoadableDataset(Dataset):
         self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading,
         place: Place | None = None, ranks: Ranks | None = None,
     ) -> Loader:  # fmt: skip
-        check_known(reading, Reading.__annotations__)
-        reading = cast("Reading", with_whole_numbers(reading))
+        reading = cast("Reading", checked(reading, Reading.__annotations__))
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         rows = self._row_options(split, reading)
         datasets = (self,) if rows.mix is None else rows.mix.datasets
@@ -249,9 +247,7 @@ class LoadableDataset(Dataset):
         return RowOptions(augment, None if columns is None else tuple(columns), selection, mixed)
 
 
-def _spec_of(
-    datasets: Sequence[Dataset], split: str, reading: Reading, rows: RowOptions, ranks: Ranks
-) -> PlanSpec:  # fmt: skip
+def _spec_of(datasets: Sequence[Dataset], split: str, reading: Reading, rows: RowOptions, ranks: Ranks) -> PlanSpec:
     """What the epochs of some datasets are a function of. Raises UsageError if the ranks cannot share a batch."""
     global_batch_size = reading["global_batch_size"]
     if ranks.world_size > global_batch_size:
