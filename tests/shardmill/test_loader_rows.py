@@ -174,7 +174,7 @@ def test_where_chooses_the_rows_for_which_it_is_true(where, holds, captioned):
         ({"sample": "age"}, "rows have a weight that is null, negative or above 10000.*where = 'age >= 0'"),
         ({"where": "age = 3"}, "where = 'age = 3': invalid syntax; expected a condition .*Python's syntax .==, !="),
         ({"sample": 3}, "sample = 3; expected 'once', 'balanced'"),
-        ({"columns": ["captoin"]}, "there is no extra column captoin; expected some of age, box, caption"),
+        ({"columns": ["captoin"]}, "there is no extra column captoin; expected some of age, caption, pair"),
         ({"transform": "flip"}, "transform = 'flip'; expected a function"),
     ],
 )

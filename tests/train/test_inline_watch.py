@@ -27,8 +27,12 @@ from train.settings.watch import WatchConfig
 SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}
 HERE = "tests.train.test_inline_watch"
 # The start has its time: what has to stand still is a read.
-WATCH = {**SECONDS, "start_timeout_seconds": 60}
-MANY_READS = {"watch": WATCH, "strategy": "single", "launcher": "inline", "epochs": 50}
+PATIENT_START = {
+    "watch": {**SECONDS, "start_timeout_seconds": 60},
+    "strategy": "single",
+    "launcher": "inline",
+    "epochs": 2,
+}
 # Of a program that ends by its watch; a process that imports, on a busy machine.
 _HANG_SECONDS = 120
 
