@@ -33,10 +33,10 @@ from tests.services.lost_executor import (
     steps_of,
     until,
 )
-from tests.services.marked import MARK, free_ports
+from tests.services.marked import free_ports
 from tests.services.slowed_attempt import SlowedAttempt
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster, start_worker
-from tests.services.spark_submit import Submitter, make_bundle, summary_of
+from tests.services.spark_submit import Submitter, make_bundle, summary_of, to_standalone
 from tests.support import write_images
 
 pytestmark = pytest.mark.drill
@@ -82,13 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submitter(folder: Path, spark_cluster: SparkCluster) -> Submitter:
-    return Submitter(
-        spark_cluster.master,
-        {"SPARK_CONF_DIR": str(spark_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: spark_cluster.mark},
-        {"spark.driver.host": "127.0.0.1"},
-        (folder / "shardmill.zip", SLOW_TORCH),
-        folder,
-    )
+    return to_standalone(spark_cluster, folder, folder / "shardmill.zip", SLOW_TORCH)
 
 
 def shardmill(folder: Path, *arguments: str) -> dict:

@@ -14,7 +14,8 @@ from typing import Any
 from shardmill.stores import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
 from tests.quick_start import FOLDER
-from tests.services.marked import QUICK_JVM
+from tests.services.marked import MARK, QUICK_JVM
+from tests.services.spark_standalone import SparkCluster
 
 SECURE = ROOT / "examples" / "spark" / "secure.properties"
 
@@ -64,6 +65,12 @@ class Submitter:
         submitted = self.start(script, *arguments, options=options, **conf)
         submitted.wait()
         return submitted
+
+
+def to_standalone(cluster: SparkCluster, folder: Path, *py_files: Path) -> Submitter:
+    """Submits from `folder` to a standalone cluster of loopback."""
+    environment = {"SPARK_CONF_DIR": str(cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: cluster.mark}
+    return Submitter(cluster.master, environment, {"spark.driver.host": "127.0.0.1"}, py_files, folder)
 
 
 @dataclass(frozen=True, slots=True)

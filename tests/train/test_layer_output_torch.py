@@ -11,6 +11,7 @@ import torch
 from shardmill.errors import UsageError
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.torch.layer_output import LAYER_OUTPUT
+from train.backends.torch.model import classifier_of
 from train.backends.torch.serving import load_program, served_module, write_program
 from train.labels import LabelSpec
 
@@ -18,7 +19,7 @@ SHAPE_HWC = (8, 8, 3)
 
 
 class Net(torch.nn.Module):
-    """uint8 images_NHWC -> logits of three classes."""
+    """Standardized images_NCHW -> logits of three classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,16 +27,16 @@ class Net(torch.nn.Module):
         self.pool = torch.nn.AdaptiveAvgPool2d(1)
         self.head = torch.nn.Linear(4, 3)
 
-    def forward(self, images_NHWC: torch.Tensor) -> torch.Tensor:
-        images_NCHW = images_NHWC.permute(0, 3, 1, 2).float() / 255
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
         return self.head(self.pool(self.features(images_NCHW)).flatten(1))
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    spec = ModelSpec(SHAPE_HWC, LabelSpec("class", ("a", "b", "c")), InputScale((0.0,) * 3, (1.0,) * 3))
-    write_program(served_module(Net(), "class", are_logits=True), spec, "net", tmp_path / "program")
+    spec = ModelSpec(SHAPE_HWC, LabelSpec("class", ("a", "b", "c")), InputScale((0.0,) * 3, (255.0,) * 3))
+    classifier = classifier_of(Net(), is_keras=False, spec=spec)
+    write_program(served_module(classifier, "class", are_logits=True), spec, "net", tmp_path / "program")
     return tmp_path / "program"
 
 

@@ -17,8 +17,8 @@ from train.backends.torch.backend import SERVED
 from train.backends.torch.runtime import device, import_torch
 from train.backends.torch.serving import PROGRAM
 
-# The user's module inside ours (`served_module`).
-_INSIDE = "classifier."
+# The user's module inside ours (`served_module` of a `classifier_of`).
+_INSIDE = "classifier.model."
 
 
 def load_layer(folder: Path, layer: str) -> PredictWithLayer:
@@ -53,8 +53,8 @@ def _last_nodes(module: Any) -> dict[str, Any]:
     for node in module.graph.nodes:
         # Paths from the outermost module to the one whose operation it is, each with its class.
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            name = path.replace("L['self'].", "").removeprefix(_INSIDE)
-            if name and name != _INSIDE.rstrip("."):
+            _, is_inside, name = path.partition(_INSIDE)
+            if is_inside:
                 # Behind what it had: the order of the graph is that of the last operations.
                 found.pop(name, None)
                 found[name] = node
