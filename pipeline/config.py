@@ -75,6 +75,7 @@ def load_for_models(models_or_config: str, overrides: tuple[str, ...], workdir: 
     uri, _ = split_version(models_or_config)
     if uri.endswith(".toml"):
         return load_pipeline(uri, overrides, workdir)
+    existing_models(uri)
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, {"models": {"uri": uri}}), workdir)
 
 
@@ -100,6 +101,12 @@ def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .to
         f"expected {expected}",
         f"did you mean {path.parent / near[0]}?" if near else "check the path",
     )
+
+
+def existing_models(models: str) -> str:
+    """`models` itself; a local path that does not exist raises UsageError with the nearest name in its folder."""
+    is_registered = models.startswith("models:/")
+    return models if is_registered else existing_path(models, "a models folder or URI, or MODELS@N for one export")
 
 
 def absolute_uri(uri: str) -> str:

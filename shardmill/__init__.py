@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardmill.augment.options import AugmentOptions
-    from shardmill.calls.commands import etl, run, train
+    from shardmill.calls.commands import etl, predict, promote, run, train
+    from shardmill.calls.predictions import Predictions
+    from shardmill.calls.promotion import PromotionResult
     from shardmill.calls.result import RunResult
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.verify import verify_dataset
@@ -33,11 +35,15 @@ _HOMES = {
     "Batch": "values",
     "Cursor": "values",
     "Dataset": "dataset.dataset",
+    "Predictions": "calls.predictions",
+    "PromotionResult": "calls.promotion",
     "RunResult": "calls.result",
     "ShardmillError": "errors",
     "etl": "calls.commands",
     "open_dataset": "loader.dataset",
+    "predict": "calls.commands",
     "process_image": "images.process",
+    "promote": "calls.commands",
     "run": "calls.commands",
     "train": "calls.commands",
     "verify_dataset": "dataset.verify",
@@ -48,11 +54,15 @@ __all__ = [
     "Batch",
     "Cursor",
     "Dataset",
+    "Predictions",
+    "PromotionResult",
     "RunResult",
     "ShardmillError",
     "etl",
     "open_dataset",
+    "predict",
     "process_image",
+    "promote",
     "run",
     "train",
     "verify_dataset",

@@ -32,12 +32,13 @@ def lineage(
 
 def describe_lineage(model: str) -> dict[str, Any]:
     """From the export back to the images. Raises UsageError if there is no such model."""
+    from pipeline.config import existing_models
     from shardmill.stores import open_store
     from train.published.current import read_history
     from train.published.exported import read_export
     from train.published.predict import exact_name
 
-    exact = exact_name(model)
+    exact = exact_name(existing_models(model))
     uri, _, number = exact.rpartition("@")
     record = read_export(uri, int(number)).record
     history = read_history(open_store(uri))

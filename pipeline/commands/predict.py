@@ -50,6 +50,9 @@ def predict(
     ] = "",
     replace_source: ReplaceSource = False,
 ) -> None:
+    from pipeline.config import existing_models
+
+    existing_models(model)
     if out:
         from pipeline.commands.predict_batch import BatchJob, predict_batch
 

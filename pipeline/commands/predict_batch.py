@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import absolute_uri, load_pipeline, require
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from pipeline.output.printing import Rows
     from shardmill.jobs.run_files import StageRecord
+    from shardmill.row_mapping import RowMapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,15 @@ def predict_batch(common: Common, job: BatchJob) -> None:
     from etl.predict_job import predict_source, predictions_record
     from train.published.row_mapper import mapping_of
 
+    @cache
+    def mapping() -> RowMapping:
+        return mapping_of(absolute_uri(job.model), job.top, job.layer)
+
     def load(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
         engine = (f"etl.engine={job.engine}",) if job.engine else ()
         tree = _load_source(source, (*overrides, *engine), workdir)
+        # Here, because a wrong name of a model or layer is a mistyped command, too.
+        mapping()
         return tree.model_copy(update={"dataset": DatasetConfig(uri=absolute_uri(job.out))})
 
     [source] = job.sources
@@ -60,7 +68,7 @@ def predict_batch(common: Common, job: BatchJob) -> None:
             "predict",
             lambda: predict_source(
                 tree,
-                mapping_of(absolute_uri(job.model), job.top, job.layer),
+                mapping(),
                 run_id=run.id,
                 observer=run.progress,
                 replace_source=job.replace_source,

@@ -1,6 +1,4 @@
-"""`shardmill.run`, `shardmill.etl` and `shardmill.train`: the commands of those names, called from Python; they return
-values.
-"""
+"""`shardmill.run`, `etl`, `train`, `promote`, `predict`: commands of those names as functions that return values."""
 
 from __future__ import annotations
 
@@ -9,7 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardmill.calls.predictions import Predictions
 from shardmill.calls.process import Command
+from shardmill.calls.promotion import PromotionResult
 from shardmill.calls.result import RunResult, epoch_figures, version_of
 from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import watcher_of
@@ -67,6 +67,47 @@ def train(
     return _result(_call("train", dataset_or_config, workdir, run_id, options, quiet=quiet), workdir)
 
 
+def promote(
+    models_or_config: str | os.PathLike[str], /, *, rollback: bool = False, require_promotion: bool = False,
+    replace_current: bool = False, workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "", quiet: bool = False,
+    **settings: Any,
+) -> PromotionResult:  # fmt: skip
+    """An export becomes the current model, as by the command `shardmill promote`: the newest of `MODELS` if it passes
+    the gate, `MODELS@N` without the gate, or with `rollback` the previous one.
+
+    Raises GateNotPassed with `require_promotion` if the gate is not passed.
+    """
+    flags = {"rollback": rollback, "require": require_promotion, "replace_current": replace_current}
+    options = [*_flags(**flags), *as_options(settings)]
+    document = _call("promote", models_or_config, workdir, run_id, options, quiet=quiet)
+    return PromotionResult.of(document["run_id"], document["sections"]["promotion"])
+
+
+def predict(
+    models: str | os.PathLike[str], source_or_config: str | os.PathLike[str], /, *, out: str | os.PathLike[str] = "",
+    top: int = 1, layer: str = "", engine: str = "", replace_source: bool = False,
+    workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
+) -> Predictions:  # fmt: skip
+    """A model over every image of a source or of `DATASET[@N]`, as the command `shardmill predict --out`.
+
+    `models`: a models folder (its current model), `MODELS@N`, or `models:/NAME@ALIAS`. `out`: where the version of
+    predictions is committed; `predictions` in `workdir` if it is left out. Only new or changed images are predicted.
+    """
+    folder = os.fspath(out) or join_uri(os.fspath(workdir), "predictions")
+    named = {"--out": folder, "--top": str(top), "--layer": layer, "--engine": engine}
+    options = [part for option, value in named.items() if value for part in (option, value)]
+    options += [*_flags(replace_source=replace_source), *as_options(settings)]
+    document = _call("predict", models, workdir, run_id, options, source_or_config, quiet=quiet)
+    section = document["sections"]["predictions"]
+    return Predictions(
+        document["run_id"],
+        version_of({"dataset": section}),
+        section["num_predicted"],
+        section["images_per_second"],
+        is_new=document["status"] != "skipped",
+    )
+
+
 def _flags(**flags: bool) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, is_set in flags.items() if is_set]
 
@@ -77,12 +118,13 @@ def _changes(names: Sequence[str]) -> list[str]:
 
 def _call(
     name: str, what: str | os.PathLike[str], workdir: str | os.PathLike[str], run_id: str, options: list[str],
-    *, quiet: bool,
+    *others: str | os.PathLike[str], quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     # A run without a name of its own leaves no record of a wrong setting.
     named = ["--run-id", run_id] if run_id else []
-    command = Command(name, ["--workdir", os.fspath(workdir), *named, *options, "--", os.fspath(what)])
-    return command.run(watcher_of(f"shardmill.{name} {os.fspath(what)}", quiet=quiet))
+    places = [os.fspath(place) for place in (what, *others)]
+    command = Command(name, ["--workdir", os.fspath(workdir), *named, *options, "--", *places])
+    return command.run(watcher_of(f"shardmill.{name} {' '.join(places)}", quiet=quiet))
 
 
 def _result(document: Mapping[str, Any], workdir: str | os.PathLike[str]) -> RunResult:

@@ -1,4 +1,4 @@
-"""`shardmill.run`, `shardmill.etl` and `shardmill.train`: the commands as functions, and the page that shows them."""
+"""`shardmill.run` and its siblings: the commands as functions, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -64,8 +64,18 @@ def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[st
     assert "<table>" in result._repr_html_() and 'src="data:image/png;base64,' in result._repr_html_()
     refusal = capsys.readouterr().out.strip()
     assert f"```text\n{refusal}\n```" in text
+    predictions, rows = names["predictions"], names["table"]
     # A wrong setting leaves no record.
-    assert [each.name for each in (here / "shardmill-work" / "runs").iterdir()] == [result.run_id]
+    assert {each.name for each in (here / "shardmill-work" / "runs").iterdir()} == {result.run_id, predictions.run_id}
+
+    assert (predictions.num_predicted, predictions.is_new, len(rows)) == (100, True, 100)
+    assert set(rows["prediction"]) <= set(result.dataset.class_names)
+    embeddings_ND = predictions.embeddings()
+    assert embeddings_ND.shape[0] == 100 and embeddings_ND.std() > 0
+    html = predictions._repr_html_()
+    assert f">{rows['source'][0]}</td>" in html and "/models@1" in html
+    chosen = shardmill.promote("shardmill-work/models@1", quiet=True)
+    assert (chosen.decision, chosen.current) == ("already_current", 1) and "export 1" in chosen._repr_html_()
 
     # The same training is found, not repeated.
     version = f"{result.dataset.pin.uri}@1"
@@ -134,16 +144,17 @@ def test_the_functions_have_the_options_of_their_commands():
     from pipeline.cli import COMMANDS
 
     assert WORKDIR == DEFAULT_WORKDIR
-    for function in (shardmill.run, shardmill.etl, shardmill.train):
+    for function in (shardmill.run, shardmill.etl, shardmill.train, shardmill.promote, shardmill.predict):
         keywords = {
             name
             for name, parameter in inspect.signature(function).parameters.items()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
         options = {option.name for option in COMMANDS[function.__name__].params}
-        # A dry run is a table for people; settings are keywords themselves.
+        # A dry run is a table for people, and so is CSV; settings are keywords themselves.
         assert keywords - {"quiet"} == options - {
-            "source_or_config", "dataset", "overrides", "json", "debug", "dry_run"
+            "source_or_config", "dataset", "models", "model", "images", "overrides", "json", "debug", "dry_run",
+            "as_csv",
         }, function  # fmt: skip
 
 

@@ -274,7 +274,7 @@ def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(pl
         ({"init_from": "a.pt"}, r"'small_cnn' is a Keras model; expected .keras, .weights.h5, .h5, .safetensors or an"),
         ({"init_from": "a.keras", "model": f"{TORCH_MODELS}:linear"}, r"a PyTorch model; expected .pt, .pth, .safeten"),
         ({"init_from": "page.keras"}, r"page.keras' begins with b'<!DOCTYP'; which is no .keras file"),
-        ({"init_from": "nowhere@3"}, "nowhere has no export 3; it has none"),
+        ({"init_from": "nowhere@3"}, "nowhere holds no exports; expected a models folder"),
         ({"init_from": "whole.keras#sha256=abc"}, r"ends with #sha256=abc; expected a SHA-256, 64 hexadecimal digits"),
         (
             {"init_from": f"whole.keras#sha256={'0' * 64}"},

@@ -24,7 +24,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import ImageSample
-from tests.pipeline.command import ROOT, SUMMARY_SCHEMA, shardmill
+from tests.pipeline.command import ROOT, SUMMARY_SCHEMA, last_line, shardmill
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.published.candidate import promote_export
@@ -138,6 +138,29 @@ def test_what_is_made_of_an_image_does_not_depend_on_its_batch(folder: Path):
     assert [mapper.map([each])[0] for each in samples[::9]] == together[::9]
 
 
+def test_more_classes_than_there_are_is_all_of_them(folder: Path):
+    assert mapping_of(str(folder / "models"), top=9) == mapping_of(str(folder / "models"), top=3)
+
+
+@pytest.mark.parametrize(
+    "models, source, said",
+    [
+        (
+            "model",
+            "images",
+            "model does not exist; expected a models folder or URI, or MODELS@N for one export; did you",
+        ),
+        ("models@7", "images", "models has no export 7; it has 1; name one of them"),
+        ("images", "models", "images holds no exports; expected a models folder or URI"),
+        ("models", "imags", "imags does not exist; expected a folder of images, an archive, a table"),
+    ],
+)
+def test_a_mistyped_batch_job_leaves_nothing(models: str, source: str, said: str, folder: Path):
+    done = shardmill("predict", models, source, "--out", "out", cwd=folder)
+    assert done.returncode == 2 and said in last_line(done), done.stderr
+    assert not (folder / "out").exists() and not (folder / "shardmill-work").exists()
+
+
 def test_options_of_a_batch_job_need_a_folder(folder: Path, tmp_path: Path):
     done = shardmill("predict", folder / "models", "x.png", "--engine", "local", cwd=tmp_path)
     assert done.returncode == 2 and "expected --out DIR" in done.stderr
@@ -146,15 +169,21 @@ def test_options_of_a_batch_job_need_a_folder(folder: Path, tmp_path: Path):
     assert done.returncode == 2 and "--out with 2 sources" in done.stderr
 
 
-def test_the_job_of_spark_submit_does_the_same(folder: Path, tmp_path: Path):
+def test_the_job_of_spark_submit_gives_on_spark_what_the_local_engine_gives(folder: Path, tmp_path: Path):
     config = tmp_path / "photos.toml"
-    config.write_text(f'[source]\nuri = "{folder}/images"\n[etl]\nengine = "local"\nnum_workers = 2\n')
-    arguments = ["--config", config, "--out", tmp_path / "out", "--workdir", tmp_path / "work", "--top", 2]
+    engine = 'engine = "spark"\nunit_min_images = 20\n[spark]\nmaster = "local[2]"\n'
+    config.write_text(f'[source]\nuri = "{folder}/images"\n[etl]\n{engine}')
+    arguments = ["--config", config, "--out", tmp_path / "out", "--workdir", tmp_path / "work"]
     command = [sys.executable, ROOT / "etl" / "predict_job.py", f"{folder}/models@1", *arguments]
     done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)["sections"]["predictions"]
     assert (made["version"], made["counts"]["accepted"], made["published"]) == (1, 120, True)
-    assert rows_of(tmp_path / "out").num_rows == 120
+    assert (made["engine"], made["num_units"]) == ("spark", 8)
     [summary] = (tmp_path / "work" / "runs").glob("*/summary.json")
     jsonschema.validate(json.loads(summary.read_text()), SUMMARY_SCHEMA)
+
+    here = predict_here(SourceConfig(uri=str(folder / "images")), folder, tmp_path / "here")
+    assert rows_of(tmp_path / "out") == here
+    digests = {open_dataset(str(tmp_path / name)).manifest.content_digest for name in ("out", "here")}
+    assert len(digests) == 1

@@ -110,15 +110,14 @@ class ExportedModel:
 
 def read_export(models_uri: str, number: int) -> Export:
     """The record of one export. Raises UsageError that names those that exist, IntegrityError for an altered one."""
-    store = open_store(models_uri)
-    known = record_numbers(store, EXPORTS)
+    known = require_exports(models_uri)
     if number not in known:
         raise UsageError(
             f"{models_uri} has no export {number}",
-            f"it has {numbers_in_words(known) or 'none'}",
-            "run `shardmill export` to create one",
+            f"it has {numbers_in_words(known)}",
+            "name one of them, or run `shardmill export` to create another one",
         )
-    return Export(number, read_record(store, EXPORTS, number, ExportRecord))
+    return Export(number, read_record(open_store(models_uri), EXPORTS, number, ExportRecord))
 
 
 def require_exports(models_uri: str) -> list[int]:

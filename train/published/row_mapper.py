@@ -36,6 +36,8 @@ _MAX_VECTOR_SIZE = 65_536
 def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
     """The predictions of a model as `exact_name` takes it: the number of its export is decided here, for all workers.
 
+    `top`: how many classes to store; all of them if there are fewer.
+
     Loads no model unless a layer is named, whose output is then stored too. Raises UsageError if there is no such
     model or layer, or this machine decodes images differently.
     """
@@ -44,6 +46,8 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
     export = read_export(uri, int(number))
     record = export.record
     check_served(model, record)
+    # Equal answers are those of one mapping.
+    top = 1 if record.labels.are_numbers else min(top, len(record.class_names))
     columns, vector_size = _columns(record.labels, top), _layer_size(uri, export, layer) if layer else 0
     predicted_by = PredictedBy(
         models_uri=uri,

@@ -1,0 +1,92 @@
+"""What `shardmill.predict` committed, as a value: the version, its rows as a table, and its embeddings.
+
+Shape legend: N rows of all splits, D numbers of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardmill.errors import ShardmillError, UsageError
+from shardmill.html import table, text
+from shardmill.jobs.summary_rows import Rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    import pyarrow as pa
+
+    from shardmill.loader.dataset import LoadableDataset
+
+_ROWS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Predictions:
+    """A version of predictions. It shows itself as a table in a notebook, with its first rows."""
+
+    run_id: str
+    dataset: LoadableDataset
+    """The version; it has no images, and no loaders."""
+    num_predicted: int
+    """Images that this run predicted: those that are new, or have changed."""
+    images_per_second: float
+    is_new: bool
+    """Whether this run made the version; False if nothing was new, and the latest one stays."""
+
+    def to_arrow(self, columns: Collection[str] | None = None) -> pa.Table:
+        """A row for each predicted image, of all splits; all columns but the embedding.
+
+        Raises UsageError for a column that there is not.
+        """
+        import pyarrow as pa
+
+        dataset = self.dataset
+        return pa.concat_tables([dataset.metadata(split, columns) for split in dataset.manifest.splits])
+
+    def to_pandas(self, columns: Collection[str] | None = None) -> pd.DataFrame:
+        """`to_arrow` as a DataFrame."""
+        return self.to_arrow(columns).to_pandas()
+
+    def embeddings(self) -> np.ndarray:
+        """The outputs of the named layer, float32 of shape (N, D), in the order of `to_arrow`.
+
+        Raises UsageError if no layer was named, IntegrityError for an altered shard.
+        """
+        import numpy as np
+
+        from shardmill.dataset.chunks import ChunkFetcher
+
+        dataset, schema = self.dataset, self.dataset.manifest.row_schema
+        if not schema.vector_size:
+            raise UsageError(f"{self!r} has no embeddings", "expected those of a layer", "predict with layer='NAME'")
+        vectors_D: list[np.ndarray] = []
+        for index in map(dataset.index, dataset.manifest.splits):
+            fetcher = ChunkFetcher(dataset.store, index, schema)
+            for chunk in range(index.num_chunks):
+                vectors_D += [np.frombuffer(each, "<f4") for each in fetcher.read_chunk(chunk).images]
+        return np.array(vectors_D, np.float32)
+
+    def _rows(self) -> Rows:
+        counts, pin = self.dataset.manifest.counts, self.dataset.pin
+        return [
+            ("predictions", f"{pin.uri}@{pin.version}"),
+            ("model", str(self.dataset.manifest.predicted_by)),
+            ("images", f"{counts.accepted:,} predicted, {counts.rejected:,} rejected of {counts.listed:,} listed"),
+            ("by this run", f"{self.num_predicted:,} read, {self.images_per_second:.1f} a second"),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<predictions {self.dataset.pin.uri}@{self.dataset.pin.version}>"
+
+    def _repr_html_(self) -> str:
+        try:
+            made = self.dataset.manifest.predicted_by
+            assert made is not None
+            rows = self.to_arrow(["source", *made.columns]).slice(0, _ROWS_SHOWN)
+            first = table([[*row.values()] for row in rows.to_pylist()], rows.column_names)
+        except (ShardmillError, OSError) as error:
+            first = f"<p>no rows are shown: {text(error)}</p>"
+        return f"<div>{table(self._rows())}{first}</div>"
