@@ -116,6 +116,12 @@ ERROR_BY_EXIT_CODE: dict[int, type[ShardmillError]] = {
 }
 
 
+def error_class(name: str, exit_code: int) -> type[ShardmillError]:
+    """The class of an error that another process has named; of an unknown name, that of its exit code."""
+    base = ERROR_BY_EXIT_CODE.get(exit_code, ShardmillError)
+    return next((kind for kind in base.__subclasses__() if kind.__name__ == name), base)
+
+
 def is_worth_retrying(exit_code: int) -> bool:
     """Whether to retry a command that ended with this exit code; true after a signal and for unknown codes."""
     return ERROR_BY_EXIT_CODE.get(exit_code, ShardmillError).is_worth_retrying

@@ -1,6 +1,6 @@
 """Reads the boxes of a table's rows: their four numbers as corners in pixels of the source, and the classes of boxes.
 
-A listing carries them in coordinates of the source; `etl/units/move_boxes.py` moves them with the pixels.
+A listing carries them in coordinates of the source; `etl/units/move_annotations.py` moves them with the pixels.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Format: https://cocodataset.org/#format-data. Outlines are dropped while the fil
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -59,8 +61,10 @@ def read_coco(stream: BinaryIO, where: str) -> CocoFile:
     if missing:
         raise _no_coco(where, f"has no list {' and '.join(missing)}")
     try:
-        names = {each["id"]: each["name"] for each in lists["categories"] or ()}
-        images = {each["id"]: CocoImage(str(each["file_name"]), _size_of(each)) for each in lists["images"] or ()}
+        names = {each["id"]: each["name"] for each in _distinct("categories", lists, where)}
+        images = {
+            each["id"]: CocoImage(str(each["file_name"]), _size_of(each)) for each in _distinct("images", lists, where)
+        }
         num_crowds, num_strays = _add_boxes(images, names, lists["annotations"] or [])
     except (KeyError, TypeError) as error:
         raise _no_coco(where, f"has an image, category or annotation without {error}") from None
@@ -75,9 +79,23 @@ def _are_objects(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(each, dict) for each in values)
 
 
+def _distinct(name: str, lists: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Those of a list. Raises UsageError if two have one id: nothing says whose the boxes are."""
+    found = lists[name] or []
+    [(number, count)] = Counter(each["id"] for each in found).most_common(1) or [(0, 0)]
+    if count > 1:
+        raise UsageError(
+            f"{printable(where)} has {count} {name} of the id {printable(str(number))}",
+            "expected an id for each",
+            "give them new ids, as a merge of two files has to, or read the files that were merged",
+        )
+    return found
+
+
 def _size_of(image: Mapping[str, Any]) -> list[int]:
-    sides = image.get("width"), image.get("height")
-    return [side for side in sides if isinstance(side, int)] if None not in sides else []
+    sides = [image.get(name) for name in ("width", "height")]
+    is_known = all(isinstance(side, int | float) and math.isfinite(side) for side in sides)
+    return [int(side) for side in sides] if is_known else []
 
 
 def _add_boxes(

@@ -6,8 +6,8 @@ The log is read by the table's own library; files that other versions have left 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -57,7 +57,7 @@ class DeltaFiles(Containers):
     def __init__(self, uri: str) -> None:
         root, version = split_version(uri)
         super().__init__(root, PARQUET_SUFFIXES)
-        self._table = _opened(self.store.uri, version)
+        self._table = _opened(self.store.uri, None) if version is None else _version_of(self.store.uri, version)
         self.uri = f"{self.store.uri}@{self._table.version()}"
 
     def holds_images(self, image_field: str) -> bool:
@@ -86,7 +86,7 @@ class DeltaFiles(Containers):
     @cached_property
     def _values(self) -> dict[str, dict[str, str | None]]:
         """Partition values of each file, by its path."""
-        actions = pa.table(self._table.get_add_actions(flatten=True))
+        actions = pa.table(_actions(self._table, self.uri))
         names = [name for name in actions.column_names if name.startswith(_PARTITION)]
         values = {name.removeprefix(_PARTITION): actions.column(name).cast(pa.string()).to_pylist() for name in names}
         # The log holds URIs: a space in a folder's name is `%20` there.
@@ -98,6 +98,12 @@ class DeltaFiles(Containers):
                 "name the table that was cloned",
             )
         return {path: {name: of[place] for name, of in values.items()} for place, path in enumerate(paths)}
+
+
+@lru_cache(maxsize=8)
+def _version_of(uri: str, version: int) -> DeltaTable:
+    """A version never changes; each work unit asks for it, and its log may be long."""
+    return _opened(uri, version)
 
 
 def _opened(uri: str, version: int | None) -> DeltaTable:
@@ -119,11 +125,8 @@ def _opened(uri: str, version: int | None) -> DeltaTable:
             f"there is no Delta table at {uri}", "expected a folder with _delta_log", "check source.uri"
         ) from error
     except (DeltaError, OSError) as error:
-        raise StorageError(
-            f"the Delta table {named} cannot be opened: {error}", "expected a readable log",
-            "check that version, and the variables by which delta-rs reaches its store (docs/sources.md#delta)",
-        ) from error  # fmt: skip
-    unknown = sorted({*(table.protocol().reader_features or ())} - _HARMLESS_FEATURES)
+        raise _unreadable(named, error) from error
+    unknown = sorted(_needed_features(table) - _HARMLESS_FEATURES)
     if unknown:
         raise UsageError(
             f"the Delta table {named} needs readers that know {', '.join(unknown)}",
@@ -131,3 +134,25 @@ def _opened(uri: str, version: int | None) -> DeltaTable:
             "rewrite the table without (deletion vectors: REORG TABLE ... APPLY (PURGE), then drop the feature)",
         )
     return table
+
+
+def _actions(table: DeltaTable, named: str) -> Any:
+    from deltalake.exceptions import DeltaError
+
+    try:
+        return table.get_add_actions(flatten=True)
+    except (DeltaError, OSError) as error:
+        raise _unreadable(named, error) from error
+
+
+def _unreadable(named: str, error: Exception) -> StorageError:
+    return StorageError(
+        f"the Delta table {named} cannot be opened: {error}", "expected a readable log",
+        "check that version, and the variables by which delta-rs reaches its store (docs/sources.md#delta)",
+    )  # fmt: skip
+
+
+def _needed_features(table: DeltaTable) -> set[str]:
+    """What readers of the table have to know. Protocol 2, from before features had names, is the mapping of columns."""
+    is_mapped = table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none"
+    return {*(table.protocol().reader_features or ()), *(["columnMapping"] if is_mapped else [])}

@@ -44,10 +44,11 @@ def mislabels(
     name = f"{opened.pin.uri}@{opened.pin.version}"
     images = open_pinned(_images_of(opened, name)) if html else None
     found = find_mislabels(output.read_rows(opened), limit)
-    if csv:
-        output.write_csv(found, csv)
+    # The page first: it may fail, and a CSV that is there is not written again.
     if images is not None:
         _write_page(found, name, images, html)
+    if csv:
+        output.write_csv(found, csv)
     print_result(common, output.document(found, opened), output.rows(found, csv, html), title=name)
 
 
@@ -59,7 +60,11 @@ def _check_files(csv: str, html: str) -> None:
         raise UsageError(
             f"{csv} exists already", "expected a new name: somebody may have filled it in", "choose another"
         )
+    if csv and html and os.path.abspath(csv) == os.path.abspath(html):
+        raise UsageError(f"--csv and --html are both {csv}", "expected two files", "name another page")
     for file in filter(None, (csv, html)):
+        if os.path.isdir(file):
+            raise UsageError(f"cannot write {file}: it is a folder", "expected the name of a file")
         if not os.path.isdir(folder := os.path.dirname(file) or "."):
             raise UsageError(f"cannot write {file}: there is no folder {folder}", "expected an existing folder")
 

@@ -12,13 +12,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
-from shardmill.errors import StorageError
+from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.ending import end_with_script, error_line, print_error, quiet_libraries, report_error
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, start_in_utf8
+from shardmill.jobs.redact import redacted
 
 
 def run_app(app: typer.Typer) -> NoReturn:
@@ -48,17 +49,26 @@ def run_app(app: typer.Typer) -> NoReturn:
 
 
 def end_with_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
-    """Say why the command ends; the machine's document is `{"error": {"code", "message"}, "run_id"}`. -> exit code."""
+    """Say why the command ends, to a machine by the document of a failure. Returns the exit code."""
     error = _as_storage_error(error)
     code = report_error(error, debug=is_debug)
     if is_json:
-        print_failure(code, error_line(error), run_id)
+        is_ours = isinstance(error, ShardmillError)
+        _print_failure(
+            {
+                "code": code,
+                "kind": type(error).__name__,
+                "message": error_line(error),
+                "detail": redacted(error.detail) if is_ours else {},
+            },
+            run_id,
+        )
     return code
 
 
-def print_failure(code: int, message: str, run_id: str | None) -> None:
+def _print_failure(failure: dict[str, Any], run_id: str | None) -> None:
     """The object that `--json` promises when there is no result."""
-    document = {"error": {"code": code, "message": message}, "run_id": run_id}
+    document = {"error": failure, "run_id": run_id}
     with suppress(OSError):  # stdout may be what failed
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         sys.stdout.flush()
@@ -136,7 +146,7 @@ def _end(error: BaseException) -> int:
         return 0
     line = f"{message}; {_hint_at_config_key(error) or f'see `{_command_of(error)} --help`'}"
     if is_json:
-        print_failure(2, line, None)
+        _print_failure({"code": 2, "kind": UsageError.__name__, "message": line, "detail": {}}, None)
     return print_error(2, line)
 
 

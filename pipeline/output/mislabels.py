@@ -49,10 +49,7 @@ def rows(found: Mislabels, csv_file: str, html_file: str) -> Rows:
             ("", f"{each.source} ({each.split}): {each.given_label}, likely {each.suggested_label}")
             for each in found.suspects[:_NUM_SHOWN]
         ),
-        (
-            "mistakes",
-            f"the model is wrong in {found.num_mistaken:,} of {found.num_tested:,} that it was not trained on",
-        ),
+        ("mistakes", _mistakes(found)),
         *(
             (
                 "",
@@ -66,6 +63,12 @@ def rows(found: Mislabels, csv_file: str, html_file: str) -> Rows:
         listed.append(("not judged", f"{counted(unjudged, 'image')} without a class, or of a class with few images"))
     fill_in = f"{csv_file}: fill in its column label, then set etl.corrections"
     return [*listed, *([("csv", fill_in)] if csv_file else []), *([("html", html_file)] if html_file else [])]
+
+
+def _mistakes(found: Mislabels) -> str:
+    if not found.num_tested:
+        return "unknown: the model may have been trained on each image; predict a dataset to know its splits"
+    return f"the model is wrong in {found.num_mistaken:,} of {found.num_tested:,} that it was not trained on"
 
 
 def _faults(each: ClassFaults) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn, Protocol
 
 from shardmill.child_process import kill_session
-from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError, UsageError
+from shardmill.errors import ShardmillError, TrainingError, UsageError, error_class
 from shardmill.jobs.process import python_path
 from shardmill.jobs.progress_lines import AS_JSON, VARIABLE
 from shardmill.user_module import applications_home, find_below
@@ -105,8 +105,8 @@ class Command:
                 "memory may have run out: `dmesg` of this machine says so; the same call resumes where it stopped",
             )
         else:
-            kind = ERROR_BY_EXIT_CODE.get(failure["code"], ShardmillError)
-            error = kind(failure["message"], detail={"run_id": document["run_id"]})
+            kind = error_class(failure["kind"], failure["code"])
+            error = kind(failure["message"], detail={**failure["detail"], "run_id": document["run_id"]})
         if isinstance(error, TrainingError) and unseen:
             # The end of a failed rank's output explains its error.
             error.add_note("\n".join(unseen))

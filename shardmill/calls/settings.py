@@ -41,17 +41,22 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def _quoted(text: str) -> str:
+    # Of what JSON leaves as it is, TOML forbids one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _toml(key: str, value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
         case str() | os.PathLike():
-            return json.dumps(os.fspath(value), ensure_ascii=False)
+            return _quoted(os.fspath(value))
         case int() | float():
             # Also a NumPy float, whose `repr` names its type.
             return repr(float(value)) if isinstance(value, float) else str(int(value))
         case Mapping():
-            rows = (f"{json.dumps(str(name), ensure_ascii=False)} = {_toml(key, each)}" for name, each in value.items())
+            rows = (f"{_quoted(str(name))} = {_toml(key, each)}" for name, each in value.items())
             return f"{{{', '.join(rows)}}}"
         case list() | tuple():
             return f"[{', '.join(_toml(key, each) for each in value)}]"

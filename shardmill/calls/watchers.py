@@ -16,6 +16,7 @@ from shardmill.jobs.progress_lines import Bar, as_bar
 
 _UPDATE_SECONDS = 0.2
 _LAST_LINES = 20
+_SHOWN_LINES = 200
 
 
 def watcher_of(title: str, *, quiet: bool) -> Watcher:
@@ -84,7 +85,8 @@ class NotebookOutput:
     title: str
     takes_lines: bool = True
     unseen: Sequence[str] = ()
-    _lines: list[str] = field(default_factory=list)
+    # Each update sends all of them; the run's log has the others.
+    _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_SHOWN_LINES))
     _bar: Bar | None = None
     _handle: Any = None
     _started: float = field(default_factory=time.monotonic)

@@ -156,12 +156,15 @@ def _judge(rows: PredictedRows) -> _Judged:
 
 
 def _classes_with_enough_images(rows: PredictedRows) -> np.ndarray:
-    counts = np.bincount(rows.labels_N[rows.labels_N >= 0], minlength=len(rows.class_names))
+    # Copies are in one fold, so that they count once.
+    different = np.unique(np.stack([rows.labels_N.astype(np.uint64), rows.hashes_N])[:, rows.labels_N >= 0], axis=1)
+    counts = np.bincount(different[0].astype(np.int64), minlength=len(rows.class_names))
     classes_K = np.flatnonzero(counts >= MIN_IMAGES_PER_CLASS)
     if len(classes_K) < 2:
         raise UsageError(
-            f"{len(classes_K)} of {len(rows.class_names)} classes have {MIN_IMAGES_PER_CLASS} images",
+            f"{len(classes_K)} of {len(rows.class_names)} classes have {MIN_IMAGES_PER_CLASS} different images",
             "expected at least two: labels of smaller classes are not judged",
+            "if images differ, the layer tells them not apart: predict with another --layer",
         )
     return classes_K
 

@@ -47,7 +47,7 @@ def read_predicted_rows(
 ) -> PredictedRows:
     """Read all rows, four bytes in memory for each number of an embedding. `on_progress`: rows read, and all.
 
-    Raises UsageError for a version without embeddings or classes, IntegrityError for an altered shard.
+    Raises UsageError for a version without finite embeddings or classes, IntegrityError for an altered shard.
     """
     made_by = _checked(predictions)
     schema, num_rows = predictions.manifest.row_schema, predictions.manifest.counts.accepted
@@ -67,6 +67,12 @@ def read_predicted_rows(
             splits += [split] * (stop - num_read)
             num_read = stop
             on_progress(num_read, num_rows)
+    if not (is_finite_N := np.isfinite(embeddings_ND).all(axis=1)).all():
+        raise UsageError(
+            f"{np.count_nonzero(~is_finite_N):,} of {num_rows:,} embeddings have numbers that are NaN or infinite",
+            "expected finite ones",
+            "predict with a model whose training has not diverged",
+        )
     return PredictedRows(
         class_names=predictions.manifest.class_names,
         sources=[source for each in chunks for source in each.sources],
@@ -75,15 +81,21 @@ def read_predicted_rows(
         labels_N=np.concatenate([each.labels_N for each in chunks]),
         predictions=[name for each in chunks for name in each.extra["prediction"]],
         probabilities_N=np.concatenate([np.array(each.extra["probability"], np.float32) for each in chunks]),
-        is_seen_N=np.array([split == TRAIN for split in splits]) & _is_of_training(made_by),
+        is_seen_N=may_be_seen(made_by, np.array(splits, object)),
         embeddings_ND=embeddings_ND,
         hashes_N=hashes_N,
     )
 
 
-def _is_of_training(made_by: PredictedBy) -> bool:
-    """Whether the predicted dataset is the one that the model was trained on, in whatever version."""
-    return made_by.predicted is not None and made_by.predicted.uri == made_by.trained_on.uri
+def may_be_seen(made_by: PredictedBy, splits_N: np.ndarray) -> np.ndarray:
+    """Of the dataset that the model was trained on, in whatever version or place, the train split; of a source, whose
+    images may be anybody's, all.
+    """
+    predicted, trained_on = made_by.predicted, made_by.trained_on
+    if predicted is None:
+        return np.ones(len(splits_N), bool)
+    is_same = predicted.uri == trained_on.uri or predicted.manifest_sha256 == trained_on.manifest_sha256
+    return (splits_N == TRAIN) & is_same
 
 
 def _checked(predictions: Dataset) -> PredictedBy:

@@ -14,13 +14,14 @@ def share(pool: Executor, num_parts: int, work: Callable[[int], None], finish: C
     """Begin `work(part)` for each part, in any order and at once; the thread that ends the last one calls `finish`.
 
     The future has what `finish` returns, or what the first part that failed has raised. No thread waits for another, so
-    a pool cannot come to a stop. Parts of a cancelled future that have not begun are left out.
+    a pool cannot come to a stop. Parts of a cancelled future that have not begun are left out; the future is
+    cancelled if the pool is shut down without one of them.
     """
     if num_parts == 1:
         return pool.submit(_whole, work, finish)
     shared = _SharedWork(num_parts, work, finish)
     for part in range(num_parts):
-        pool.submit(shared.do, part)
+        pool.submit(shared.do, part).add_done_callback(shared.without)
     return shared.future
 
 
@@ -50,6 +51,11 @@ class _SharedWork(Generic[Item]):
         # From here on it can no longer be cancelled.
         if is_last and self.future.set_running_or_notify_cancel():
             self._end()
+
+    def without(self, part: Future[None]) -> None:
+        """Cancel all if the pool has given up a part."""
+        if part.cancelled():
+            self.future.cancel()
 
     def _end(self) -> None:
         error = next(filter(None, self._errors), None)

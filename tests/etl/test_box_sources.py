@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import shardmill
 from etl.config import SourceConfig
+from etl.sources.coco_file import read_coco
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
@@ -221,6 +223,19 @@ def test_coco_finds_splits_and_images(tmp_path: Path) -> None:
         for number in range(len(ROWS))
     }
     assert any("crowds" in warning for warning in listing.warnings)
+
+
+def test_coco_needs_whole_sizes_and_distinct_ids(tmp_path: Path) -> None:
+    file = Path(as_coco(tmp_path, ROWS).uri)
+    content = json.loads(file.read_text())
+    content["images"][0] |= {"height": 20.0}
+    content["images"][1] |= {"width": None}
+    found = read_coco(io.BytesIO(json.dumps(content).encode()), "a.json")
+    assert [image.size for image in found.images[:2]] == [[40, 20], []]
+    for name in ("images", "categories"):
+        twice = content | {name: [*content[name], content[name][0]]}
+        with pytest.raises(UsageError, match=f"has 2 {name} of the id"):
+            read_coco(io.BytesIO(json.dumps(twice).encode()), "a.json")
 
 
 def test_coco_names_what_is_missing(tmp_path: Path) -> None:

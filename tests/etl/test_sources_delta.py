@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -89,4 +90,27 @@ def test_what_would_read_other_rows_is_refused(tmp_path: Path):
         list_images(source(f"{table}@0"))
     DeltaTable(str(table)).alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
     with pytest.raises(UsageError, match="needs readers that know deletionVectors"):
+        list_images(source(table))
+
+
+def test_columns_of_other_names_than_their_files_have_are_refused(tmp_path: Path):
+    """By the protocol from before features had names, as Spark wrote it."""
+    table = tmp_path / "photos"
+    write(table, range(3), partition=False)
+    [log] = (table / "_delta_log").glob("*.json")
+    actions = [json.loads(line) for line in log.read_text().splitlines()]
+    for action in actions:
+        if "protocol" in action:
+            action["protocol"] = {"minReaderVersion": 2, "minWriterVersion": 5}
+        if "metaData" in action:
+            action["metaData"]["configuration"] = {"delta.columnMapping.mode": "name"}
+            schema = json.loads(action["metaData"]["schemaString"])
+            for number, column in enumerate(schema["fields"]):
+                column["metadata"] = {
+                    "delta.columnMapping.id": number,
+                    "delta.columnMapping.physicalName": f"c{number}",
+                }
+            action["metaData"]["schemaString"] = json.dumps(schema)
+    log.write_text("\n".join(map(json.dumps, actions)))
+    with pytest.raises(UsageError, match="needs readers that know columnMapping"):
         list_images(source(table))

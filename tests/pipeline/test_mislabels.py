@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from benchmarks.planted_labels import plant_wrong_labels
 from etl.job import build_dataset
 from shardmill.cells import from_cell
 from shardmill.data_faults.mislabels import find_mislabels
-from shardmill.data_faults.predicted_rows import read_predicted_rows
+from shardmill.data_faults.predicted_rows import may_be_seen, read_predicted_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
@@ -101,10 +101,37 @@ def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     assert "found.csv exists already" in last_line(again)
 
 
+def test_mistakes_are_listed_only_of_images_that_the_model_has_not_seen(planted: Planted):
+    rows = read_predicted_rows(planted.predictions)
+    made_by = planted.predictions.manifest.predicted_by
+    assert made_by is not None and made_by.predicted is not None
+    splits_N = np.array(rows.splits, object)
+    moved = replace(made_by, predicted=replace(made_by.predicted, uri="/moved"))
+    another = replace(made_by, predicted=replace(made_by.predicted, uri="/other", manifest_sha256="0" * 64))
+    assert (rows.is_seen_N == (splits_N == "train")).all()
+    assert (may_be_seen(moved, splits_N) == rows.is_seen_N).all() and not may_be_seen(another, splits_N).any()
+    # A source may hold the training's images.
+    of_source = replace(rows, is_seen_N=may_be_seen(replace(made_by, predicted=None), splits_N))
+    found = find_mislabels(of_source)
+    assert (found.num_tested, found.mistakes) == (0, ()) and found.num_likely
+
+
+def test_embeddings_that_tell_nothing_apart_are_refused(planted: Planted, monkeypatch: pytest.MonkeyPatch):
+    rows = read_predicted_rows(planted.predictions)
+    with pytest.raises(UsageError, match="0 of 10 classes have 10 different images"):
+        find_mislabels(replace(rows, hashes_N=np.zeros_like(rows.hashes_N)))
+    with monkeypatch.context() as patched:
+        patched.setattr("shardmill.data_faults.predicted_rows.np.isfinite", np.isnan)
+        with pytest.raises(UsageError, match="1,797 of 1,797 embeddings have numbers that are NaN or infinite"):
+            read_predicted_rows(planted.predictions)
+
+
 def test_what_cannot_be_judged_is_refused_before_the_work(planted: Planted, tmp_path: Path):
     for arguments, says in (
         ((planted.folder / "dataset",), "holds images; expected predictions of a dataset; shardmill predict"),
         ((planted.folder / "predictions", "--csv", "no/found.csv"), "there is no folder no"),
+        ((planted.folder / "predictions", "--csv", "a", "--html", "./a"), "--csv and --html are both a"),
+        ((planted.folder / "predictions", "--html", "."), "cannot write .: it is a folder"),
         (("nowhere",), "nowhere"),
     ):
         done = shardmill("mislabels", *arguments, cwd=tmp_path)
@@ -112,5 +139,5 @@ def test_what_cannot_be_judged_is_refused_before_the_work(planted: Planted, tmp_
     write_images(tmp_path / "images", num_images=12, num_classes=2)
     build_dataset(tree_for(tmp_path), run_id="few")
     few = predict_pixels(open_dataset(str(tmp_path / "dataset")), tmp_path / "predictions")
-    with pytest.raises(UsageError, match="0 of 2 classes have 10 images; expected at least two"):
+    with pytest.raises(UsageError, match="0 of 2 classes have 10 different images; expected at least two"):
         find_mislabels(read_predicted_rows(few))

@@ -20,7 +20,7 @@ from pipeline.output.screen import RelayedBars
 from shardmill.calls.commands import WORKDIR
 from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import NotebookOutput
-from shardmill.errors import RejectLimitExceeded, TrainingError, UsageError
+from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
 from shardmill.jobs.progress_lines import Bar, as_bar
 from tests.pipeline.command import ENVIRONMENT, ROOT
 from tests.support import make_dataset, write_images
@@ -92,12 +92,17 @@ def test_an_error_of_the_command_is_an_exception(here: Path, capsys: pytest.Capt
     with pytest.raises(RejectLimitExceeded) as caught:
         shardmill.etl("my_photos", workdir="work", etl={"image_size": 16})
     [run_id] = os.listdir("work/runs")
-    assert caught.value.detail == {"run_id": run_id} and "etl.max_reject_fraction" in str(caught.value)
+    assert caught.value.detail["run_id"] == run_id and "etl.max_reject_fraction" in str(caught.value)
     # Progress was shown; the error is the exception's to tell.
     assert "etl: inputs listed" in (said := capsys.readouterr()).err and "ERROR" not in said.err and not said.out
     dataset = shardmill.etl("my_photos", workdir="work", etl={"image_size": 16, "max_reject_fraction": 0.2}, quiet=True)
     assert (dataset.manifest.counts.rejected, capsys.readouterr().err) == (10, "")
     assert "10 rejected (" in dataset._repr_html_()
+    for image in (here / "my_photos" / "class_0").iterdir():
+        image.unlink()
+    with pytest.raises(DriftLimitExceeded) as drifted:
+        shardmill.etl("my_photos", workdir="work", etl={"image_size": 16, "max_drift": 0.0}, quiet=True)
+    assert drifted.value.detail["drift"]["against_version"] == 1
 
 
 def test_a_process_that_is_killed_says_so(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -126,11 +131,12 @@ def test_settings_are_those_of_the_command_line():
     settings = {
         "train": {"epochs": 3, "learning_rate": 1e-05, "memory": {"budget_bytes": 5}, "sample": {"a b": 2}},
         "etl.formats": ("parquet", "tfrecord"),
-        "source": {"follow_symlinks": True, "uri": Path("photos")},
+        "source": {"follow_symlinks": True, "uri": Path("photos"), "label_field": "\x7f"},
     }
     assert as_options(settings)[1::2] == [
         "train.epochs=3", "train.learning_rate=1e-05", "train.memory.budget_bytes=5", 'train.sample={"a b" = 2}',
         'etl.formats=["parquet", "tfrecord"]', "source.follow_symlinks=true", 'source.uri="photos"',
+        'source.label_field="\\u007f"',
     ]  # fmt: skip
     for wrong, said in (
         ({"epochs": 3}, r"write SECTION=\{'epochs': 3\}"),

@@ -68,3 +68,17 @@ def test_cancelled_work_does_not_begin(num_parts: int):
     assert not done
     with pytest.raises(CancelledError):
         future.result()
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_nobody_waits_for_work_that_a_closed_pool_has_given_up(num_parts: int):
+    may_go_on = threading.Event()
+    pool = ThreadPoolExecutor(1)
+    pool.submit(may_go_on.wait, LONG_SECONDS)
+    future = share(pool, num_parts, lambda part: None, lambda: None)
+    pool.shutdown(wait=False, cancel_futures=True)
+    try:
+        with pytest.raises(CancelledError):
+            future.result(LONG_SECONDS)
+    finally:
+        may_go_on.set()

@@ -127,8 +127,12 @@ def test_the_output_of_a_layer_is_an_embedding(folder: Path, tmp_path: Path):
     assert difference < 1e-4
 
 
-def test_what_is_made_of_an_image_does_not_depend_on_its_batch(folder: Path):
-    mapping = mapping_of(str(folder / "models"))
+def test_what_is_made_of_an_image_does_not_depend_on_its_batch(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    mapping = mapping_of("models")
+    # Workers have other working directories.
+    assert mapping.predicted_by.models_uri == str(folder / "models")
+    monkeypatch.chdir("/")
     mapper = open_mapper(mapping.options, "raw")
     rng = np.random.default_rng(0)
     samples = [

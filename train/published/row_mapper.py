@@ -17,6 +17,7 @@ from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.ids import canonical_digest
 from shardmill.row_mapping import MappedRow, RowMapping, sample_encoding
+from shardmill.stores import open_store
 from shardmill.typed_columns import ExtraColumn
 from shardmill.values import ImageSample, PredictedBy, Value
 from train.backends import BACKENDS
@@ -43,6 +44,8 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
     """
     exact = exact_name(model)
     uri, _, number = exact.rpartition("@")
+    # Workers have other working directories.
+    uri = open_store(uri).uri
     export = read_export(uri, int(number))
     record = export.record
     check_served(model, record)
