@@ -87,6 +87,7 @@ def _source(source: SourceConfig) -> SourceConfig:
 def _of_dataset(source: SourceConfig, mapping: RowMapping) -> tuple[SourceConfig, RowMapping]:
     """The version to read, and the mapping of its pixels. Raises UsageError unless they are what the model takes."""
     dataset = open_dataset(source.uri)
+    dataset.require_images()
     manifest, pin = dataset.manifest, dataset.pin
     if manifest.normalization_fingerprint != mapping.normalization_fingerprint:
         raise UsageError(

@@ -81,8 +81,15 @@ def predict_batch(common: Common, job: BatchJob) -> None:
 def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, of a source of images, or of DATASET[@N]."""
     from etl.sources import COMMITTED
+    from etl.sources.names import IMAGE_SUFFIXES
     from etl.sources.patterns import is_pattern
 
+    if os.path.isfile(source) and os.path.splitext(source)[1].lower() in IMAGE_SUFFIXES:
+        raise UsageError(
+            f"{source} is one image",
+            "expected with --out a folder, an archive, a table, DATASET[@N] or a TOML file",
+            "leave --out away for a few images, or name their folder",
+        )
     # One file is an archive, a table or a pattern, and no dataset.
     if source.endswith(".toml") or is_pattern(source) or os.path.isfile(source) or not has_version(source):
         return load_pipeline(source, overrides, workdir)
@@ -99,8 +106,10 @@ def _print(common: Common, record: StageRecord) -> None:
 
 def _rows(made: dict[str, Any]) -> Rows:
     counts = made["counts"]
+    reasons = ", ".join(f"{reason} {number:,}" for reason, number in counts["by_reason"].items() if number)
+    rejected = f"{counts['rejected']:,} rejected" + (f" ({reasons})" if reasons else "")
     return [
-        ("images", f"{counts['accepted']:,} predicted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
+        ("images", f"{counts['accepted']:,} predicted, {rejected} of {counts['listed']:,} listed"),
         ("by this run", f"{made['num_predicted']:,} read, {made['images_per_second']:.1f} a second"),
         ("model", made["model"]),
         ("predictions", f"{made['uri']}@{made['version']}"),

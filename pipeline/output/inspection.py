@@ -17,7 +17,7 @@ from shardmill.dataset.versions import latest_version, read_manifest, split_vers
 from shardmill.errors import UsageError
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from shardmill.values import Rejection
+from shardmill.values import PredictedBy, Rejection
 from shardmill.words import counted, first_of
 
 _NUM_ROWS_SHOWN = 20
@@ -36,7 +36,10 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "restored_version": manifest.restored_version,
         "size_bytes": sum(shard.size_bytes + shard.rows_bytes for shard in dataset.shards),
         "formats": list(manifest.formats),
-        "image": {
+        "predicted_by": _model(manifest.predicted_by),
+        "image": None
+        if manifest.predicted_by is not None
+        else {
             "shape_HWC": list(manifest.normalize.one_shape_HWC or ()) or None,
             "encoding": manifest.normalize.encoding,
             "channel_mean": list(manifest.channel_mean),
@@ -59,10 +62,23 @@ def describe(dataset: Dataset) -> dict[str, Any]:
     }
 
 
+def _model(made_by: PredictedBy | None) -> dict[str, Any] | None:
+    """The model whose answers a version holds; None for a dataset of images."""
+    if made_by is None:
+        return None
+    pins = {"trained_on": made_by.trained_on, "predicted": made_by.predicted}
+    return {
+        "model": str(made_by),
+        "weights_sha256": made_by.weights_sha256,
+        "columns": list(made_by.columns),
+        "layer": made_by.layer,
+        **{name: None if pin is None else f"{pin.uri}@{pin.version}" for name, pin in pins.items()},
+    }
+
+
 def headline_rows(facts: dict[str, Any]) -> Rows:
-    """The most important facts of a version: how many images, which classes, how large."""
-    counts, image, names = facts["counts"], facts["image"], facts["class_names"]
-    shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
+    """The most important facts of a version: how many images, which classes or model, how large."""
+    counts, names = facts["counts"], facts["class_names"]
     num_shards = sum(split["num_shards"] for split in facts["splits"].values())
     shown = first_of(names, _NUM_CLASSES_SHOWN)
     return [
@@ -73,8 +89,18 @@ def headline_rows(facts: dict[str, Any]) -> Rows:
             "size",
             f"{facts['size_bytes'] / 1e6:,.1f} MB in {counted(num_shards, 'shard')} ({', '.join(facts['formats'])})",
         ),
-        ("stored", f"{image['encoding']}, {shape}"),
+        *_content_rows(facts),
     ]
+
+
+def _content_rows(facts: dict[str, Any]) -> Rows:
+    """What is stored of each image."""
+    image, model = facts["image"], facts["predicted_by"]
+    if model is not None:
+        embedding = [f"the output of {model['layer']}"] if model["layer"] else []
+        return [("stored", ", ".join((*model["columns"], *embedding))), ("model", model["model"])]
+    shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
+    return [("stored", f"{image['encoding']}, {shape}")]
 
 
 def _described_sizes(sizes: ImageSizes | None) -> dict[str, Any] | None:

@@ -47,6 +47,8 @@ def _facts(dataset: Dataset) -> Iterator[tuple[str, str]]:
         shape = schema.one_shape_HWC
         size = "x".join(map(str, shape)) if shape is not None else "several sizes"
         yield "images", f"{size} {manifest.normalize.encoding} in {', '.join(manifest.formats)}"
+    else:
+        yield "model", str(manifest.predicted_by)
     if manifest.class_names:
         yield "classes", f"{len(manifest.class_names):,}: {first_of(manifest.class_names, _NAMES)}"
     if schema.extra:

@@ -178,3 +178,6 @@ def test_readers_of_images_say_that_there_are_none(images: Path):
     predict(images / "images", images / "out")
     with pytest.raises(UsageError, match="holds predictions, and no images"):
         open_for_training(str(images / "out")).batches("test", global_batch_size=8, seed=0, num_streams=1)
+    with pytest.raises(UsageError, match="holds predictions, and no images"):
+        predict(dataset_source(str(images / "out")), images / "again")
+    assert not (images / "again").exists()

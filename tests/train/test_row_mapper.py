@@ -86,9 +86,10 @@ def test_the_command_predicts_a_folder_as_it_predicts_files(folder: Path, tmp_pa
     # The same command finds nothing to do; `verify` and `gc` take the folder for the dataset that it is.
     again = shardmill(*command, cwd=tmp_path)
     assert json.loads(again.stdout)["status"] == "skipped"
-    for other in (("verify", "out", "--deep"), ("inspect", "out"), ("gc", "out")):
+    for other in (("verify", "out", "--deep"), ("gc", "out"), ("inspect", "out")):
         done = shardmill(*other, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+    assert f"\nmodel\t{folder}/models@1\n" in done.stdout
     refused = shardmill("train", "out", cwd=tmp_path)
     assert refused.returncode == 2, refused.stderr
     assert "holds predictions, and no images" in refused.stderr
@@ -136,10 +137,11 @@ def test_what_is_made_of_an_image_does_not_depend_on_its_batch(folder: Path, mon
     mapper = open_mapper(mapping.options, "raw")
     rng = np.random.default_rng(0)
     samples = [
-        ImageSample(rng.integers(0, 255, (16, 16, 3), np.uint8).tobytes(), 16, 16, 3, "", (), ()) for _ in range(64)
+        ImageSample(rng.integers(0, 255, (16, 16, 3), np.uint8).tobytes(), 16, 16, 3, "", (), ())
+        for _ in range(mapper.batch_size)
     ]
     together = mapper.map(samples)
-    assert [mapper.map([each])[0] for each in samples[::9]] == together[::9]
+    assert [mapper.map([each])[0] for each in samples[::5]] == together[::5]
 
 
 def test_more_classes_than_there_are_is_all_of_them(folder: Path):

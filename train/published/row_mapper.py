@@ -26,12 +26,15 @@ from train.contracts.world import World
 from train.labels import LabelSpec
 from train.published.exported import Export, ExportRecord, read_export
 from train.published.load import load_exported, load_with_layer
-from train.published.predict import LIKELY, MAX_BATCH_SIZE, check_served, exact_name
+from train.published.predict import LIKELY, check_served, exact_name
 
 _OPENER = "train.published.row_mapper:open_mapper"
 # Float32 has seven digits or so; of the last one the next machine may make another.
 _DIGITS = 6
 _MAX_VECTOR_SIZE = 65_536
+# One core gains nothing from more, and the last batch of each work unit is filled up: units with few new images have
+# no other.
+_BATCH_SIZE = 16
 
 
 def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
@@ -61,7 +64,7 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
         top=top,
         layer=layer,
     )
-    limits = {"top": top, "layer": layer, "digits": _DIGITS, "batch_size": MAX_BATCH_SIZE}
+    limits = {"top": top, "layer": layer, "digits": _DIGITS, "batch_size": _BATCH_SIZE}
     deciding = {"record": record.model_dump(mode="json"), **limits}
     options = json.dumps({"models_uri": uri, "export": export.number, "top": top, "layer": layer})
     return RowMapping(
@@ -109,7 +112,7 @@ def _layer_size(models_uri: str, export: Export, layer: str) -> int:
 class ExportMapper:
     """`shardmill.row_mapping.RowMapper` of an export."""
 
-    batch_size = MAX_BATCH_SIZE
+    batch_size = _BATCH_SIZE
 
     def __init__(self, record: ExportRecord, predict: PredictWithLayer, top: int, encoding: str) -> None:
         self._record = record
