@@ -93,9 +93,9 @@ def _distinct(name: str, lists: Mapping[str, Any], where: str) -> list[dict[str,
 
 
 def _size_of(image: Mapping[str, Any]) -> list[int]:
-    sides = [image.get(name) for name in ("width", "height")]
-    is_known = all(isinstance(side, int | float) and math.isfinite(side) for side in sides)
-    return [int(side) for side in sides] if is_known else []
+    given = (image.get("width"), image.get("height"))
+    sides = [int(side) for side in given if isinstance(side, int | float) and math.isfinite(side)]
+    return sides if len(sides) == len(given) else []
 
 
 def _add_boxes(
