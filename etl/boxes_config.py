@@ -8,8 +8,13 @@ from pydantic import model_validator
 
 from shardmill.section import Section
 
-KINDS_WITH_BOXES = ("table", "parquet")
-"""Kinds of sources whose columns may hold boxes."""
+KINDS_WITH = {
+    "boxes": ("table", "parquet"),
+    "mask_field": ("table",),
+    "coco_images": ("coco",),
+    "coco_masks": ("coco",),
+}
+"""For each setting of what moves with the pixels, the kinds of sources that have it."""
 
 
 class BoxesConfig(Section):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from etl.boxes_config import KINDS_WITH_BOXES, BoxesConfig
+from etl.boxes_config import KINDS_WITH, BoxesConfig
 from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
@@ -83,6 +83,8 @@ class SourceConfig(Section):
     """Boxes of objects, from a table or from Parquet; the kind `coco` has its own."""
     coco_images: str = ""
     """Of kind `coco`: the folder or URI of the images; empty: beside the annotation file, or in a usual folder."""
+    coco_masks: bool = False
+    """Of kind `coco`: also make a mask of each image's outlines, with the ids of the categories (docs/boxes.md)."""
     download: DownloadConfig = DownloadConfig()
     """Downloads of URLs in a table."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SourceConfig] = Field(default_factory=dict)
@@ -99,13 +101,13 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _annotations_are_readable(self) -> SourceConfig:
-        if self.coco_images and self.kind != "coco":
-            raise ValueError(f"coco_images with kind = 'coco', not with {self.kind}")
-        if self.mask_field and self.kind != "table":
-            raise ValueError(f"mask_field with kind = 'table', not with {self.kind}")
-        if self.boxes.field and self.kind not in KINDS_WITH_BOXES:
-            raise ValueError(f"boxes with a kind among {', '.join(KINDS_WITH_BOXES)}, not with {self.kind}")
-        ours = {*(BOX_COLUMNS if self.boxes.field or self.kind == "coco" else ()), *([MASK] if self.mask_field else ())}
+        for name, kinds in KINDS_WITH.items():
+            if (self.boxes.field if name == "boxes" else getattr(self, name)) and self.kind not in kinds:
+                raise ValueError(f"{name} with a kind among {', '.join(kinds)}, not with {self.kind}")
+        ours = {
+            *(BOX_COLUMNS if self.boxes.field or self.kind == "coco" else ()),
+            *([MASK] if self.mask_field or self.coco_masks else ()),
+        }
         clash = next((name for name, _ in map(parse_extra, self.extra_columns) if name in ours), None)
         if clash is not None:
             raise ValueError(f"no extra column {clash!r}, which is the name of what moves with the pixels")

@@ -21,6 +21,7 @@ from etl.sources.columns import listed_rows
 from etl.sources.containers import Containers
 from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import COCO_SUFFIXES, SPLIT_OF_NAME
+from etl.sources.outlines import OUTLINES, joined
 from etl.sources.stored_file import open_file
 from etl.sources.uris import UriReader, uri_problems
 from shardmill.errors import UsageError
@@ -28,7 +29,7 @@ from shardmill.printable import printable
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
-from shardmill.typed_columns import encode_values
+from shardmill.typed_columns import MASK, MASK_TYPE, encode_values
 from shardmill.values import NO_BLOCK
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class CocoSource:
         splits = _splits_of([file.path for file in files])
         for file in files:
             with open_file(self._files.store, file) as stream, as_storage_error(file.path):
-                found = read_coco(stream, file.path)
+                found = read_coco(stream, file.path, has_outlines=self._config.coco_masks)
             yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=tuple(_warnings(found, file.path)))
             folder = self._folder_of(file, found.images)
             for first in range(0, len(found.images), BATCH_ROWS):
@@ -112,6 +113,7 @@ class CocoSource:
             try:
                 values = box_values(image.boxes, image.labels, "xywh")
                 values |= {ANNOTATED_SIZE: list(image.size)} if image.size else {}
+                values |= {OUTLINES: joined(image.outlines)} if self._config.coco_masks else {}
                 texts.append(encode_values(values))
                 problems.append(None)
             except (ValueError, TypeError) as error:
@@ -131,7 +133,8 @@ class CocoSource:
             columns |= {"key": names, "container": paths, "block": pa.repeat(NO_BLOCK, len(images))}
         problem = pc.coalesce(uri_problems(paths, self._files.store), pa.array(problems, pa.string()))
         batch = listed_rows(columns, problem, where)
-        return ListingBatch(batch.images, batch.rejections, extra_types=box_types(has_labels=True))
+        types = box_types(has_labels=True) | ({MASK: MASK_TYPE} if self._config.coco_masks else {})
+        return ListingBatch(batch.images, batch.rejections, extra_types=types)
 
 
 def _splits_of(paths: Sequence[str]) -> Mapping[str, str | None]:
@@ -151,3 +154,5 @@ def _warnings(found: CocoFile, where: str) -> Iterator[str]:
         yield f"{found.num_crowds} annotations of {printable(where)} are of crowds, and their boxes are left out"
     if found.num_strays:
         yield f"{found.num_strays} annotations of {printable(where)} are of images that it does not list"
+    if found.num_without_outline:
+        yield f"{found.num_without_outline} annotations of {printable(where)} have no outline, so no mask shows them"

@@ -1,6 +1,7 @@
 """Parses one annotation file of COCO: its images with their boxes and the names of the boxes' categories.
 
-Format: https://cocodataset.org/#format-data. Outlines are dropped while the file is parsed; they are most of it.
+Format: https://cocodataset.org/#format-data. Outlines are most of a file; while it is parsed, they are dropped, or kept
+as texts.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from etl.sources.outlines import MAX_VALUE, outline_text
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 
 _LISTS = ("images", "annotations", "categories")
 _KEPT = frozenset({*_LISTS, "id", "file_name", "width", "height", "name", "image_id", "category_id", "bbox", "iscrowd"})
+_KEPT_WITH_OUTLINES = _KEPT | {"segmentation", "counts", "size"}
 
 
 @dataclass(slots=True)
@@ -30,6 +33,8 @@ class CocoImage:
     """Corner, width and height, as the file has them."""
     labels: list[Any] = field(default_factory=list)
     """The category's name of each box; None for a category that the file does not have."""
+    outlines: list[str] = field(default_factory=list)
+    """If they are read: the text of each outline, those of crowds included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +46,17 @@ class CocoFile:
     """Annotations of crowds, which outline a region of many objects; their boxes are left out."""
     num_strays: int
     """Annotations of images that the file does not list."""
+    num_without_outline: int
+    """If outlines are read: annotations that have none."""
 
 
-def read_coco(stream: BinaryIO, where: str) -> CocoFile:
+def read_coco(stream: BinaryIO, where: str, *, has_outlines: bool = False) -> CocoFile:
     """The images of an annotation file.
 
-    Raises IntegrityError for what is no JSON, UsageError for JSON of another kind.
+    Raises IntegrityError for what is no JSON, UsageError for JSON of another kind, and for categories that no mask has.
     """
     try:
-        content = json.loads(stream.read(), object_hook=_without_outlines)
+        content = json.loads(stream.read(), object_hook=_packed if has_outlines else _without_outlines)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             f"{printable(where)} does not parse: {error}",
@@ -66,13 +73,22 @@ def read_coco(stream: BinaryIO, where: str) -> CocoFile:
             each["id"]: CocoImage(str(each["file_name"]), _size_of(each)) for each in _distinct("images", lists, where)
         }
         num_crowds, num_strays = _add_boxes(images, names, lists["annotations"] or [])
+        num_without = _add_outlines(images, lists["annotations"] or [], where) if has_outlines else 0
     except (KeyError, TypeError) as error:
         raise _no_coco(where, f"has an image, category or annotation without {error}") from None
-    return CocoFile(tuple(images.values()), num_crowds, num_strays)
+    return CocoFile(tuple(images.values()), num_crowds, num_strays, num_without)
 
 
 def _without_outlines(value: dict[str, Any]) -> dict[str, Any]:
     return {name: value[name] for name in _KEPT.intersection(value)}
+
+
+def _packed(value: dict[str, Any]) -> dict[str, Any]:
+    """With its outline as a text, which takes a fraction of the memory of its numbers."""
+    kept = {name: value[name] for name in _KEPT_WITH_OUTLINES.intersection(value)}
+    if kept.get("segmentation"):
+        kept["segmentation"] = json.dumps(kept["segmentation"], separators=(",", ":"))
+    return kept
 
 
 def _are_objects(values: Any) -> bool:
@@ -113,6 +129,30 @@ def _add_boxes(
             image.boxes.append(each["bbox"])
             image.labels.append(names.get(each["category_id"]))
     return num_crowds, num_strays
+
+
+def _add_outlines(images: Mapping[Any, CocoImage], annotations: list[dict[str, Any]], where: str) -> int:
+    """Returns how many annotations have none. Raises UsageError for categories that no mask has, or if none has one."""
+    num_without = 0
+    for each in annotations:
+        image, value = images.get(each["image_id"]), each["category_id"]
+        if not each.get("segmentation"):
+            num_without += 1
+        elif type(value) is not int or not 0 < value <= MAX_VALUE:
+            raise UsageError(
+                f"{printable(where)} has outlines of the category {printable(repr(value))}",
+                f"expected ids from 1 to {MAX_VALUE}: a mask has one byte for each pixel, and 0 is where no object is",
+                "give the categories other ids, or set source.coco_masks = false",
+            )
+        elif image is not None:
+            image.outlines.append(outline_text(value, each["segmentation"], is_crowd=bool(each.get("iscrowd"))))
+    if annotations and not any(image.outlines for image in images.values()):
+        raise UsageError(
+            f"{printable(where)} has no outlines, and source.coco_masks = true",
+            "expected annotations with a segmentation",
+            "set source.coco_masks = false to read the boxes alone",
+        )
+    return num_without
 
 
 def _no_coco(where: str, what: str) -> UsageError:

@@ -6,12 +6,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from etl.sources.boxes import ANNOTATED_SIZE
+from etl.sources.outlines import OUTLINES, outlines_of
 from etl.units.units import UnitTask
 from shardmill.formats.encodings import encode_mask
 from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, move_boxes, turn_boxes
 from shardmill.images.geometry import Geometry, plan_geometry
 from shardmill.images.masks import decode_mask, move_mask, size_of_mask
+from shardmill.images.outlines import draw_outlines
 from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK, decode_values, encode_values
@@ -46,7 +50,10 @@ class MaskReader:
         data = self._read(image)
         if isinstance(data, Rejection) or not self._has_masks:
             return data
-        uri = str(decode_values(image.extra)[MASK])
+        values = decode_values(image.extra)
+        if OUTLINES in values:
+            return data
+        uri = str(values[MASK])
         # A mask is a file of its own, in the part of its image.
         part, separator, _ = image.key.partition("\0")
         container = f"{part}{separator}{uri}" if self._is_in_parts else uri
@@ -83,12 +90,17 @@ def move_annotations(
     A rejection if they are of an image of another size, or the mask is none.
     """
     values, geometry = decode_values(image.extra), plan_geometry(sample.source_height, sample.source_width, options)
+    outlines, size = values.pop(OUTLINES, None), values.get(ANNOTATED_SIZE)
+    has_mask = MASK in values or outlines is not None
     try:
         notes = _move_boxes(values, sample, geometry) if BOXES in values else []
-        stored = _move_mask(mask, sample, geometry) if MASK in values else b""
+        if outlines is not None:
+            stored = _draw_mask(str(outlines), size, sample, geometry)
+        else:
+            stored = _move_mask(mask, sample, geometry) if has_mask else b""
     except Refused as refusal:
         return image.rejected(refusal.reason, refusal.detail, "decode", sample.source_sha256)
-    if MASK in values:
+    if has_mask:
         values[MASK] = hashlib.sha256(stored).hexdigest()
     sample = replace(sample, notes=(*sample.notes, *notes))
     return Annotated(replace(image, extra=encode_values(values)), sample, image.extra, stored)
@@ -113,7 +125,20 @@ def _move_boxes(values: dict[str, Value], sample: ImageSample, geometry: Geometr
 def _move_mask(mask: bytes, sample: ImageSample, geometry: Geometry) -> bytes:
     size = size_of_mask(mask)
     is_of_file = size is not None and _is_of_file(*size, sample, "its mask has")
-    mask_HW = decode_mask(mask)
+    return _stored_mask(decode_mask(mask), sample, geometry, is_of_file=is_of_file)
+
+
+def _draw_mask(outlines: str, size: Value, sample: ImageSample, geometry: Geometry) -> bytes:
+    """Of outlines in an image of this width and height; of the upright one if the source does not say."""
+    height, width = sample.source_height, sample.source_width
+    if isinstance(size, list):
+        height, width = int(size[1]), int(size[0])
+    is_of_file = _is_of_file(height, width, sample, "its outlines are of")
+    mask_HW = draw_outlines(outlines_of(outlines, height, width), height, width)
+    return _stored_mask(mask_HW, sample, geometry, is_of_file=is_of_file)
+
+
+def _stored_mask(mask_HW: np.ndarray, sample: ImageSample, geometry: Geometry, *, is_of_file: bool) -> bytes:
     if is_of_file:
         mask_HW = apply_orientation(mask_HW[:, :, None], sample.orientation)[:, :, 0]
     return encode_mask(move_mask(mask_HW, geometry))

@@ -1,0 +1,152 @@
+"""Draws the outlines of objects, polygons or COCO's run lengths, as a mask in pixels of their source.
+
+A pixel belongs to a polygon if its centre lies inside, by the even-odd rule. Where outlines overlap, the smaller one is
+on top. Shape legend: H height, W width, P corners of a polygon, E edges, C crossings of edges and rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.images.pixels import Refused
+from shardmill.values import RejectReason
+
+# Exact in float64 far beyond any image, so that no intermediate result overflows.
+_MAX_COORDINATE = 1e9
+_MAX_CROSSINGS_AT_ONCE = 1 << 20
+_MIN_CORNERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The region of one object, or of a crowd of objects."""
+
+    value: int
+    """What the mask has there, from 1 to 255."""
+    is_crowd: bool
+    """Crowds are below all single objects."""
+    polygons_P2: tuple[np.ndarray, ...] = ()
+    """The corners, x and y; the region is the union of the polygons."""
+    run_lengths: np.ndarray | None = None
+    """In place of polygons: pixels outside and inside by turns, column by column."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """A part of the mask, and which of its pixels are inside."""
+
+    top: int
+    left: int
+    is_inside_HW: np.ndarray
+
+    def paint(self, mask_HW: np.ndarray, value: int) -> None:
+        height, width = self.is_inside_HW.shape
+        mask_HW[self.top : self.top + height, self.left : self.left + width][self.is_inside_HW] = value
+
+
+def draw_outlines(outlines: Sequence[Outline], height: int, width: int) -> np.ndarray:
+    """The mask, uint8 (H, W), 0 outside all outlines. Of equally large ones the later is on top.
+
+    Raises Refused for run lengths of an image of another size.
+    """
+    areas = [_area_of(outline, height, width) for outline in outlines]
+    order = sorted(range(len(outlines)), key=lambda place: (not outlines[place].is_crowd, -areas[place], place))
+    mask_HW = np.zeros((height, width), np.uint8)
+    for place in order:
+        for patch in _patches_of(outlines[place], height, width):
+            patch.paint(mask_HW, outlines[place].value)
+    return mask_HW
+
+
+def polygon_of(coordinates: Sequence[float]) -> np.ndarray:
+    """The corners of x0, y0, x1, y1, ..., float64 (P, 2). Raises Refused for what is no polygon."""
+    try:
+        values = np.array(coordinates, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        values = np.zeros(0)
+    is_polygon = values.ndim == 1 and len(values) % 2 == 0 and len(values) >= 2 * _MIN_CORNERS
+    if not is_polygon or not (np.abs(values) <= _MAX_COORDINATE).all():
+        text = str(coordinates)[:60]
+        raise Refused(RejectReason.BAD_MASK, f"the outline {text} is no list of x and y of at least three corners")
+    return values.reshape(-1, 2)
+
+
+def run_lengths_of(counts: Sequence[int] | str) -> np.ndarray:
+    """COCO's run lengths, int64, of numbers or of the text that they are compressed to. Raises Refused for others."""
+    try:
+        lengths = np.array(_unpacked(counts) if isinstance(counts, str) else counts)
+        if lengths.ndim == 1 and lengths.dtype == np.int64 and len(lengths) and lengths.min() >= 0:
+            return lengths
+    except (ValueError, OverflowError):
+        pass
+    raise Refused(RejectReason.BAD_MASK, f"the run lengths {str(counts)[:60]!r} of an outline do not decode")
+
+
+def _unpacked(text: str) -> list[int]:
+    """Five bits a character, least first, from `0` on; from the third on differences to the number before the last."""
+    lengths: list[int] = []
+    value = shift = 0
+    for character in text:
+        bits = ord(character) - ord("0")
+        if not 0 <= bits < 64 or shift > 60:
+            raise ValueError
+        value |= (bits & 0x1F) << shift
+        shift += 5
+        if bits & 0x20:
+            continue
+        if bits & 0x10:
+            value -= 1 << shift
+        lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+        value = shift = 0
+    if shift:
+        raise ValueError
+    return lengths
+
+
+def _area_of(outline: Outline, height: int, width: int) -> int:
+    return sum(int(patch.is_inside_HW.sum()) for patch in _patches_of(outline, height, width))
+
+
+def _patches_of(outline: Outline, height: int, width: int) -> list[_Patch]:
+    if outline.run_lengths is None:
+        return [_inside(corners_P2, height, width) for corners_P2 in outline.polygons_P2]
+    lengths = outline.run_lengths
+    if (lengths > height * width).any() or int(lengths.sum()) != height * width:
+        raise Refused(RejectReason.BAD_MASK, f"the run lengths of an outline do not add up to {width}x{height} pixels")
+    is_inside = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+    return [_Patch(0, 0, is_inside.reshape(width, height).T)]
+
+
+def _inside(corners_P2: np.ndarray, height: int, width: int) -> _Patch:
+    """In each row, a pixel is inside if edges cross the row at an odd number of places left of the pixel's centre."""
+    top, bottom = (_first_centre(edge, height) for edge in (corners_P2[:, 1].min(), corners_P2[:, 1].max()))
+    left, right = (_first_centre(edge, width) for edge in (corners_P2[:, 0].min(), corners_P2[:, 0].max()))
+    crosses_HW = np.zeros((bottom - top, right - left + 1), np.uint8)
+    ends_P2 = np.roll(corners_P2, -1, axis=0)
+    step = max(1, _MAX_CROSSINGS_AT_ONCE // max(1, bottom - top))
+    for first in range(0, len(corners_P2), step):
+        x_E2, y_E2 = (
+            np.stack([corners_P2[first : first + step, axis], ends_P2[first : first + step, axis]], axis=1)
+            for axis in (0, 1)
+        )
+        starts_E, stops_E = (np.clip(np.ceil(side - 0.5), top, bottom).astype(np.int64) for side in _sorted(y_E2))
+        counts_E = stops_E - starts_E
+        edges_C = np.repeat(np.arange(len(counts_E)), counts_E)
+        rows_C = np.arange(len(edges_C)) + np.repeat(starts_E - (np.cumsum(counts_E) - counts_E), counts_E)
+        slopes_C = (x_E2[edges_C, 1] - x_E2[edges_C, 0]) / (y_E2[edges_C, 1] - y_E2[edges_C, 0])
+        x_C = x_E2[edges_C, 0] + (rows_C + 0.5 - y_E2[edges_C, 0]) * slopes_C
+        columns_C = np.clip(np.ceil(x_C - 0.5), left, right).astype(np.int64)
+        np.bitwise_xor.at(crosses_HW, (rows_C - top, columns_C - left), 1)
+    return _Patch(top, left, np.bitwise_xor.accumulate(crosses_HW, axis=1)[:, :-1].astype(bool))
+
+
+def _first_centre(edge: float, length: int) -> int:
+    """The first pixel of a side whose centre is not before an edge."""
+    return int(np.clip(np.ceil(edge - 0.5), 0, length))
+
+
+def _sorted(y_E2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return y_E2.min(axis=1), y_E2.max(axis=1)

@@ -1,0 +1,164 @@
+"""Outlines of COCO become masks: of the pixels whose centres they enclose, which move as the image's own do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.path import Path as Polygon
+
+import shardmill
+from etl.config import SourceConfig
+from etl.sources.boxes import ANNOTATED_SIZE
+from etl.sources.outlines import OUTLINES
+from etl.units.move_annotations import Annotated, move_annotations
+from shardmill.errors import UsageError
+from shardmill.formats.encodings import decode_row, decode_stored_mask
+from shardmill.images.outlines import Outline, draw_outlines, polygon_of, run_lengths_of
+from shardmill.images.pixels import Refused
+from shardmill.images.process import process_image
+from shardmill.options import NormalizeOptions
+from shardmill.typed_columns import encode_values
+from shardmill.values import ImageSample, Rejection, SourceImage
+from tests.etl.building import list_images
+from tests.etl.test_box_sources import ROWS, as_coco
+from tests.etl.test_boxes import MODES, drawn, found_in
+from tests.etl.test_extra_columns import build
+from tests.etl.test_masks import places_of
+
+# Of pycocotools 2.0.11: `encode` of a 7 x 5 mask (height x width) with rows 2 to 4 of columns 1 to 3, and its counts.
+COMPRESSED, COUNTS = "9340005", [9, 3, 4, 3, 4, 3, 9]
+# And of a 70 x 12 mask, whose differences are also negative, and of several characters.
+LONGER = r"X2`1f0000\8cNQI00000:", [72, 48, 22, 48, 22, 48, 290, 3, 67, 3, 67, 3, 67, 3, 77]
+
+
+def rectangle(x0: float, y0: float, x1: float, y1: float) -> list[float]:
+    return [x0, y0, x1, y0, x1, y1, x0, y1]
+
+
+def outline(value: int, *polygons: list[float], is_crowd: bool = False) -> Outline:
+    return Outline(value, is_crowd, tuple(map(polygon_of, polygons)))
+
+
+def test_a_pixel_belongs_to_the_polygon_around_its_centre() -> None:
+    height, width, rng = 40, 60, np.random.default_rng(seed := 29)
+    y, x = np.mgrid[:height, :width] + 0.5
+    for _ in range(40):
+        # Some reach beyond the image.
+        angles = np.sort(rng.uniform(0, 2 * np.pi, rng.integers(3, 30)))
+        radii = rng.uniform(1, 45, len(angles))[:, None]
+        corners_P2 = rng.uniform(-5, 60, 2) + radii * np.stack([np.cos(angles), np.sin(angles)], 1)
+        closed = Polygon(np.concatenate([corners_P2, corners_P2[:1]]), closed=True)
+        expected = closed.contains_points(np.stack([x.ravel(), y.ravel()], 1)).reshape(height, width)
+        mask_HW = draw_outlines([outline(9, corners_P2.ravel().tolist())], height, width)
+        assert ((mask_HW == 9) == expected).all() and mask_HW.max(initial=0) in (0, 9), seed
+
+
+def test_run_lengths_as_numbers_and_as_text() -> None:
+    expected = np.zeros((7, 5), np.uint8)
+    expected[2:5, 1:4] = 4
+    for counts in (COUNTS, COMPRESSED):
+        assert (draw_outlines([Outline(4, False, (), run_lengths_of(counts))], 7, 5) == expected).all()
+    assert run_lengths_of(LONGER[0]).tolist() == LONGER[1]
+    for bad in ("", "9434é", "9P", [], [1, -1], ["a"], [1.5]):
+        with pytest.raises(Refused, match="run lengths"):
+            run_lengths_of(bad)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Refused, match="do not add up to 5x8"):
+        draw_outlines([Outline(4, False, (), run_lengths_of(COUNTS))], 8, 5)
+
+
+def test_the_smaller_outline_is_on_top_and_crowds_are_below() -> None:
+    large, small = outline(1, rectangle(0, 0, 8, 8)), outline(2, rectangle(2, 2, 4, 4), rectangle(6, 6, 9, 9))
+    crowd = outline(3, rectangle(3, 3, 5, 5), is_crowd=True)
+    found = [draw_outlines(each, 10, 10) for each in ([large, small, crowd], [crowd, small, large])]
+    assert (found[0] == found[1]).all()
+    assert np.bincount(found[0].ravel()).tolist() == [100 - 64 - 5, 64 - 8, 13]
+    assert draw_outlines([small, outline(5, rectangle(2, 2, 4, 4), rectangle(6, 6, 9, 9))], 10, 10).max() == 5
+    assert not draw_outlines([outline(1, [3, 3, 3, 3, 3, 3]), outline(1, rectangle(20, 20, 30, 30))], 10, 10).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_drawn_mask_lies_where_its_pixels_are(mode: str) -> None:
+    height, width, box = 60, 90, [18, 20, 63, 50]
+    options = NormalizeOptions(image_size=48, resize_mode=mode, encoding="png")  # pyright: ignore[reportArgumentType]
+    for orientation in (1, 3, 6, 8):
+        found = moved(drawn(height, width, box, orientation), [[7, 0, [rectangle(*box)]]], [width, height], options)
+        assert isinstance(found, Annotated)
+        image_HWC = decode_row(found.sample.image, options)
+        mask_HW = decode_stored_mask(found.mask, (image_HWC.shape[0], image_HWC.shape[1]))
+        pixels = found_in(image_HWC)
+        assert pixels is not None and np.abs(np.subtract(places_of(mask_HW), pixels)).max() <= 1
+
+
+def moved(data: bytes, outlines: list[Any], size: list[int], options: NormalizeOptions) -> Annotated | Rejection:
+    values = {OUTLINES: json.dumps(outlines), ANNOTATED_SIZE: size}
+    source = SourceImage("a.png", len(data), extra=encode_values(values))  # pyright: ignore[reportArgumentType]
+    sample = process_image(source, data, options)
+    assert isinstance(sample, ImageSample)
+    return move_annotations(source, sample, b"", options)
+
+
+def test_what_is_no_outline_rejects_its_image() -> None:
+    data = drawn(20, 40, [1, 1, 9, 9])
+    for region, size, problem in (
+        ([[1, 2, 3, 4]], [40, 20], "at least three corners"),
+        ([[1, 2, 3, 4, 5, float("nan")]], [40, 20], "at least three corners"),
+        ([[1, 2, 3, 4, 5, None]], [40, 20], "at least three corners"),
+        (["a"], [40, 20], "at least three corners"),
+        ("a", [40, 20], "is no polygon"),
+        ({"counts": [800], "size": [40, 20]}, [40, 20], "the size (height, width) of its run lengths is [40, 20]"),
+        ([rectangle(0, 0, 9, 9)], [10**6, 10**6], "the image has 40x20"),
+    ):
+        found = moved(data, [[7, 0, region]], size, NormalizeOptions())
+        assert isinstance(found, Rejection) and problem in found.detail, region
+
+
+def with_masks(folder: Path, segmentations: dict[int, Any]) -> SourceConfig:
+    """`as_coco` with the outline of each annotation: its box, or of those that are named by number another one."""
+    source = as_coco(folder, ROWS)
+    content = json.loads(Path(source.uri).read_text())
+    for number, each in enumerate(content["annotations"]):
+        x, y, width, height = each["bbox"]
+        each["segmentation"] = segmentations.get(number, [rectangle(x, y, x + width, y + height)])
+    Path(source.uri).write_text(json.dumps(content))
+    return source.model_copy(update={"coco_masks": True})
+
+
+def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:
+    first = build(with_masks(tmp_path, {}), tmp_path / "dataset", image_size=20).manifest
+    assert first.columns["mask"] == "png" and first.columns["boxes"] == "list<box>"
+    opened = shardmill.open_dataset(str(tmp_path / "dataset"))
+    masks = {sample.source[-5]: sample["mask"] for split in first.splits for sample in opened.samples(split)}
+    # The middle 20 x 20 of 40 x 20, with the ids of cat (17) and dog (18); below them a crowd of cats.
+    expected = np.full((20, 20), 17)
+    expected[4:12, 10:] = 18
+    expected[4:10, 10:12] = 17
+    assert (masks["0"] == expected).all()
+    assert set(np.unique(masks["1"])) == {0, 18} and not masks["2"].any() and not masks["3"].any()
+    # A later run makes the image again whose outline is another.
+    again = build(with_masks(tmp_path, {}), tmp_path / "dataset", image_size=20)
+    assert again.manifest.version == first.version
+    runs = {"counts": [0, 20, 780], "size": [20, 40]}
+    source = with_masks(tmp_path, {2: runs})
+    after = build(source, tmp_path / "dataset", image_size=20, resize_mode="crop").manifest
+    assert after.operation == "incremental"
+    full = build(source, tmp_path / "full", image_size=20).manifest
+    assert after.content_digest == full.content_digest != first.content_digest
+
+
+def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
+    listing = list_images(with_masks(tmp_path, {0: [], 1: None}))
+    assert any(each.startswith("2 annotations") and "no outline" in each for each in listing.warnings)
+    source = with_masks(tmp_path, {number: [] for number in range(9)})
+    with pytest.raises(UsageError, match="has no outlines, and source.coco_masks = true"):
+        list_images(source)
+    for value in (0, 256, "a", True):
+        source = with_masks(tmp_path, {})
+        content = json.loads(Path(source.uri).read_text())
+        content["annotations"][1]["category_id"] = value
+        Path(source.uri).write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=f"outlines of the category {value!r}"):
+            list_images(source)
