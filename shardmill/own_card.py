@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 from shardmill.printable import without_surrogates
@@ -12,7 +13,7 @@ CARD = "README.md"
 
 
 def put_card(store: Store, mark: str, number: int, text: Callable[[], str]) -> bool:
-    """Replace the card unless it is that of `number` already; False if it is a person's own.
+    """Replace the card unless it is that of `number` or of a later one; False if it is a person's own.
 
     `mark`: how the line begins that says who wrote it; `number` ends that line.
     """
@@ -22,7 +23,9 @@ def put_card(store: Store, mark: str, number: int, text: Callable[[], str]) -> b
         present = mark
     if mark not in present:
         return False
-    if f"{mark}{number}\n" not in present:
+    written = re.search(f"{re.escape(mark)}([0-9]{{1,18}})\n", present)
+    # A writer that is late must not put back what another one has replaced.
+    if written is None or int(written[1]) < number:
         store.put(CARD, text().encode())
     return True
 

@@ -14,6 +14,7 @@ from shardmill.storage import join_uri
 if TYPE_CHECKING:
     from shardmill.values import DatasetPin
     from train.contracts.values import Evaluation
+    from train.published.current import History
 
 
 @command("run_id", "workdir", "overrides")
@@ -46,7 +47,7 @@ def describe_lineage(model: str) -> dict[str, Any]:
         "model": exact,
         "artifacts": join_uri(uri, record.artifact_dir),
         "weights_sha256": record.weights_sha256,
-        "is_current": history.current is not None and history.current.export == int(number),
+        **_current(history, int(number)),
         "decisions": [
             f"{each.decision} by run {each.run_id}, {each.created_at}: {each.reason}"
             for each in history.readable
@@ -63,6 +64,13 @@ def describe_lineage(model: str) -> dict[str, Any]:
             "layout_digest": record.layout_digest,
         },
     }
+
+
+def _current(history: History, number: int) -> dict[str, Any]:
+    """Whether an export is current; null, and why, if the newest record of it is damaged."""
+    if history.damage:
+        return {"is_current": None, "damage": history.damage}
+    return {"is_current": history.current is not None and history.current.export == number}
 
 
 def _figures(found: Evaluation | None) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING
+from shardmill.own_card import put_card
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.pipeline.command import shardmill
@@ -113,6 +114,13 @@ def test_a_card_that_was_lost_or_never_written_comes_back_and_one_of_the_user_st
     card.write_text("# My flowers\n")
     assert any("was not written by shardmill" in each for each in build(tmp_path).sentences)
     assert card.read_text() == "# My flowers\n"
+
+
+def test_a_writer_that_is_late_leaves_the_card_of_a_later_version(tmp_path: Path):
+    store, mark = open_store(str(tmp_path)), "# Version "
+    for number in (9, 10, 2, 10):
+        assert put_card(store, mark, number, lambda: f"{mark}{number}\n")  # noqa: B023
+    assert store.read(CARD) == b"# Version 10\n"
 
 
 def test_a_store_that_refuses_the_card_costs_a_warning_and_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

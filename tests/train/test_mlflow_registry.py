@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from tests.etl.building import Recorder
 from tests.train.exports import put_export
 from train.published.announce import announce
 from train.published.candidate import promote_export
+from train.published.card import card_of
 from train.published.decision import Promotion
 from train.published.exported import Export
-from train.published.mlflow_registry import resolve_registered
+from train.published.mlflow_registry import register_current, resolve_registered
 from train.published.promote import choose_export, roll_back
-from train.reporting.mlflow_client import connect
+from train.reporting.mlflow_client import connect, experiment_id
 from train.settings.gate import GateConfig, RegistryConfig
 from train.tree import TrainTree
 
@@ -59,6 +62,11 @@ def promoted(root: str, export: Export, run_id: str, gate: GateConfig = GATE) ->
 
 def champion() -> Any:
     return connect("").get_model_version_by_alias("photos", "champion")
+
+
+def runs() -> list[Any]:
+    client = connect("")
+    return list(client.search_runs([experiment_id(client)]))
 
 
 def num_versions() -> int:
@@ -102,6 +110,38 @@ def test_a_registration_that_fails_is_a_warning_and_the_next_promotion_makes_up_
     assert (again.gate.decision, again.registered, told.events) == ("already_current", "models:/photos/1", {})
 
 
+def test_a_lost_race_gives_each_version_the_card_of_its_own_export(exports: tuple[str, Export, Export]):
+    root, bad, good = exports
+    promote_export(root, bad, GATE, "run-1")
+
+    def card_while_another_is_promoted(export: Export) -> str:
+        if export.number == bad.number:
+            promote_export(root, good, GATE, "run-2")
+        return card_of(open_store(root), export)
+
+    assert register_current(root, GATE.registry, card_while_another_is_promoted) == "models:/photos/2"
+    for number, export, run_id in (("1", bad, "run-1"), ("2", good, "run-2")):
+        card = str(connect("").get_model_version("photos", number).description)
+        assert f"# models, export {export.number}\n" in card and f"by run `{run_id}`" in card
+
+
+@pytest.mark.parametrize(("table", "status"), [("metrics", "FAILED"), ("model_versions", "FINISHED")])
+def test_a_registration_that_fails_midway_leaves_one_run_that_the_next_one_completes(
+    exports: tuple[str, Export, Export], tmp_path: Path, table: str, status: str
+):
+    root, _, good = exports
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute(f"CREATE TRIGGER full BEFORE INSERT ON {table} BEGIN SELECT RAISE(ABORT, 'full'); END")
+    assert [promoted(root, good, run_id)[0].registered for run_id in ("run-1", "run-2")] == ["", ""]
+    assert [run.info.status for run in runs()] == [status]
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("DROP TRIGGER full")
+    assert promoted(root, good, "run-3")[0].registered == "models:/photos/1"
+    [run] = runs()
+    assert (run.info.run_id, run.info.status) == (champion().run_id, "FINISHED")
+    assert run.data.metrics["test/accuracy"] == pytest.approx(good.record.evaluation.accuracy)
+
+
 def test_the_commands_take_what_the_registry_names(exports: tuple[str, Export, Export], tmp_path: Path):
     root, _, _ = exports
 
@@ -116,6 +156,10 @@ def test_the_commands_take_what_the_registry_names(exports: tuple[str, Export, E
     assert (found["model"], found["is_current"]) == (f"{root}@2", True)
     assert found["dataset"]["source"] and "promoted by run" in found["decisions"][0]
     assert run("lineage", f"{root}@1")["decisions"] == []
+    open_store(root).put("current/00000002.json", b"{")
+    found = run("lineage", f"{root}@2")
+    assert found["is_current"] is None and "current/00000002.json" in found["damage"]
+    assert run("lineage", f"{root}@1")["is_current"] is None
     refused = run("predict", "models:/photos@challenger", "x.png", code=2)
     assert "the model registry has no models:/photos@challenger" in refused["error"]["message"]
 

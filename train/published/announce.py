@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from shardmill.jobs.observer import WARNING, Observer
 from shardmill.stores import open_store
-from train.published.card import model_card, refresh_model_card
-from train.published.current import read_history
+from train.published.card import card_of, refresh_model_card
 from train.published.decision import Promotion
-from train.published.exported import read_export
 from train.published.mlflow_registry import register_current
 from train.settings.gate import GateConfig
 
@@ -27,11 +25,7 @@ def announce(promotion: Promotion, gate: GateConfig, observer: Observer) -> Prom
     if not gate.registry.name:
         return promotion
     try:
-        history = read_history(store)
-        assert history.current is not None
-        export = read_export(promotion.models_uri, history.current.export)
-        card = model_card(promotion.models_uri, export, history.current, history.next_number - 1)
-        registered = register_current(promotion.models_uri, gate.registry, card)
+        registered = register_current(promotion.models_uri, gate.registry, lambda export: card_of(store, export))
     except Exception as error:  # whatever the client raises: the export is current
         problem = f"export {promotion.current} was not registered as models:/{gate.registry.name}: {error}"
         observer.event("promote.warning", {WARNING: f"{problem}; it is current, and the next `promote` tries again"})

@@ -38,6 +38,13 @@ def refresh_model_card(store: Store) -> tuple[str, ...]:
     return ()
 
 
+def card_of(store: Store, export: Export) -> str:
+    """The card of an export that is current, or was until a moment ago: with the newest decision for it."""
+    history = read_history(store)
+    pointer = next(each for each in reversed(history.readable) if each.export == export.number)
+    return model_card(store.uri, export, pointer, history.next_number - 1)
+
+
 def model_card(models_uri: str, export: Export, pointer: Pointer, change: int) -> str:
     """The card: front matter as the Hugging Face Hub reads it, then a text."""
     name = " ".join(models_uri.rstrip("/").rpartition("/")[2].split())

@@ -6,7 +6,8 @@ The registry says where a model is and what it was made of; the model stays in t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import IntegrityError, StorageError, UsageError
@@ -24,6 +25,7 @@ SCHEME = "models:/"
 MODELS, NUMBER, WEIGHTS = "shardmill.models", "shardmill.export", "shardmill.weights_sha256"
 """Tags that identify an export. A models folder that was deleted and made anew counts from 1 again."""
 _ABSENT, _EXISTS = "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
+_IDENTITY = (MODELS, NUMBER, WEIGHTS)
 _MAX_RACES = 8
 # Of a server that copies what is registered; most are ready at once.
 _READY_SECONDS = 30
@@ -31,8 +33,8 @@ _READY_SECONDS = 30
 _DIGEST_CHARS = 36
 
 
-def register_current(models_uri: str, registry: RegistryConfig, card: str) -> str:
-    """Let the alias name the version of the current export, which is created if there is none; `card` describes it.
+def register_current(models_uri: str, registry: RegistryConfig, card_of: Callable[[Export], str]) -> str:
+    """Let the alias name the version of the current export, which is created if there is none; its card describes it.
     Returns `models:/NAME/VERSION`.
 
     Raises whatever MLflow's client raises. Doing it again changes nothing, and completes what an earlier call did not.
@@ -42,7 +44,7 @@ def register_current(models_uri: str, registry: RegistryConfig, card: str) -> st
         export = current_export(models_uri)
         version = _find(client, registry.name, models_uri, export)
         if version is None:
-            version = _create(client, registry.name, models_uri, export, card)
+            version = _create(client, registry.name, models_uri, export, card_of(export))
         if _version_of_alias(client, registry) != str(version.version):
             client.set_registered_model_alias(registry.name, registry.alias, str(version.version))
         # Another run may have promoted another one meanwhile, and set the alias before this one did.
@@ -117,8 +119,11 @@ def _find(client: MlflowClient, name: str, models_uri: str, export: Export) -> M
         if _code(error) != _ABSENT:
             raise
         versions = []
-    identity = (MODELS, NUMBER, WEIGHTS)
-    return next((each for each in versions if all(each.tags.get(tag) == wanted[tag] for tag in identity)), None)
+    return next((each for each in versions if _is_of(each.tags, wanted)), None)
+
+
+def _is_of(tags: dict[str, str], wanted: dict[str, str]) -> bool:
+    return all(tags.get(tag) == wanted[tag] for tag in _IDENTITY)
 
 
 def _versions(client: MlflowClient, name: str) -> Iterator[ModelVersion]:
@@ -137,7 +142,7 @@ def _create(client: MlflowClient, name: str, models_uri: str, export: Export, ca
         if _code(error) != _EXISTS:
             raise
     tags = tags_of(models_uri, export)
-    run_id = _log_run(client, f"{name}: export {export.number}", export, tags)
+    run_id = _finished_run(client, f"{name}: export {export.number}", export, tags)
     # A server takes no path of this machine's disk.
     source = tags["shardmill.artifacts"] if models_uri.startswith("s3://") else f"runs:/{run_id}/export"
     return client.create_model_version(
@@ -145,11 +150,31 @@ def _create(client: MlflowClient, name: str, models_uri: str, export: Export, ca
     )
 
 
-def _log_run(client: MlflowClient, run_name: str, export: Export, tags: dict[str, str]) -> str:
+def _finished_run(client: MlflowClient, run_name: str, export: Export, tags: dict[str, str]) -> str:
+    """The run of an export. An earlier registration may have failed in it or behind it: there is never a second one."""
+    experiment = experiment_id(client)
+    # A URI may hold any quotes, so it is not in the filter.
+    same = f"tags.`{NUMBER}` = '{tags[NUMBER]}' AND tags.`{WEIGHTS}` = '{tags[WEIGHTS]}'"
+    runs = [run for run in client.search_runs([experiment], same) if run.info.run_name == run_name]
+    run = next((run for run in runs if _is_of(run.data.tags, tags)), None)
+    if run is not None and run.info.status == "FINISHED":
+        return run.info.run_id
+    run = run or client.create_run(experiment, run_name=run_name, tags=tags)
+    try:
+        _log(client, run.info.run_id, export, tags)
+    except Exception:
+        # The same server may refuse this too; the first error tells why.
+        with suppress(Exception):
+            client.set_terminated(run.info.run_id, "FAILED")
+        raise
+    client.set_terminated(run.info.run_id, "FINISHED")
+    return run.info.run_id
+
+
+def _log(client: MlflowClient, run_id: str, export: Export, tags: dict[str, str]) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
     record = export.record
-    run_id = client.create_run(experiment_id(client), run_name=run_name, tags=tags).info.run_id
     dataset = Dataset(
         name=record.dataset.uri.rstrip("/").rpartition("/")[2],
         digest=record.content_digest[:_DIGEST_CHARS],
@@ -161,8 +186,6 @@ def _log_run(client: MlflowClient, run_name: str, export: Export, tags: dict[str
         now = int(time.time() * 1000)
         figures = {f"{found.split}/{found.metric.name}": found.figure, f"{found.split}/loss": found.loss}
         client.log_batch(run_id, metrics=[Metric(key, value, now, 0) for key, value in figures.items()])
-    client.set_terminated(run_id, "FINISHED")
-    return run_id
 
 
 def _version_of_alias(client: MlflowClient, registry: RegistryConfig) -> str:
