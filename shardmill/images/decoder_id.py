@@ -18,12 +18,13 @@ from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.
 RULES_VERSION = 6
-# Older rules of which the pixels of all ordinary files are those of today: what was trained on them still serves.
+_AVIF = f"+libavif-{features.version('avif')}"
+# Rules of which the pixels of all ordinary files are those of today: what was trained on them still serves. Beside each
+# what its ids had not yet.
 # 3: rejected what libjpeg warns of, took the preview of a TIFF, and did not look for the declared bits of 16-bit files.
 # 4: made BMPs of sixteen bits a little darker.
 # 5: refused AVIF.
-SERVED_RULES = (3, 4, 5)
-_AVIF = f"+libavif-{features.version('avif')}"
+SERVED_RULES = {3: _AVIF, 4: _AVIF, 5: _AVIF, 6: ""}
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
     f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}{_AVIF}+shrink-area+enlarge-linear-exact+ipp-off"
@@ -44,9 +45,12 @@ def decoder_id(options: NormalizeOptions) -> str:
 def is_served(options: NormalizeOptions, fingerprint: str) -> bool:
     """Whether this machine makes the pixels that a model was trained on, whose dataset has this fingerprint."""
     here = decoder_id(options)
-    without_avif = here.replace(_AVIF, "", 1)
-    before = [without_avif.replace(f"rules-{RULES_VERSION}+", f"rules-{rules}+", 1) for rules in SERVED_RULES]
-    return fingerprint in [_fingerprint(options, each) for each in (here, *before)]
+    return fingerprint in [_fingerprint(options, _id_of_rules(rules, here)) for rules in SERVED_RULES]
+
+
+def _id_of_rules(rules: int, here: str) -> str:
+    lacking = SERVED_RULES[rules]
+    return here.replace(lacking, "", 1).replace(f"rules-{RULES_VERSION}+", f"rules-{rules}+", 1)
 
 
 def normalization_fingerprint(options: NormalizeOptions) -> str:

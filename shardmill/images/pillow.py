@@ -9,17 +9,20 @@ import io
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL.Image import DecompressionBombError
 
 from shardmill.images.icc import to_srgb
-from shardmill.images.pixels import Refused, flatten_over_white
+from shardmill.images.pixels import Refused, check_dimensions, expect_size, flatten_over_white
 from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
+
+    from shardmill.options import NormalizeOptions
 
 # Words of Pillow's messages.
 _REASONS = {
@@ -32,6 +35,29 @@ _REASONS = {
 # `RuntimeError` what libavif's raises.
 _UNEXPECTED = (SyntaxError, EOFError, ValueError, TypeError, RuntimeError, DecompressionBombError, OSError)
 _AT_THE_END = (IndexError, struct.error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstFrame:
+    """What a plugin has decoded."""
+
+    pixels_HWC: np.ndarray
+    """H x W x 3 in sRGB, on white if it has transparency."""
+    notes: list[str]
+    picture: ImageFile
+    """Closed: what the plugin says of the file."""
+
+
+def decode_first_frame(plugin: Callable[[io.BytesIO], ImageFile], data: bytes, options: NormalizeOptions) -> FirstFrame:
+    """The first frame of a file, in the size that its header declares and that is within the limits."""
+    with opened(plugin, data) as picture:
+        width, height = picture.size
+        check_dimensions(height, width, options)
+        pixels_HWC = loaded(picture)
+        num_frames = getattr(picture, "n_frames", 1)
+    expect_size(pixels_HWC, height, width)
+    notes = [f"first_frame_of_{num_frames}"] if num_frames > 1 else []
+    return FirstFrame(to_srgb_over_white(pixels_HWC, picture.info.get("icc_profile"), notes), notes, picture)
 
 
 @contextmanager

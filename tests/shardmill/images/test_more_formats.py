@@ -57,6 +57,39 @@ def test_sizes_are_checked_before_anything_is_decoded(name: str, shape_HW: tuple
     assert refusal(data[:14], MORE)[0] in damaged
 
 
+# Three frames of 24 x 32 pixels: dark, gray, bright. The plugin decodes the last one, and writes no animations.
+ANIMATED = (
+    "ff0ac5044d0020260804010040004b188b158055fe7f0000a50300d01c090804010044004b188b15801dfcff0000500700182d22010804050044"
+    "004b188b15805dfcff000052070050294202"
+)
+
+
+def test_an_animated_jpeg_xl_is_refused() -> None:
+    data = bytes.fromhex(ANIMATED)
+    assert refusal(data, MORE) == (RejectReason.UNSUPPORTED_MODE, "jpeg_xl with an animation")
+
+
+def test_the_size_of_a_jpeg_xl_may_have_its_longest_form() -> None:
+    # 1 bit (not small), the selector and 30 bits of the height, no ratio, the selector and 30 bits of the width.
+    size = 0 | 3 << 1 | (24 - 1) << 3 | 0 << 33 | 3 << 36 | (40 - 1) << 38
+    data = b"\xff\x0a" + (size | 1 << 68).to_bytes(9, "little")
+    # All that is missing is the picture behind its head.
+    assert refusal(data, MORE)[0] is RejectReason.BAD_HEADER
+    limited = MORE.model_copy(update={"max_source_side_pixels": 39})
+    assert refusal(data, limited)[0] is RejectReason.TOO_MANY_PIXELS
+
+
+def test_a_jpeg_xl_that_was_made_from_a_jpeg_is_upright_too(tmp_path) -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    Image.fromarray(photo(24, 40)).save(tmp_path / "turned.jpg", quality=95, subsampling=0, exif=exif)
+    file = io.BytesIO()
+    Image.open(tmp_path / "turned.jpg").save(file, SAVED["jpeg_xl"], lossless_jpeg=True)
+    decoded = decode(file.getvalue(), MORE)
+    assert decoded.orientation == 6 and decoded.pixels_HWC.shape == (40, 24, 3)
+    assert mean_error(decoded.pixels_HWC, np.rot90(photo(24, 40), -1)) < 3
+
+
 def test_the_packages_are_part_of_the_id_and_their_absence_changes_nothing(tmp_path) -> None:
     assert decoder_id(MORE).endswith(f"+pillow-jxl-plugin-{metadata.version('pillow-jxl-plugin')}")
     assert "heif" not in decoder_id(OPTIONS)

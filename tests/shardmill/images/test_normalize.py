@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.encodings import decode_stored, encode_image
-from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, is_served, normalization_fingerprint
+from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, SERVED_RULES, is_served, normalization_fingerprint
 from shardmill.images.normalize import normalize
 from shardmill.options import ENCODINGS, NormalizeOptions
 from tests.shardmill.images.make import gray_photo, jpeg, photo, png, ramp_alpha, webp
@@ -176,19 +176,26 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
     assert normalization_fingerprint(NormalizeOptions(image_size=32, encoding="png")) == older
 
 
-def test_models_of_older_rules_with_the_same_pixels_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = NormalizeOptions(image_size=32)
-    here = normalization_fingerprint(options)
-    # Older rules knew no AVIF.
-    before = re.sub(r"\+libavif-[^+]+", "", DECODER_ID.replace(f"rules-{RULES_VERSION}+", "rules-3+"))
-    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", before)
-    older = normalization_fingerprint(options)
-    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", before + "x")
-    other = normalization_fingerprint(options)
-    monkeypatch.undo()
-    assert older != here
-    assert [is_served(options, each) for each in (here, older, other)] == [True, True, False]
-    assert not is_served(NormalizeOptions(image_size=33), older)
+@pytest.mark.parametrize("rules_version", [RULES_VERSION, RULES_VERSION + 1])
+def test_models_of_older_rules_with_the_same_pixels_are_served(
+    rules_version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(decoder: str) -> str:
+        monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", decoder)
+        return normalization_fingerprint(options)
+
+    options, of_rules = NormalizeOptions(image_size=32), DECODER_ID.replace(f"rules-{RULES_VERSION}+", "rules-{}+")
+    # Rules 3 to 5 knew no AVIF; today's are served here, and will be by the next ones.
+    before_avif = re.sub(r"\+libavif-[^+]+", "", of_rules)
+    ids = [*(before_avif.format(rules) for rules in (3, 4, 5)), of_rules.format(6)]
+    other = [of_rules.format(2), before_avif.format(6), of_rules.format(6) + "x"]
+    served, refused = [fingerprint(each) for each in ids], [fingerprint(each) for each in other]
+    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", of_rules.format(rules_version))
+    monkeypatch.setattr("shardmill.images.decoder_id.RULES_VERSION", rules_version)
+    assert [is_served(options, each) for each in served] == [True] * 4
+    assert [is_served(options, each) for each in refused] == [False] * 3
+    assert not is_served(NormalizeOptions(image_size=33), served[0])
+    assert RULES_VERSION in SERVED_RULES
 
 
 def test_the_decoder_id_names_what_pixels_depend_on() -> None:
