@@ -12,6 +12,7 @@ import numpy as np
 
 from shardmill.ids import row_digest
 from shardmill.typed_columns import (
+    BOX_LABEL_TYPE,
     BOX_TYPE,
     LABEL_TYPES,
     MASK_TYPE,
@@ -104,6 +105,11 @@ class RowSchema:
     def has_boxes(self) -> bool:
         """Whether rows have boxes."""
         return any(column.type == BOX_TYPE for column in self.extra)
+
+    @property
+    def has_box_labels(self) -> bool:
+        """Whether boxes have classes."""
+        return any(column.type == BOX_LABEL_TYPE for column in self.extra)
 
     @property
     def has_mask(self) -> bool:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 def check_annotations(augment: AugmentOptions, schema: RowSchema, columns: Sequence[str] | None) -> None:
     """Raises UsageError if boxes or masks are read that could not follow the augmentation."""
-    own = {**(BOX_COLUMNS if schema.has_boxes else {}), **({MASK: ""} if schema.has_mask else {})}
-    read = {BOXES if name in BOX_COLUMNS else name: None for name in own if columns is None or name in columns}
+    read = delivered(schema, columns)
     unmoved = augment.unfollowed
     if unmoved and read:
         raise UsageError(
@@ -37,6 +36,13 @@ def check_annotations(augment: AugmentOptions, schema: RowSchema, columns: Seque
             "expected crops, mirroring and changes of colour, which boxes and masks follow",
             f"set {' and '.join(f'{name} = 0' for name in unmoved)}, or leave them out with columns=[]",
         )
+
+
+def delivered(schema: RowSchema, columns: Sequence[str] | None) -> tuple[str, ...]:
+    """Of `boxes` and `mask` those that a batch has, if it has these extra columns."""
+    own = {**(BOX_COLUMNS if schema.has_boxes else {}), **({MASK: ""} if schema.has_mask else {})}
+    read = (BOXES if name in BOX_COLUMNS else name for name in own if columns is None or name in columns)
+    return tuple(dict.fromkeys(read))
 
 
 def annotations_of_batch(
@@ -89,7 +95,7 @@ def _boxes_of_batch(
     rows_K = np.repeat(np.arange(len(stored)), counts_N)
     cut = cut_boxes(np.concatenate([sides_of(None), *stored]), rows_K, windows, draws, augment)
     labels_K = None
-    if any(column.name == BOX_LABELS for column in schema.extra):
+    if schema.has_box_labels:
         of_rows = [numbers_of(value if is_real else None) for value, is_real in _each(rows, BOX_LABELS, is_real_N)]
         labels_K = np.concatenate([numbers_of(None), *of_rows])[cut.is_left_K]
     left_N = np.bincount(rows_K[cut.is_left_K], minlength=len(stored))

@@ -13,7 +13,7 @@ from shardmill.dataset.open import open_dataset as open_version
 from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
-from shardmill.loader.annotations import check_annotations
+from shardmill.loader.annotations import check_annotations, delivered
 from shardmill.loader.arguments import checked
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import open_caches
@@ -127,21 +127,34 @@ class LoadableDataset(Dataset):
         require_torch()
         return self._loader(split, partial(as_tensors, layout=layout), reading, place_on(device))
 
-    def tf_dataset(self, split: str, **reading: Unpack[Reading]) -> Any:
+    def tf_dataset(self, split: str, *, annotations: bool = False, **reading: Unpack[Reading]) -> Any:
         """A `tf.data.Dataset` of one rank's (images NHWC, labels, weights), for `keras.Model.fit`.
 
-        Each iteration is the next epoch, counted from 0.
+        `annotations`: in place of labels a dict of `labels`, of `boxes` and `box_labels` as `tf.RaggedTensor`, and of
+        `mask`, those that the dataset has. Each iteration is the next epoch, counted from 0.
         """
-        from shardmill.loader.tensorflow import as_tf_dataset
+        from shardmill.loader.tensorflow import TfTypes, as_tf_dataset
 
         schema, augment = self.manifest.row_schema, augment_options(reading.get("augment"))
+        found = delivered(schema, reading.get("columns")) if annotations else ()
+        if annotations and not found:
+            raise UsageError(
+                f"annotations = True, but batches of {self.pin.uri}@{self.pin.version} have neither boxes nor masks",
+                "expected a dataset with a column boxes or mask, which columns does not leave out",
+                "omit annotations for (images, labels, weights)",
+            )
+        if not annotations and reading.get("transform") is None:
+            # Nobody sees them.
+            reading["columns"] = reading.get("columns") or []
         num_classes = len(schema.class_names)
-        return as_tf_dataset(
-            self._loader(split, as_arrays, reading),
+        types = TfTypes(
             augment.shape_of(self.manifest.normalize.image_shape_HWC),
             (num_classes,) if augment.mixes else label_shape(schema.label_type, num_classes),
             is_class=schema.has_class and not augment.mixes,
+            annotations=found,
+            has_box_labels=schema.has_box_labels,
         )
+        return as_tf_dataset(self._loader(split, as_arrays, reading), types)
 
     def jax_loader(self, split: str, *, sharding: Any = None, **reading: Unpack[Reading]) -> Loader:
         """Batches of global `jax.Array`s, images NHWC, labels int32; `sample_ids` and extra columns are those of this

@@ -3,43 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from shardmill.typed_columns import BOX_LABELS, BOXES, MASK, NUM_SIDES
+
 if TYPE_CHECKING:
+    from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.loader import Loader
 
 
-def as_tf_dataset(
-    loader: Loader, image_shape_HWC: tuple[int, int, int], label_shape: tuple[int, ...], *, is_class: bool
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class TfTypes:
+    """What a batch has, known before there is one."""
+
+    image_shape_HWC: tuple[int, int, int]
+    label_shape: tuple[int, ...]
+    is_class: bool
+    """Whether a label is one class; else float32."""
+    annotations: tuple[str, ...] = ()
+    """Of `boxes` and `mask` those that are delivered beside the labels."""
+    has_box_labels: bool = False
+
+    def signature(self, num_rows: int) -> tuple[Any, Any, Any]:
+        """TensorFlow's types of (images, labels, weights): static shapes, but for the number of boxes."""
+        import tensorflow as tf
+
+        labels = tf.TensorSpec((num_rows, *self.label_shape), tf.int64 if self.is_class else tf.float32)
+        found = {}
+        if BOXES in self.annotations:
+            found[BOXES] = tf.RaggedTensorSpec((num_rows, None, NUM_SIDES), tf.float32, ragged_rank=1)
+            if self.has_box_labels:
+                found[BOX_LABELS] = tf.RaggedTensorSpec((num_rows, None), tf.int64)
+        if MASK in self.annotations:
+            found[MASK] = tf.TensorSpec((num_rows, *self.image_shape_HWC[:2]), tf.uint8)
+        return (
+            tf.TensorSpec((num_rows, *self.image_shape_HWC), tf.uint8),
+            {"labels": labels, **found} if found else labels,
+            tf.TensorSpec((num_rows,), tf.float32),
+        )
+
+    def element(self, batch: LoaderBatch) -> tuple[Any, Any, Any]:
+        """A batch in these types."""
+        labels: Any = batch.labels
+        if self.annotations:
+            labels = {"labels": labels}
+            if MASK in self.annotations:
+                labels[MASK] = batch[MASK]
+            if BOXES in self.annotations:
+                labels |= _ragged(batch)
+        return batch.images, labels, batch.weights
+
+
+def as_tf_dataset(loader: Loader, types: TfTypes) -> Any:
     """(images, labels, weights) of static shapes, with a known number of steps; each iteration is the next epoch.
 
     `keras.Model.fit` takes the third element as sample weights, so padding does not count. tf.data's tuning of
     `AUTOTUNE` is off for what is made of it; `with_options` can turn it on again.
     """
-    import numpy as np
     import tensorflow as tf
 
-    num_rows = len(loader.streams) * loader.spec.rows_per_stream
-    label_type = tf.int64 if is_class else tf.float32
-
     def rows() -> Iterator[tuple[Any, Any, Any]]:
-        for batch in loader:
-            yield batch.images, batch.labels, batch.weights
+        yield from map(types.element, loader)
 
-    signature = (
-        tf.TensorSpec((num_rows, *image_shape_HWC), tf.uint8),
-        tf.TensorSpec((num_rows, *label_shape), label_type),
-        tf.TensorSpec((num_rows,), tf.float32),
-    )
     if loader.is_transformed:
         # Only a batch shows the types and shapes that a transform gives.
         [first] = loader.cached(1).batches
-        arrays = [np.asarray(each) for each in (first.images, first.labels, first.weights)]
-        signature = tuple(tf.TensorSpec(each.shape, each.dtype) for each in arrays)
+        signature = tf.nest.map_structure(_type_of, types.element(first))
+    else:
+        signature = types.signature(len(loader.streams) * loader.spec.rows_per_stream)
     # There is nothing to tune here, and TensorFlow's tuner sleeps for 10, 20, 40, ... milliseconds, up to a minute, and
     # the end of an epoch often waits until it wakes up.
     untuned = tf.data.Options()
     untuned.autotune.enabled = False
     dataset = tf.data.Dataset.from_generator(rows, output_signature=signature).with_options(untuned)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(loader)))
+
+
+def _ragged(batch: LoaderBatch) -> dict[str, Any]:
+    """The boxes of each row, and their classes."""
+    import tensorflow as tf
+
+    boxes = batch[BOXES]
+    of_rows = {BOXES: boxes.sides} | ({} if boxes.labels is None else {BOX_LABELS: boxes.labels})
+    from_row_splits = tf.RaggedTensor.from_row_splits  # pyright: ignore[reportAttributeAccessIssue]
+    return {name: from_row_splits(values, boxes.offsets) for name, values in of_rows.items()}
+
+
+def _type_of(values: Any) -> Any:
+    import tensorflow as tf
+
+    if isinstance(values, tf.RaggedTensor):
+        return tf.type_spec_from_value(values)
+    values = np.asarray(values)
+    return tf.TensorSpec(values.shape, values.dtype)

@@ -166,6 +166,16 @@ def test_samples_tensors_and_metadata(dataset: LoadableDataset) -> None:
     assert "mask" not in dataset.metadata("train").column_names
 
 
+def test_a_tf_dataset_has_masks(dataset: LoadableDataset) -> None:
+    pytest.importorskip("tensorflow")
+    reading: dict = {"global_batch_size": 4, "augment": AUGMENTATIONS["size"], "columns": ["mask"]}
+    rows = dataset.tf_dataset("train", annotations=True, **reading)
+    assert rows.element_spec[1].keys() == {"labels", "mask"} and rows.element_spec[1]["mask"].shape == (4, 40, 40)
+    for batch, (images, labels, _) in zip(dataset.batches("train", **reading), rows, strict=True):
+        np.testing.assert_array_equal(labels["mask"], batch["mask"])
+        np.testing.assert_array_equal(images, batch.images)
+
+
 def test_later_runs_carry_masks_and_see_other_files(tmp_path: Path) -> None:
     build(as_table(tmp_path), tmp_path / "dataset", image_size=32)
     source = as_table(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,36 @@ def test_tensors_move_with_their_batch(dataset: LoadableDataset) -> None:
     assert [len(each) for each in batch["boxes"][:3]] == np.diff(batch["boxes"].offsets)[:3].tolist()
 
 
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_a_tf_dataset_has_ragged_boxes(dataset: LoadableDataset, with_labels: bool) -> None:
+    tf = pytest.importorskip("tensorflow")
+    reading: dict = {"global_batch_size": 8, "num_streams": 1, "augment": AUGMENTATIONS["size"]}
+    if not with_labels:
+        # Of an epoch's first batch, a transform shows the types.
+        reading["transform"] = lambda batch, rng: {
+            "boxes": replace(batch["boxes"], labels=None), "images": batch.images / 255
+        }  # fmt: skip
+    rows = dataset.tf_dataset("train", annotations=True, **reading)
+    images, labels, weights = rows.element_spec
+    assert images.shape == (8, 40, 40, 3) and weights.shape == (8,)
+    assert labels["boxes"].shape.as_list() == [8, None, 4] and labels["labels"].shape == (8, 2)
+    assert ("box_labels" in labels) == with_labels
+    num_boxes = 0
+    for batch, (_, found, _) in zip(dataset.batches("train", **reading), rows, strict=True):
+        num_boxes += len(batch["boxes"].sides)
+        assert isinstance(found["boxes"], tf.RaggedTensor)
+        for row, boxes in enumerate(batch["boxes"]):
+            np.testing.assert_array_equal(found["boxes"][row], boxes.sides)
+            if with_labels:
+                np.testing.assert_array_equal(found["box_labels"][row], boxes.labels)
+    assert num_boxes > 10
+    # For `fit`, labels alone; and nothing that is not delivered keeps from mixing.
+    mixed = dataset.tf_dataset("train", global_batch_size=8, augment=AugmentOptions(rand_augment_operations=2))
+    assert mixed.element_spec[1].shape == (8, 2) and next(iter(mixed))[1].shape == (8, 2)
+    with pytest.raises(UsageError, match="have neither boxes nor masks"):
+        dataset.tf_dataset("train", global_batch_size=8, annotations=True, columns=["number"])
+
+
 def test_a_transform_of_samples_gets_its_boxes(dataset: LoadableDataset) -> None:
     loader = dataset.batches(
         "train", global_batch_size=7, num_streams=1, per_sample=True,
@@ -132,7 +163,8 @@ def test_a_contact_sheet_outlines_boxes(dataset: LoadableDataset) -> None:
     assert ImageColor.getrgb(named.colour) in {colour for _, colour in dataset.show(9).getcolors(1 << 20) or ()}
 
 
-def test_the_program_of_the_page_runs(dataset: LoadableDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_of_the_page_run(dataset: LoadableDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorflow")
     monkeypatch.chdir(Path(dataset.pin.uri).parent)
-    [program] = blocks(ROOT / "docs" / "boxes.md", "python")
+    program = "\n".join(blocks(ROOT / "docs" / "boxes.md", "python"))
     exec(compile(program, "boxes.md", "exec"), {})
