@@ -105,7 +105,7 @@ class SourceConfig(Section):
             if (self.boxes.field if name == "boxes" else getattr(self, name)) and self.kind not in kinds:
                 raise ValueError(f"{name} with a kind among {', '.join(kinds)}, not with {self.kind}")
         ours = {
-            *(BOX_COLUMNS if self.boxes.field or self.kind == "coco" else ()),
+            *(BOX_COLUMNS if self.boxes.field or self.labels_are_of_boxes else ()),
             *([MASK] if self.mask_field or self.coco_masks else ()),
         }
         clash = next((name for name, _ in map(parse_extra, self.extra_columns) if name in ours), None)
@@ -119,7 +119,7 @@ class SourceConfig(Section):
     @property
     def labels_are_of_boxes(self) -> bool:
         """Whether an image has the classes of its boxes as labels, and no others."""
-        return self.boxes.labels_field != "" or self.kind == "coco"
+        return self.boxes.labels_field != "" or (self.kind == "coco" and self.label_kind != "none")
 
     def uris(self) -> dict[str, str]:
         """Every URI that must be set, by its config key."""

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from collections.abc import Callable
 from dataclasses import replace
 
+from etl.boxes_config import BoxesConfig
 from etl.checks.drift import NO_LIMIT
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
@@ -77,11 +78,15 @@ def predictions_record(outcome: BuildOutcome, engine: str) -> StageRecord:
 
 
 def _source(source: SourceConfig) -> SourceConfig:
-    """Without labels, which nobody has to know; those that are asked for are kept beside the predictions."""
+    """Without labels, which nobody has to know; those that are asked for are kept beside the predictions.
+
+    Without boxes and masks, too: predictions have no images that they could lie in.
+    """
     parts = {name: _source(part) for name, part in source.parts.items()}
     keeps = "label_kind" in source.model_fields_set or source.kind == COMMITTED
-    kind = source.label_kind if keeps else "none"
-    return source.model_copy(update={"label_kind": kind, "parts": parts})
+    kind = source.label_kind if keeps and not source.labels_are_of_boxes else "none"
+    update = {"label_kind": kind, "parts": parts, "boxes": BoxesConfig(), "mask_field": "", "coco_masks": False}
+    return source.model_copy(update=update)
 
 
 def _of_dataset(source: SourceConfig, mapping: RowMapping) -> tuple[SourceConfig, RowMapping]:

@@ -30,7 +30,7 @@ from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.typed_columns import MASK, MASK_TYPE, encode_values
-from shardmill.values import NO_BLOCK
+from shardmill.values import NO_BLOCK, Value
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -42,7 +42,9 @@ _NUM_LOOKED_UP = 3
 
 
 class CocoSource:
-    """The images that annotation files name. An image has the classes of its boxes as labels."""
+    """The images that annotation files name. An image has its boxes, and their classes as labels, unless no labels are
+    asked for.
+    """
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
@@ -111,10 +113,7 @@ class CocoSource:
         texts: list[str] = []
         for image in images:
             try:
-                values = box_values(image.boxes, image.labels, "xywh")
-                values |= {ANNOTATED_SIZE: list(image.size)} if image.size else {}
-                values |= {OUTLINES: joined(image.outlines)} if self._config.coco_masks else {}
-                texts.append(encode_values(values))
+                texts.append(self._values(image))
                 problems.append(None)
             except (ValueError, TypeError) as error:
                 texts.append("")
@@ -133,8 +132,19 @@ class CocoSource:
             columns |= {"key": names, "container": paths, "block": pa.repeat(NO_BLOCK, len(images))}
         problem = pc.coalesce(uri_problems(paths, self._files.store), pa.array(problems, pa.string()))
         batch = listed_rows(columns, problem, where)
-        types = box_types(has_labels=True) | ({MASK: MASK_TYPE} if self._config.coco_masks else {})
+        types = box_types(has_labels=True) if self._config.labels_are_of_boxes else {}
+        types |= {MASK: MASK_TYPE} if self._config.coco_masks else {}
         return ListingBatch(batch.images, batch.rejections, extra_types=types)
+
+    def _values(self, image: CocoImage) -> str:
+        """The text of what moves with the pixels. Raises ValueError that says what is wrong with it."""
+        values: dict[str, Value] = {}
+        if self._config.labels_are_of_boxes:
+            values |= box_values(image.boxes, image.labels, "xywh")
+        if self._config.coco_masks:
+            values[OUTLINES] = joined(image.outlines)
+        values |= {ANNOTATED_SIZE: list(image.size)} if values and image.size else {}
+        return encode_values(values) if values else ""
 
 
 def _splits_of(paths: Sequence[str]) -> Mapping[str, str | None]:

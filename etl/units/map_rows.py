@@ -53,9 +53,9 @@ def mapped_schema(schema: RowSchema, mapping: RowMapping | None) -> RowSchema:
         return schema
     if schema.has_annotations:
         raise UsageError(
-            "the source has boxes or masks, and predictions no images that they could lie in",
-            "expected a source without them",
-            "remove source.boxes and source.mask_field; in place of source.kind = coco, name the folder of the images",
+            "the source lists boxes or masks, and predictions no images that they could lie in",
+            "expected images alone",
+            "leave boxes and masks out of what your source lists if source.label_kind = 'none'",
         )
     ours = {column.name for column in mapping.columns} | ({VECTOR} if mapping.vector_size else set())
     clash = next((column.name for column in schema.extra if column.name in ours), None)

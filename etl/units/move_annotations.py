@@ -90,10 +90,10 @@ def move_annotations(
     A rejection if they are of an image of another size, or the mask is none.
     """
     values, geometry = decode_values(image.extra), plan_geometry(sample.source_height, sample.source_width, options)
-    outlines, size = values.pop(OUTLINES, None), values.get(ANNOTATED_SIZE)
+    outlines, size = values.pop(OUTLINES, None), values.pop(ANNOTATED_SIZE, None)
     has_mask = MASK in values or outlines is not None
     try:
-        notes = _move_boxes(values, sample, geometry) if BOXES in values else []
+        notes = _move_boxes(values, size, sample, geometry) if BOXES in values else []
         if outlines is not None:
             stored = _draw_mask(str(outlines), size, sample, geometry)
         else:
@@ -106,10 +106,9 @@ def move_annotations(
     return Annotated(replace(image, extra=encode_values(values)), sample, image.extra, stored)
 
 
-def _move_boxes(values: dict[str, Value], sample: ImageSample, geometry: Geometry) -> list[str]:
+def _move_boxes(values: dict[str, Value], size: Value, sample: ImageSample, geometry: Geometry) -> list[str]:
     """Put the moved boxes in place of the listed ones. -> notes."""
     sides: list[float] = values[BOXES]  # pyright: ignore[reportAssignmentType]
-    size = values.pop(ANNOTATED_SIZE, None)
     if isinstance(size, list) and _is_of_file(int(size[1]), int(size[0]), sample, "its boxes are of"):
         sides = list(turn_boxes(sides, sample.orientation, sample.source_height, sample.source_width))
     moved = move_boxes(sides, geometry)

@@ -24,6 +24,9 @@ from shardmill.errors import UsageError
 from shardmill.loader.dataset import open_dataset as open_for_training
 from shardmill.stores import open_store
 from tests.etl.brightness import brightness, mapping, predict
+from tests.etl.test_extra_columns import build
+from tests.etl.test_masks import as_table
+from tests.etl.test_outlines import with_masks
 from tests.support import build_here, make_dataset, write_images
 
 
@@ -181,3 +184,16 @@ def test_readers_of_images_say_that_there_are_none(images: Path):
     with pytest.raises(UsageError, match="holds predictions, and no images"):
         predict(dataset_source(str(images / "out")), images / "again")
     assert not (images / "again").exists()
+
+
+def test_sources_with_boxes_and_masks_are_predicted_without_them(tmp_path: Path):
+    for name in ("coco", "table"):
+        (tmp_path / name).mkdir()
+    parts = {"coco": with_masks(tmp_path / "coco", {}), "table": as_table(tmp_path / "table")}
+    manifest = predict(SourceConfig(kind="several", parts=parts), tmp_path / "out").manifest
+    assert (manifest.counts.accepted, manifest.counts.rejected) == (13, 0)
+    assert not {"boxes", "mask"} & set(table_of(tmp_path / "out").column_names)
+    # Without labels, COCO's files give masks alone.
+    masks = parts["coco"].model_copy(update={"label_kind": "none"})
+    assert build(masks, tmp_path / "masks", image_size=16).manifest.columns.keys() >= {"mask"}
+    assert "boxes" not in open_dataset(str(tmp_path / "masks")).manifest.columns
