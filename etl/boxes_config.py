@@ -9,8 +9,8 @@ from pydantic import model_validator
 from shardmill.section import Section
 
 KINDS_WITH = {
-    "boxes": ("table", "parquet"),
-    "mask_field": ("table",),
+    "boxes": ("table", "parquet", "delta"),
+    "mask_field": ("table", "delta"),
     "coco_images": ("coco",),
     "coco_masks": ("coco",),
 }

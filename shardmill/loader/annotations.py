@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.augment.annotations import cut_boxes, cut_mask, upside_down
-from shardmill.augment.windows import draw_windows
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored_mask
 from shardmill.loader.boxes import BatchBoxes, numbers_of, sides_of, stored_boxes
@@ -45,47 +44,7 @@ def delivered(schema: RowSchema, columns: Sequence[str] | None) -> tuple[str, ..
     return tuple(dict.fromkeys(read))
 
 
-def annotations_of_batch(
-    rows: GatheredRows, schema: RowSchema, is_real_N: np.ndarray, stored_HW: tuple[int, int], draws: Draws,
-    augment: AugmentOptions,
-) -> dict[str, Any]:  # fmt: skip
-    """Of the real rows of a step, moved as its pixels are: `boxes` a `BatchBoxes`, `mask` uint8 (N, H, W)."""
-    found: dict[str, Any] = {}
-    if not schema.has_annotations:
-        return found
-    windows = draw_windows(draws, augment, stored_HW)
-    if schema.has_boxes:
-        found[BOXES] = _boxes_of_batch(rows, schema, is_real_N, windows, draws, augment)
-    if schema.has_mask:
-        masks_NHW = np.zeros((len(is_real_N), *windows.size_HW), np.uint8)
-        is_upside_down_N = upside_down(draws, augment)
-        masks: Sequence[Any] = rows.extra(MASK)
-        for row in np.flatnonzero(is_real_N).tolist():
-            if masks[row] is not None:
-                mask_HW = decode_stored_mask(masks[row], stored_HW)
-                masks_NHW[row] = cut_mask(mask_HW, windows, row, is_upside_down=bool(is_upside_down_N[row]))
-        found[MASK] = masks_NHW
-    return found
-
-
-def is_annotation(schema: RowSchema, name: str) -> bool:
-    """Whether a column is delivered by `annotations_of_batch`."""
-    return schema.has_annotations and any(
-        column.name == name and ANNOTATIONS.get(name) == column.type for column in schema.extra
-    )
-
-
-def stored_annotations(values: Mapping[str, Value], schema: RowSchema, stored_HW: tuple[int, int]) -> dict[str, Any]:
-    """A stored row's extra values with its boxes and its mask as arrays."""
-    found: dict[str, Any] = dict(values)
-    if schema.has_boxes:
-        found = stored_boxes(found)
-    if schema.has_mask:
-        found[MASK] = decode_stored_mask(found[MASK], stored_HW)
-    return found
-
-
-def _boxes_of_batch(
+def boxes_of_batch(
     rows: GatheredRows, schema: RowSchema, is_real_N: np.ndarray, windows: Windows, draws: Draws,
     augment: AugmentOptions,
 ) -> BatchBoxes:  # fmt: skip
@@ -100,6 +59,36 @@ def _boxes_of_batch(
         labels_K = np.concatenate([numbers_of(None), *of_rows])[cut.is_left_K]
     left_N = np.bincount(rows_K[cut.is_left_K], minlength=len(stored))
     return BatchBoxes(cut.sides_K4, labels_K, np.concatenate([[0], np.cumsum(left_N)]).astype(np.int64))
+
+
+def decode_masks(
+    rows: GatheredRows, is_real_N: np.ndarray, stored_HW: tuple[int, int], windows: Windows, draws: Draws,
+    augment: AugmentOptions, masks_NHW: np.ndarray,
+) -> None:  # fmt: skip
+    """Put the masks of some rows, moved as their pixels are, into a part of a batch's, which is zeros."""
+    is_upside_down_N = upside_down(draws, augment)
+    masks: Sequence[Any] = rows.extra(MASK)
+    for row in np.flatnonzero(is_real_N).tolist():
+        if masks[row] is not None:
+            mask_HW = decode_stored_mask(masks[row], stored_HW)
+            masks_NHW[row] = cut_mask(mask_HW, windows, row, is_upside_down=bool(is_upside_down_N[row]))
+
+
+def is_annotation(schema: RowSchema, name: str) -> bool:
+    """Whether a column is delivered as an array or as `BatchBoxes`, and not as a list of values."""
+    return schema.has_annotations and any(
+        column.name == name and ANNOTATIONS.get(name) == column.type for column in schema.extra
+    )
+
+
+def stored_annotations(values: Mapping[str, Value], schema: RowSchema, stored_HW: tuple[int, int]) -> dict[str, Any]:
+    """A stored row's extra values with its boxes and its mask as arrays."""
+    found: dict[str, Any] = dict(values)
+    if schema.has_boxes:
+        found = stored_boxes(found)
+    if schema.has_mask:
+        found[MASK] = decode_stored_mask(found[MASK], stored_HW)
+    return found
 
 
 def _each(rows: GatheredRows, name: str, is_real_N: np.ndarray) -> zip[tuple[Value, bool]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from shardmill.augment.draws import Draws
 from shardmill.augment.mixing import mix_batch
 from shardmill.augment.pixels import change_pixels
 from shardmill.augment.windows import draw_windows
-from shardmill.loader.annotations import annotations_of_batch, is_annotation
+from shardmill.loader.annotations import boxes_of_batch, decode_masks, is_annotation
 from shardmill.loader.decode import decode_batch, decode_distinct
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
-from shardmill.typed_columns import label_shape
+from shardmill.typed_columns import BOXES, MASK, label_shape
 from shardmill.values import Batch
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class _Begun:
     gathered: GatheredRows
     draws: Draws
     images_NHWC: np.ndarray
+    masks_NHW: np.ndarray | None
+    """None without masks."""
 
 
 class StepDecoder:
@@ -65,18 +67,22 @@ class StepDecoder:
             future.result()
 
     def decode(self, part: int) -> None:
-        """Decode the images of a part and change each by itself. Raises IntegrityError."""
+        """Decode the images and masks of a part and change each by itself. Raises IntegrityError."""
         begun, augment, normalize = self._begin(), self._source.rows.augment, self._source.normalize
         num_rows, num_parts = len(begun.draws), self._source.num_parts
         rows = slice(part * num_rows // num_parts, (part + 1) * num_rows // num_parts)
         gathered, draws, images_NHWC = begun.gathered.part(rows), begun.draws.part(rows), begun.images_NHWC[rows]
-        windows = draw_windows(draws, augment, normalize.image_shape_HWC[:2])
+        stored_HW = normalize.image_shape_HWC[:2]
+        windows = draw_windows(draws, augment, stored_HW)
         if self._is_real_N[rows].all():
             decode_batch(gathered.images, normalize, windows, images_NHWC)
         else:
             keys = np.stack([gathered.places_N, gathered.rows_N, draws.occurrences_N], axis=1)
             decode_distinct(gathered.images, normalize, windows, images_NHWC, keys)
         change_pixels(images_NHWC, draws, augment)
+        if begun.masks_NHW is not None:
+            masks_NHW = begun.masks_NHW[rows]
+            decode_masks(gathered, self._is_real_N[rows], stored_HW, windows, draws, augment, masks_NHW)
 
     def batch(self) -> Batch:
         """The batch, when all parts are decoded: now its rows are mixed with each other."""
@@ -91,8 +97,12 @@ class StepDecoder:
             begun.images_NHWC, labels_N, is_real_N, begun.draws, augment,
             num_classes=len(schema.class_names), rows_per_stream=spec.rows_per_stream,
         )  # fmt: skip
-        stored_HW = self._source.normalize.image_shape_HWC[:2]
-        extra = annotations_of_batch(gathered, schema, is_real_N, stored_HW, begun.draws, augment)
+        extra: dict[str, Any] = {}
+        if schema.has_boxes:
+            windows = draw_windows(begun.draws, augment, self._source.normalize.image_shape_HWC[:2])
+            extra[BOXES] = boxes_of_batch(gathered, schema, is_real_N, windows, begun.draws, augment)
+        if begun.masks_NHW is not None:
+            extra[MASK] = begun.masks_NHW
         for column in schema.extra:
             if is_annotation(schema, column.name):
                 continue
@@ -112,7 +122,9 @@ class StepDecoder:
                 gathered = self._live.gather(self._uses.rows, self._futures)
                 spec, occurrences_N = self._plan.spec, self._uses.occurrences_N
                 draws = Draws(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
-                self._begun = _Begun(gathered, draws, self._source.take_batch())
+                images_NHWC = self._source.take_batch()
+                masks_NHW = np.zeros(images_NHWC.shape[:3], np.uint8) if self._source.schema.has_mask else None
+                self._begun = _Begun(gathered, draws, images_NHWC, masks_NHW)
             return self._begun
 
     def _labels(self, stored_N: np.ndarray) -> np.ndarray:

@@ -23,6 +23,8 @@ from shardmill.images.pixels import Refused
 from shardmill.images.process import process_image
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.drawn import picture_of
+from shardmill.loader.reader import read_batches
+from shardmill.loader.row_source import ReaderOptions
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import encode_values
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
@@ -164,6 +166,20 @@ def test_samples_tensors_and_metadata(dataset: LoadableDataset) -> None:
     tinted = np.asarray(picture_of(sample.image_HWC, {"mask": sample["mask"]}, 64)).astype(int)
     assert ((tinted != sample.image_HWC).any(2) == (sample["mask"] > 0)).all()
     assert "mask" not in dataset.metadata("train").column_names
+
+
+def test_parts_of_a_batch_decode_its_masks(dataset: LoadableDataset) -> None:
+    # Nine rows in steps of four, so that a part of the last one is padding.
+    spec = dataset.plan_spec("train", seed=3, global_batch_size=4, num_streams=2)
+    found = []
+    for part_bytes in (1, 4_000_000):
+        options, augment = ReaderOptions(num_threads=3, part_bytes=part_bytes), AUGMENTATIONS["imagenet"]
+        with read_batches(dataset, dataset.plan_epoch(spec, 1), options=options, augment=augment) as batches:
+            found.append([batch.extra for batch in batches])
+    for parts, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(parts["mask"], whole["mask"])
+        np.testing.assert_array_equal(parts["boxes"].sides, whole["boxes"].sides)
+    assert sum(int(whole["mask"].any()) for whole in found[1]) >= 2
 
 
 def test_a_tf_dataset_has_masks(dataset: LoadableDataset) -> None:

@@ -13,6 +13,7 @@ from etl.config import SourceConfig
 from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
 from tests.etl.building import build_source, images_of, list_images
+from tests.etl.test_masks import mask_of
 from tests.shardmill.images.make import photo, png
 
 LABELS = ("a b", "c/d", "é")
@@ -74,6 +75,25 @@ def test_a_table_of_uris_is_read_like_any_other(tmp_path: Path):
     write_deltalake(str(table), rows, partition_by=["label"])
     manifest = build_source(SourceConfig(kind="delta", uri=str(table)), tmp_path / "dataset")
     assert (manifest.counts.accepted, manifest.class_names, list(manifest.splits)) == (1, ("cat",), ["train"])
+
+
+def test_boxes_and_masks_are_those_of_the_rows(tmp_path: Path):
+    (tmp_path / "1.png").write_bytes(png(photo(16, 20)))
+    (tmp_path / "m.png").write_bytes(mask_of(16, 20, [2, 3, 9, 9]))
+    own = {"boxes": pa.array([[[2.0, 3.0, 9.0, 9.0]]]), "names": pa.array([["cat"]])}
+    boxes = {"field": "boxes", "labels_field": "names"}
+    named = {"uri": [str(tmp_path / "1.png")], "outline": [str(tmp_path / "m.png")]}
+    for name, place in (("named", named), ("held", {"image": [png(photo(16, 20))]})):
+        write_deltalake(str(tmp_path / name), pa.table({**own, **place}))
+        given = {"kind": "delta", "uri": str(tmp_path / name), "boxes": boxes}
+        if name == "held":
+            with pytest.raises(UsageError, match="the rows of .* hold images"):
+                list_images(SourceConfig.model_validate({**given, "mask_field": "image"}))
+        else:
+            given["mask_field"] = "outline"
+        manifest = build_source(SourceConfig.model_validate(given), tmp_path / f"{name}-dataset")
+        assert (manifest.counts.accepted, manifest.class_names) == (1, ("cat",))
+        assert {"boxes", "box_labels"} <= manifest.columns.keys() and ("mask" in manifest.columns) == (name == "named")
 
 
 def test_what_would_read_other_rows_is_refused(tmp_path: Path):
