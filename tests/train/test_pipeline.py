@@ -27,6 +27,7 @@ from train.strategies.sharded.pipeline_schedules import (
     idle_share,
     num_microbatches_of,
     orders,
+    peak_kept,
     schedule_named,
 )
 
@@ -53,6 +54,18 @@ def test_the_idle_share_of_one_stage_on_each_rank_is_that_of_the_formula(num_ran
     # The first rank waits half of the time for the second, and once until that has begun and once until it has ended.
     uneven = idle_share(orders(schedule_named("gpipe", 2), 2, num_microbatches), (1, 2))
     assert uneven == pytest.approx(1 - 9 * num_microbatches / (2 * (6 * num_microbatches + 3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    # Of one stage on each of 4 ranks, the first keeps 4 microbatches. Interleaved (Narayanan et al., 2.2), it keeps
+    # 2 (P - 1) + (v - 1) P + 1 = 11 of half stages. ZB-V keeps as many bytes as 1F1B.
+    [("gpipe", 16), ("1f1b", 4), ("interleaved_1f1b", 5.5), ("zero_bubble", 4)],
+)
+def test_the_activations_that_a_rank_keeps_are_those_of_its_schedule(name, kept):
+    schedule = schedule_named(name, 4)
+    sizes = [1 / schedule.stages_per_rank] * 4 * schedule.stages_per_rank
+    assert peak_kept(orders(schedule, 4, 16), sizes) == pytest.approx(kept)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])

@@ -11,7 +11,6 @@ from train.planning.scaling import (
     Link,
     Network,
     all_gather,
-    bubble_share,
     fastest_allreduce,
     halving_allreduce,
     hierarchical_allreduce,
@@ -59,9 +58,16 @@ def test_groups_of_an_outer_axis_share_the_network_of_a_host():
 
 
 def test_an_idle_share_is_that_of_the_schedule():
-    assert bubble_share(4, 4) == pytest.approx(3 / 7) and bubble_share(1, 8) == 0
-    step = predict("pipeline_parallel", WORK, Axes(pipeline=4), Assumed(FLAT))
-    assert step.bubble_seconds / (step.bubble_seconds + step.compute_seconds) == pytest.approx(3 / 11)
+    """The formulas of arXiv:1811.06965 and arXiv:2104.04473, 2.2; that of zero bubble is less than both."""
+    steps = {
+        name: predict("pipeline_parallel", replace(WORK, schedule=name), Axes(pipeline=4), Assumed(FLAT))
+        for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    }
+    idle = {name: step.bubble_seconds / (step.bubble_seconds + step.compute_seconds) for name, step in steps.items()}
+    assert idle["gpipe"] == idle["1f1b"] == pytest.approx(3 / 11)
+    assert idle["interleaved_1f1b"] == pytest.approx(3 / 19) and idle["zero_bubble"] < idle["interleaved_1f1b"]
+    # Half stages send their activations as often again.
+    assert steps["interleaved_1f1b"].exchange_seconds > steps["1f1b"].exchange_seconds
 
 
 @pytest.mark.parametrize("strategy", EXCHANGES)

@@ -177,6 +177,7 @@ def _work(config: TrainConfig, cost: StepCost, local_batch_size: int) -> Work:
         block_bytes=cost.block_bytes * local_batch_size,
         num_blocks=cost.num_blocks,
         num_microbatches=_microbatches(config, local_batch_size),
+        schedule=config.options(PipelineOptions).schedule,
     )
 
 

@@ -109,8 +109,3 @@ ALLREDUCES: dict[str, Collective] = {
 def fastest_allreduce(group: Group, num_bytes: float) -> tuple[float, str]:
     """-> seconds, name of the algorithm."""
     return min((algorithm(group, num_bytes), name) for name, algorithm in ALLREDUCES.items())
-
-
-def bubble_share(num_stages: int, num_microbatches: int) -> float:
-    """Part of a step in which a stage of a pipeline is idle: (P - 1) / (M + P - 1) (GPipe, arXiv:1811.06965)."""
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)

@@ -17,10 +17,10 @@ from train.planning.scaling import (
     ALLREDUCES,
     Network,
     all_gather,
-    bubble_share,
     fastest_allreduce,
     reduce_scatter,
 )
+from train.strategies.sharded.pipeline_schedules import idle_share, orders, schedule_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Work:
     num_blocks: int = 1
     """Parts whose weights are gathered one by one, and whose activations tensor parallelism adds up."""
     num_microbatches: int = 1
+    schedule: str = "1f1b"
+    """Of a pipeline's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def predict(strategy: str, work: Work, axes: Axes, assumed: Assumed) -> Step:
     """`axes`: those that the strategy has; the local batch of a rank that reads rows of its own stays the same."""
     hideable, exposed = EXCHANGES[strategy](work, axes, assumed)
     computing = work.step_seconds / axes.tensor / axes.pipeline
-    bubble = bubble_share(axes.pipeline, work.num_microbatches)
+    bubble = _idle_share(work, axes)
     idle = computing * bubble / (1 - bubble)
     seconds = computing + idle + exposed + max(0.0, hideable - assumed.overlap * computing)
     if axes.num_servers:
@@ -107,6 +109,14 @@ def predict(strategy: str, work: Work, axes: Axes, assumed: Assumed) -> Step:
         seconds = max(seconds, busy / assumed.network.between_hosts.bytes_per_second)
     images = work.local_batch_size * axes.data * axes.fsdp
     return Step(axes, seconds, computing, hideable + exposed, idle, images)
+
+
+def _idle_share(work: Work, axes: Axes) -> float:
+    """Of the time of a pipeline's ranks, if all stages cost the same."""
+    if axes.pipeline == 1:
+        return 0.0
+    schedule = schedule_named(work.schedule, axes.pipeline)
+    return idle_share(orders(schedule, axes.pipeline, work.num_microbatches))
 
 
 def seconds_of_exchanges(strategy: str, work: Work, axes: Axes, assumed: Assumed) -> float:
@@ -179,7 +189,8 @@ def _pipelined(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
     if axes.pipeline == 1:
         return summed, 0.0
     link = assumed.network.group(axes.pipeline, axes.data * axes.fsdp * axes.tensor).slowest
-    slots = work.num_microbatches + axes.pipeline - 1
+    stages_per_rank = schedule_named(work.schedule, axes.pipeline).stages_per_rank
+    slots = work.num_microbatches * stages_per_rank + axes.pipeline - 1
     return summed, 2 * slots * link.seconds(1, work.block_bytes / work.num_microbatches)
 
 

@@ -23,6 +23,7 @@ from train.strategies.sharded.pipeline_schedules import (
     idle_share,
     num_microbatches_of,
     orders,
+    peak_kept,
     schedule_named,
     schedule_of,
 )
@@ -163,17 +164,21 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
     schedule = schedule_named(options.schedule, mesh.pipeline)
     place_of = schedule.place_of(mesh.pipeline)
     of_ranks: list[dict[str, Shape]] = [{} for _ in range(mesh.pipeline)]
+    stage_bytes: list[int] = []
     for rank, names in zip(place_of, weights_by_stage(config, module, place_of), strict=True):
-        of_ranks[rank] |= {name: shapes[name] for name in names}
+        of_stage = {name: shapes[name] for name in names}
+        of_ranks[rank] |= of_stage
+        stage_bytes.append(num_bytes(of_stage.values()))
     held = max(of_ranks, key=lambda of_rank: num_bytes(of_rank.values()))
     held_bytes, num_ranks = num_bytes(held.values()), mesh.pipeline
     num_microbatches = num_microbatches_of(options, _sizes_of_parts(config, mesh)[-1], num_ranks)
-    num_kept = num_microbatches if schedule.name == "gpipe" else min(num_microbatches, num_ranks)
+    # Counted as if activations were in proportion to weights.
+    kept_bytes = peak_kept(orders(schedule, num_ranks, num_microbatches), stage_bytes)
     return Held(
         held,
         held,
         module,
         # Copies add up gradients as one flat tensor.
         update_bytes=held_bytes if mesh.data_size > 1 else 0,
-        activation_share=held_bytes / num_bytes(shapes.values()) * num_kept / num_microbatches,
+        activation_share=kept_bytes / num_bytes(shapes.values()) / num_microbatches,
     )

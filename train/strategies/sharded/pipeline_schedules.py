@@ -180,6 +180,22 @@ def idle_share(of_ranks: Sequence[Sequence[Action]], costs: Sequence[float] = ()
     return 1 - busy / (len(of_ranks) * max(now))
 
 
+def peak_kept(of_ranks: Sequence[Sequence[Action]], sizes: Sequence[float]) -> float:
+    """The most that a rank keeps at a time of the activations of all its stages. `sizes`: of each stage, those of one
+    microbatch; they are kept until no gradient needs them, that of the weights included.
+    """
+    peak = 0.0
+    for actions in of_ranks:
+        kept = 0.0
+        for action in actions:
+            if action.kind == "FORWARD":
+                kept += sizes[action.stage]
+                peak = max(peak, kept)
+            elif action.kind != "BACKWARD_INPUT":
+                kept -= sizes[action.stage]
+    return peak
+
+
 def _needed(action: Action, last: int) -> tuple[str, int, int] | None:
     """What must be there before a rank can compute it, beside what the rank has computed itself."""
     kind, stage, number = action
