@@ -4,8 +4,8 @@ python benchmarks/predict_batch.py [--images DIR] [--num-images N,M] [--model NA
   [--only a,b]
 
 A round runs each contestant once for each number of images, from the start of its process to its end; every other round
-in reverse order. Speeds are slopes: images more, by seconds more, because both numbers load frameworks, models and JVMs
-alike. Photographs of DIR are copied; without one, images of noise are made.
+in reverse order. Speeds are slopes between medians of seconds: images more, by seconds more, because both numbers load
+frameworks, models and JVMs alike. Photographs of DIR are copied; without one, images of noise are made.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _bare(models: Path, images: Path, out: Path) -> None:
 
 def _udf(models: Path, images: Path, out: Path) -> None:
     command = [sys.executable, str(LOOP), str(models), str(images), "0", str(CORES), "--spark"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _daft(models: Path, images: Path, out: Path) -> None:
@@ -124,10 +124,11 @@ def _daft(models: Path, images: Path, out: Path) -> None:
     subprocess.run([*overlay, *loop], check=True, stdout=subprocess.DEVNULL, env=environment)
 
 
+BARE = "bare loop"
 CONTESTANTS = {
-    "bare loop": _bare,
-    "shardmill, local": _ours("local"),
-    "shardmill, spark": _ours("spark"),
+    BARE: _bare,
+    "shardmill local": _ours("local"),
+    "shardmill spark": _ours("spark"),
     "predict_batch_udf": _udf,
     "Daft": _daft,
 }
@@ -142,16 +143,19 @@ def _shardmill(*arguments: object) -> None:
 
 def _print(names: Sequence[str], few: int, many: int, seconds: dict[tuple[str, int], list[float]]) -> None:
     print(hardware())
-    speeds = {
-        name: [(many - few) / (more - less) for less, more in zip(seconds[name, few], seconds[name, many], strict=True)]
-        for name in names
-    }
-    print(f"\n| | s for {few:,} | s for {many:,} | images a second | share of the bare loop |\n|---|---|---|---|---|")
+    medians = {key: statistics.median(rounds) for key, rounds in seconds.items()}
+    speeds = {name: (many - few) / (medians[name, many] - medians[name, few]) for name in names}
+    print(f"\n| | s for {few:,} | s for {many:,} | images a second | of the bare loop's | of its time for {many:,} |")
+    print("|---|---|---|---|---|---|")
     for name in names:
-        shares = [mine / bare for mine, bare in zip(speeds[name], speeds.get("bare loop", []), strict=False)]
-        share = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})" if shares else ""
-        cells = (statistics.median(seconds[name, few]), statistics.median(seconds[name, many]))
-        print(f"| {name} | {cells[0]:.1f} | {cells[1]:.1f} | {statistics.median(speeds[name]):.0f} | {share} |")
+        times = " | ".join(_range(seconds[name, size]) for size in (few, many))
+        share = f"{speeds[name] / speeds[BARE]:.2f}" if BARE in speeds else ""
+        whole = f"{medians[name, many] / medians[BARE, many]:.2f}" if BARE in speeds else ""
+        print(f"| {name} | {times} | {speeds[name]:.0f} | {share} | {whole} |")
+
+
+def _range(rounds: Sequence[float]) -> str:
+    return f"{statistics.median(rounds):.1f} ({min(rounds):.1f} to {max(rounds):.1f})"
 
 
 if __name__ == "__main__":

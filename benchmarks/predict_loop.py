@@ -68,7 +68,11 @@ def udf(models: str, folder: str, num_slots: int) -> int:
             [known(contents[start : start + BATCH_SIZE]) for start in range(0, len(contents), BATCH_SIZE)]
         ).astype(np.int32)
 
-    spark = SparkSession.builder.master(f"local[{num_slots}]").config("spark.ui.enabled", "false").getOrCreate()
+    builder = SparkSession.builder.master(f"local[{num_slots}]").config("spark.ui.enabled", "false")
+    # By default a task gets 32 small files, fewer than a batch; and one Arrow batch all of a task's photographs.
+    builder = builder.config("spark.sql.files.openCostInBytes", "0")
+    builder = builder.config("spark.sql.execution.arrow.maxRecordsPerBatch", str(4 * BATCH_SIZE))
+    spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
     predict = predict_batch_udf(make, return_type=IntegerType(), batch_size=BATCH_SIZE)
     files = spark.read.format("binaryFile").option("recursiveFileLookup", "true").load(folder)
     out = f"{folder}-udf"

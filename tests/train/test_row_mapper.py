@@ -159,6 +159,7 @@ def test_more_classes_than_there_are_is_all_of_them(folder: Path):
         ("models@7", "images", "models has no export 7; it has 1; name one of them"),
         ("images", "models", "images holds no exports; expected a models folder or URI"),
         ("models", "imags", "imags does not exist; expected a folder of images, an archive, a table"),
+        ("models", "images/class_1/00001.png", "is one image; expected with --out a folder"),
     ],
 )
 def test_a_mistyped_batch_job_leaves_nothing(models: str, source: str, said: str, folder: Path):
