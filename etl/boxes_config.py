@@ -10,7 +10,7 @@ from shardmill.section import Section
 
 KINDS_WITH = {
     "boxes": ("table", "parquet", "delta"),
-    "mask_field": ("table", "delta"),
+    "mask_field": ("table", "parquet", "delta"),
     "coco_images": ("coco",),
     "coco_masks": ("coco",),
 }

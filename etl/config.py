@@ -71,7 +71,7 @@ class SourceConfig(Section):
     group_field: str = ""
     """A column of groups (patients, videos); all images of a group are in one split. Empty: `group`."""
     mask_field: str = ""
-    """A table's column with the file of each image's mask, a PNG of class numbers (docs/boxes.md); empty: no masks."""
+    """A column with each image's mask, a PNG of class numbers, or with its file (docs/boxes.md); empty: no masks."""
     key_field: str = ""
     """A table's column with a permanent name for each image; empty: `key`. Without such a column, the URI is the
     name."""

@@ -40,12 +40,6 @@ class DeltaSource:
         files = DeltaFiles(config.uri)
         self.uri = files.uri
         kind = ParquetSource if files.holds_images(config.image_field) else TableSource
-        if kind is ParquetSource and config.mask_field:
-            raise UsageError(
-                f"source.mask_field = {config.mask_field!r}, but the rows of {self.uri} hold images",
-                "expected rows that name the files of the images and of the masks",
-                "write the images and masks to files, or leave source.mask_field empty",
-            )
         self._rows = kind(config, files)
 
     def open(self, max_source_bytes: int) -> SourceReader:

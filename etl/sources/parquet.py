@@ -8,8 +8,6 @@ A listing reads every column but the images; a task reads them in the order of t
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,11 +35,12 @@ from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column, open_columns, read_footer
+from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column, open_columns
+from etl.sources.parquet_rows import Blocks, BytesRows
 from etl.sources.stored_file import open_file
 from etl.sources.target import class_names_of
 from shardmill.errors import IntegrityError
-from shardmill.storage import StoredFile
+from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
 
@@ -49,10 +48,6 @@ if TYPE_CHECKING:
     from etl.config import SourceConfig
 
 _LABEL_COLUMNS = ("label", "labels", "class")
-# What the rows that are decoded at once may become in memory; a page may repeat one long value in each of them.
-_MAX_BATCH_BYTES, _MAX_READ_ROWS = 256_000_000, 64
-# A row group is decoded from its beginning for each of its blocks: at most so many, so 4.5 times in all.
-_MAX_BLOCKS_OF_GROUP, _MIN_BLOCK_ROWS = 8, 1_024
 
 
 class ParquetSource:
@@ -62,27 +57,14 @@ class ParquetSource:
         # Labels that the boxes have are in no column of their own.
         self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
         self._files = files or Containers(config.uri, PARQUET_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns, self._config.label_kind, config.boxes)
+        self._extra = ExtraColumns(
+            config.extra_columns, self._config.label_kind, config.boxes, has_mask=config.mask_field != ""
+        )
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> ContainerReader[_ImageRows]:
+    def open(self, max_source_bytes: int) -> RowReader:
         """Reads rows, each row group once if they come in order."""
-
-        def open_rows(stream: BinaryIO, file: StoredFile) -> _ImageRows:
-            with _parsing(file.path):
-                return _ImageRows(stream, file.path, self._config.image_field)
-
-        def take(rows: _ImageRows, image: SourceImage) -> bytes | Rejection:
-            with _parsing(image.container):
-                data = rows.read(image.place)
-            if data is None:
-                return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
-            if len(data) > max_source_bytes:
-                limit = f"{len(data)} bytes; the limit is etl.max_source_bytes"
-                return image.rejected(RejectReason.TOO_LARGE_BYTES, limit)
-            return data
-
-        return ContainerReader(self._files.store, open_rows, take)
+        return RowReader(self._files.store, self._config, max_source_bytes)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
@@ -101,6 +83,47 @@ class ParquetSource:
                 yield ListingBatch.of_rejections(damaged(file, str(error)))
             except FileNotFoundError:
                 yield ListingBatch.of_rejections(gone(file))
+
+
+class RowReader:
+    """Reads the images of rows, and their masks: each column by a reader of its own, in the order of the file."""
+
+    num_parallel = 1
+
+    def __init__(self, store: Store, config: SourceConfig, max_source_bytes: int) -> None:
+        self._store = store
+        self._max_bytes = max_source_bytes
+        self._images = self._reader(config.image_field, "image_field")
+        self._masks = self._reader(config.mask_field, "mask_field")
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The bytes of an image, or of its mask if its container ends in the name of that column."""
+        path, of_mask, _ = image.container.partition("\0")
+        return self._masks.read(replace(image, container=path)) if of_mask else self._images.read(image)
+
+    def expect(self, image: SourceImage) -> None:
+        """Does nothing: the operating system reads ahead in a file."""
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees the file."""
+        return self._images.is_there(path)
+
+    def _reader(self, field: str, key: str) -> ContainerReader[BytesRows]:
+        def open_rows(stream: BinaryIO, file: StoredFile) -> BytesRows:
+            with _parsing(file.path):
+                return BytesRows(stream, file.path, field, key)
+
+        return ContainerReader(self._store, open_rows, self._take)
+
+    def _take(self, rows: BytesRows, image: SourceImage) -> bytes | Rejection:
+        with _parsing(image.container):
+            data = rows.read(image.place)
+        if data is None:
+            return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
+        if len(data) > self._max_bytes:
+            limit = f"{len(data)} bytes; the limit is etl.max_source_bytes"
+            return image.rejected(RejectReason.TOO_LARGE_BYTES, limit)
+        return data
 
 
 @contextmanager
@@ -134,6 +157,9 @@ def _list_file(
     if parquet.metadata.num_rows > file.size_bytes:
         raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
     image = image_column(schema, config.image_field, file.path)
+    mask = f"\0{config.mask_field}" if config.mask_field else ""
+    if mask:
+        image_column(schema, config.mask_field, file.path, "mask_field")
     names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)] + [*constants]
     # Only labels that are no classes may be lists.
     label_names = names if extra.target is None else [*schema.names, *constants]
@@ -151,11 +177,11 @@ def _list_file(
     known = {*schema.names, *constants}
     wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
     in_file = [name for name in wanted if name not in constants]
-    first_row, blocks = 0, _Blocks.of_file(parquet.metadata)
+    first_row, blocks = 0, Blocks.of_file(parquet.metadata)
     for group in range(parquet.metadata.num_row_groups):
         for rows in column_batches(parquet, group, in_file):
             rows_N = np.arange(first_row, first_row + rows.num_rows, dtype=np.int64)
-            place = _Place(pa.array(rows_N), pa.array(blocks.of(rows_N, group)), facts.split)
+            place = _Place(pa.array(rows_N), pa.array(blocks.of(rows_N, group)), facts.split, mask)
             batch = _listed(with_constants(rows, constants), chosen, file, place, extra)
             yield replace(batch, extra_types=extra.types)
             first_row += rows.num_rows
@@ -186,34 +212,13 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of a batch of rows, and the split that its file names."""
+    """Position of a batch of rows, and what their file says of all of them."""
 
     rows: pa.Array
     blocks: pa.Array
     split: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Row groups are blocks, and large ones several: what one work unit reads must not be as large as a file."""
-
-    first_rows: tuple[int, ...]
-    """First row of each row group, and the end of the last one."""
-
-    @classmethod
-    def of_file(cls, metadata: pq.FileMetaData) -> _Blocks:
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        return cls((0, *itertools.accumulate(rows)))
-
-    def group_of(self, row: int) -> int:
-        """The row group that holds a row of the file."""
-        return bisect.bisect_right(self.first_rows, row) - 1
-
-    def of(self, rows_N: np.ndarray, group: int) -> np.ndarray:
-        """The block of each of these rows of a row group, int64: the number of the group, if it is one block."""
-        first, end = self.first_rows[group], self.first_rows[group + 1]
-        block_rows = max(_MIN_BLOCK_ROWS, -(-(end - first) // _MAX_BLOCKS_OF_GROUP))
-        return group + (rows_N - first) // block_rows * (len(self.first_rows) - 1)
+    mask: str
+    """What stands for the mask of each row; empty without masks."""
 
 
 def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, extra: ExtraColumns) -> ListingBatch:
@@ -235,7 +240,9 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         columns["label"] = labels.combine_chunks()
         problems = or_else(problems, columns["label"].is_null(), "no label")
     if extra.has_values:
-        columns["extra"], odd = extra.of_rows(rows, file.path, chosen.label)
+        columns["extra"], odd = extra.of_rows(
+            rows, file.path, chosen.label, pa.repeat(place.mask, num_rows) if place.mask else None
+        )
         problems = pc.coalesce(problems, odd)
     columns |= {
         "key": pc.binary_join_element_wise(file.path, names, "\0"),
@@ -247,44 +254,3 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         "block": place.blocks,
     }
     return listed_rows(columns, problems, file.path)
-
-
-class _ImageRows:
-    """The images of one file, decoded a few rows at a time in the order of the file."""
-
-    def __init__(self, stream: BinaryIO, path: str, image_field: str) -> None:
-        # Buffered, so that a column chunk is streamed instead of loaded whole.
-        self._parquet = pq.ParquetFile(stream, metadata=read_footer(stream), pre_buffer=False, buffer_size=1 << 20)
-        self._column = image_column(self._parquet.schema_arrow, image_field, path)
-        self._blocks = _Blocks.of_file(self._parquet.metadata)
-        self._group, self._start = -1, 0
-        self._batch: pa.Array = pa.array([], pa.binary())
-        self._batches: Iterator[pa.RecordBatch] = iter(())
-
-    def read(self, row: int) -> bytes | None:
-        """One row's bytes, or None. Rows of a row group in ascending order are decoded once, from its beginning on."""
-        group = self._blocks.group_of(row)
-        if group != self._group or row < self._start:
-            self._begin(group)
-        while row >= self._start + len(self._batch):
-            self._start += len(self._batch)
-            batch = next(self._batches, None)
-            if batch is None:
-                raise IntegrityError(f"row group {group} ends before row {row}")
-            column = batch.column(0)
-            self._batch = column.field("bytes") if pa.types.is_struct(column.type) else column
-        return self._batch[row - self._start].as_py()
-
-    def _begin(self, group: int) -> None:
-        self._group, self._start, self._batch = group, self._blocks.first_rows[group], self._batch[:0]
-        self._batches = self._parquet.iter_batches(
-            self._rows_at_once(group), row_groups=[group], columns=[self._column], use_threads=False
-        )
-
-    def _rows_at_once(self, group: int) -> int:
-        metadata = self._parquet.metadata.row_group(group)
-        columns = (metadata.column(number) for number in range(metadata.num_columns))
-        chunk = next(column for column in columns if column.path_in_schema == self._column)
-        # In a dictionary one value may be used by every row; without one, the values add up to the chunk.
-        largest = chunk.total_uncompressed_size / (1 if chunk.has_dictionary_page else max(1, metadata.num_rows))
-        return int(min(_MAX_READ_ROWS, max(1, _MAX_BATCH_BYTES // max(1, largest))))

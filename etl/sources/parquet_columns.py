@@ -77,10 +77,13 @@ def bytes_leaf(field: pa.Field) -> str | None:
     return None
 
 
-def image_column(schema: pa.Schema, configured: str, where: str) -> str:
-    """The leaf that holds the images' bytes. Raises UsageError if there is none, or several could be meant."""
+def image_column(schema: pa.Schema, configured: str, where: str, key: str = "image_field") -> str:
+    """The leaf that holds the bytes of images, or of what `source.KEY` names.
+
+    Raises UsageError if there is none, or several could be meant.
+    """
     leaves = {name: leaf for name in schema.names if (leaf := bytes_leaf(schema.field(name))) is not None}
-    found = choose_column(list(leaves), configured, ("image", "img"), "image_field")
+    found = choose_column(list(leaves), configured, ("image", "img"), key)
     if found is None and len(leaves) == 1:
         [found] = leaves
     lists = [field.name for field in schema if holds_lists_of_bytes(field)]

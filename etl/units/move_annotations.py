@@ -54,12 +54,20 @@ class MaskReader:
         if OUTLINES in values:
             return data
         uri = str(values[MASK])
+        if uri.startswith("\0"):
+            # A column beside the image.
+            return self._kept(image, replace(image, container=image.container + uri), f"column {uri[1:]}", data)
         # A mask is a file of its own, in the part of its image.
         part, separator, _ = image.key.partition("\0")
         container = f"{part}{separator}{uri}" if self._is_in_parts else uri
-        mask = self._read(replace(image, container=container, block=NO_BLOCK, size_bytes=UNKNOWN_SIZE))
+        place = replace(image, container=container, block=NO_BLOCK, size_bytes=UNKNOWN_SIZE)
+        return self._kept(image, place, uri, data)
+
+    def _kept(self, image: SourceImage, place: SourceImage, name: str, data: bytes) -> bytes | Rejection:
+        """The image's bytes, once its mask is read."""
+        mask = self._read(place)
         if isinstance(mask, Rejection):
-            return image.rejected(RejectReason.BAD_MASK, f"{uri}: {mask.detail}")
+            return image.rejected(RejectReason.BAD_MASK, f"{name}: {mask.detail}")
         self._masks[image.key] = mask
         return data
 

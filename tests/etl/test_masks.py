@@ -7,16 +7,19 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 import shardmill
+from etl.boxes_config import BoxesConfig
 from etl.config import SourceConfig
 from etl.units.move_annotations import Annotated, move_annotations
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_mask
 from shardmill.images.masks import decode_mask
 from shardmill.images.pixels import Refused
@@ -28,7 +31,7 @@ from shardmill.loader.row_source import ReaderOptions
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import encode_values
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
-from tests.etl.building import build_source
+from tests.etl.building import build_source, list_images
 from tests.etl.test_boxes import MODES, RED, SHAPES, drawn, found_in
 from tests.etl.test_extra_columns import build
 from tests.shardmill.test_loader_boxes import AUGMENTATIONS
@@ -226,3 +229,31 @@ def test_parts_have_masks_of_their_own(tmp_path: Path) -> None:
     samples = shardmill.open_dataset(str(tmp_path / "dataset")).samples("train")
     values = {(sample.source[0], int(sample["mask"].max())) for sample in samples}
     assert len(samples) == 2 * NUM_IMAGES and values == {("a", 3), ("b", 5)}
+
+
+def test_rows_of_parquet_hold_masks(tmp_path: Path) -> None:
+    """In parts, too; the same ones as those of a table, and again if another column is named."""
+    (tmp_path / "table").mkdir()
+    table = as_table(tmp_path / "table")
+    rows = [json.loads(line) for line in (tmp_path / "table" / "t.jsonl").read_text().splitlines()]
+    masks = [(tmp_path / "table" / row["outline"]).read_bytes() for row in rows]
+    columns = {
+        "key": [row["uri"] for row in rows], "image": [(tmp_path / "table" / row["uri"]).read_bytes() for row in rows],
+        "outline": pa.StructArray.from_arrays([pa.array(masks)], ["bytes"]), "other": [*masks[:-1], None],
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=4)
+    part = SourceConfig(kind="parquet", uri=str(tmp_path / "t.parquet"), mask_field="outline", label_kind="none")
+    without = table.model_copy(update={"boxes": BoxesConfig(), "label_kind": "none"})
+    manifest = build_source(SourceConfig(kind="several", parts={"a": part, "b": without}), tmp_path / "both")
+    opened = shardmill.open_dataset(str(tmp_path / "both"))
+    samples = [sample for split in manifest.splits for sample in opened.samples(split)]
+    by_name = {(sample.source[0], sample.source[-5:]): sample["mask"] for sample in samples}
+    assert len(by_name) == 2 * NUM_IMAGES
+    for row in rows:
+        assert by_name["a", row["uri"]].any() and (by_name["a", row["uri"]] == by_name["b", row["uri"]]).all()
+    build(part, tmp_path / "one", image_size=16)
+    other = part.model_copy(update={"mask_field": "other"})
+    after = build(other, tmp_path / "one", image_size=16, max_reject_fraction=0.2).manifest
+    assert after.version == 2 and after.counts.by_reason == {"bad_mask": 1}
+    with pytest.raises(UsageError, match="source.mask_field = 'none' is not a column"):
+        list_images(part.model_copy(update={"mask_field": "none"}))

@@ -12,6 +12,7 @@ from deltalake import DeltaTable, TableFeatures, write_deltalake
 from etl.config import SourceConfig
 from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.loader.dataset import open_dataset
 from tests.etl.building import build_source, images_of, list_images
 from tests.etl.test_masks import mask_of
 from tests.shardmill.images.make import photo, png
@@ -83,17 +84,17 @@ def test_boxes_and_masks_are_those_of_the_rows(tmp_path: Path):
     own = {"boxes": pa.array([[[2.0, 3.0, 9.0, 9.0]]]), "names": pa.array([["cat"]])}
     boxes = {"field": "boxes", "labels_field": "names"}
     named = {"uri": [str(tmp_path / "1.png")], "outline": [str(tmp_path / "m.png")]}
-    for name, place in (("named", named), ("held", {"image": [png(photo(16, 20))]})):
+    held = {"image": [png(photo(16, 20))], "outline": [(tmp_path / "m.png").read_bytes()]}
+    masks = []
+    for name, place in (("named", named), ("held", held)):
         write_deltalake(str(tmp_path / name), pa.table({**own, **place}))
-        given = {"kind": "delta", "uri": str(tmp_path / name), "boxes": boxes}
-        if name == "held":
-            with pytest.raises(UsageError, match="the rows of .* hold images"):
-                list_images(SourceConfig.model_validate({**given, "mask_field": "image"}))
-        else:
-            given["mask_field"] = "outline"
+        given = {"kind": "delta", "uri": str(tmp_path / name), "boxes": boxes, "mask_field": "outline"}
         manifest = build_source(SourceConfig.model_validate(given), tmp_path / f"{name}-dataset")
         assert (manifest.counts.accepted, manifest.class_names) == (1, ("cat",))
-        assert {"boxes", "box_labels"} <= manifest.columns.keys() and ("mask" in manifest.columns) == (name == "named")
+        assert {"boxes", "box_labels", "mask"} <= manifest.columns.keys()
+        [sample] = open_dataset(str(tmp_path / f"{name}-dataset")).samples(next(iter(manifest.splits)))
+        masks.append(sample["mask"])
+    assert masks[0].any() and (masks[0] == masks[1]).all()
 
 
 def test_what_would_read_other_rows_is_refused(tmp_path: Path):

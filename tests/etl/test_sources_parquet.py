@@ -13,7 +13,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.plan import plan_build
 from etl.sources import SOURCES
-from etl.sources.parquet import _ImageRows
+from etl.sources.parquet_rows import BytesRows
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
@@ -139,7 +139,7 @@ def test_one_large_image_for_every_row_is_decoded_a_few_rows_at_a_time(tmp_path:
         pa.table({"image": one}), tmp_path / "a.parquet", dictionary_pagesize_limit=1 << 30, store_schema=False
     )
     with open(tmp_path / "a.parquet", "rb") as stream:
-        assert _ImageRows(stream, "a.parquet", "")._rows_at_once(0) == 4
+        assert BytesRows(stream, "a.parquet", "")._rows_at_once(0) == 4
     source = SourceConfig(uri=str(tmp_path / "a.parquet"), kind="parquet")
     [image, *_] = images_of(list_images(source))
     read = SOURCES["parquet"](source).open(1_000).read(image)
