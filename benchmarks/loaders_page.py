@@ -196,7 +196,7 @@ DALI, grain, LanceDB and FFCV draw from all rows, shardmill, MosaicML and litdat
 webdataset and Ray Data shuffle files and a buffer of 2,000 rows, petastorm row groups and the rows in them.
 
 Raw pixels: FFCV maps one file and checks nothing. shardmill reads each chunk into memory of its own and verifies its
-CRC-32C in every epoch. `benchmarks/raw_read_cost.py` on the same machine, processor time of one thread for an image of
+CRC-32C in every epoch. `benchmarks/raw_read_cost.py` on the Intel machine, processor time of one thread for an image of
 224 px: read and hash 40 us, with the copy into a batch 61; a mapped file that is hashed, 47; the copy alone 20. So no
 verified read comes near 0.8 of the copy; the Parquet pages take another 8 us. Mapping is not used: a file that is cut
 while it is mapped ends the process by a signal, where now an error names the shard.
