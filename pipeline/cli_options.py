@@ -12,8 +12,7 @@ from typer.core import TyperArgument, TyperCommand
 
 from pipeline.output.ending import end_with_failure
 from shardmill.errors import ShardmillError
-
-DEFAULT_WORKDIR = "./shardmill-work"
+from shardmill.jobs.workdir import DEFAULT_WORKDIR
 
 
 @dataclass(frozen=True, slots=True)

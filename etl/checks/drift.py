@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from etl.config import EtlConfig, EtlTree
-from shardmill.data_faults.drift import Drift, measure_drift, previous_content
+from shardmill.data_faults.drift import Drift, baseline_of, measure_drift
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import DriftLimitExceeded, ShardmillError, UsageError
@@ -48,7 +48,7 @@ def check_drift(store: Store, config: EtlConfig, draft: Manifest) -> None:
 
 def drift_of(store: Store, config: EtlConfig, manifest: Manifest) -> Drift | None:
     """From the baseline of the config, or the version before; None for the first version."""
-    before = read_manifest(store, config.drift_baseline) if config.drift_baseline else previous_content(store, manifest)
+    before = baseline_of(store, manifest, config.drift_baseline)
     return None if before is None else measure_drift(before, manifest)
 
 

@@ -8,13 +8,16 @@ import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.config import existing_path, load_for_dataset, require
-from pipeline.output.drift import Comparison, compare
+from pipeline.output.drift import DriftComparison
 from pipeline.output.printing import print_result
 from pipeline.running import dataset_of_run, open_run
 from pipeline.tree import PipelineTree
-from shardmill.dataset.versions import split_version
+from shardmill.data_faults.drift import baseline_of, measure_drift
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import DriftLimitExceeded
 from shardmill.jobs.ending import report_error
+from shardmill.stores import open_store
 
 
 @command()
@@ -39,17 +42,16 @@ def drift(
 ) -> None:
     common: Common = context.obj
 
-    def compared(tree: PipelineTree, uri: str) -> Comparison:
+    def compared(tree: PipelineTree, uri: str) -> DriftComparison:
         named = f"{split_version(uri)[0]}@{version}" if version else uri
-        baseline = against or (str(tree.etl.drift_baseline) if tree.etl.drift_baseline else "")
-        return compare(named, baseline, tree.etl.max_drift if max_drift is None else max_drift)
+        return _compare(named, against, tree.etl.drift_baseline, tree.etl.max_drift if max_drift is None else max_drift)
 
     if dataset.endswith(".toml"):
         # With a config file it is a stage of the run, as `verify` is.
         with open_run(dataset, common) as run:
             require(run.tree, "dataset")
             uri = dataset_of_run(run)
-            found = run.stage("drift", lambda: compared(run.tree, uri), Comparison.record)
+            found = run.stage("drift", lambda: compared(run.tree, uri), DriftComparison.record)
     else:
         uri = existing_path(dataset)
         found = compared(load_for_dataset(uri, common.overrides, common.workdir), uri)
@@ -59,3 +61,17 @@ def drift(
     except DriftLimitExceeded as error:
         # The table, or the document with --json, has been printed; an error's own document would be a second one.
         raise typer.Exit(report_error(error, debug=common.debug)) from None
+
+
+def _compare(uri: str, against: str, baseline: int, limit: float) -> DriftComparison:
+    """`against`: a version of the same dataset, `DATASET[@M]`, or empty for the baseline."""
+    dataset = open_dataset(uri)
+    if against:
+        root, version = split_version(f"{dataset.pin.uri}@{against}" if against.isdecimal() else against)
+        # Its manifest is enough, so it may have expired.
+        store = open_store(root)
+        before = read_manifest(store, (latest_version(store) or 1) if version is None else version)
+    else:
+        store, before = dataset.store, baseline_of(dataset.store, dataset.manifest, baseline)
+    drift = None if before is None else measure_drift(before, dataset.manifest)
+    return DriftComparison(dataset, store.uri, drift, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pipeline.output.printing import Rows, plain
@@ -26,7 +27,7 @@ def list_near_duplicates(dataset: Dataset, max_bits: int) -> list[dict[str, Any]
 def _read_looks(dataset: Dataset) -> RowLooks:
     """With a progress bar: what an older shardmill wrote is decoded."""
     with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        return read_looks(dataset, progress.images_compared)
+        return read_looks(dataset, partial(progress.images_read, "inspect"))
 
 
 def _near_duplicates(looks: RowLooks, max_bits: int) -> list[dict[str, Any]]:

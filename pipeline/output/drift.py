@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.output.printing import Rows
-from shardmill.data_faults.drift import AspectDrift, Drift, measure_drift, previous_content
+from shardmill.data_faults.drift import AspectDrift, Drift
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import DriftLimitExceeded, ShardmillError
 from shardmill.jobs.run_files import StageRecord, dataset_section, failed_stage
-from shardmill.stores import open_store
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DriftComparison:
     """A version beside an older one, or beside nothing if it is the first."""
 
     dataset: Dataset
@@ -85,24 +81,6 @@ class Comparison:
         drift = self.drift.model_dump(mode="json") if self.drift is not None else None
         section = dataset_section(self.dataset.pin, self.dataset.manifest)
         return StageRecord(stage="drift", sections={"dataset": section, "drift": drift})
-
-
-def compare(uri: str, against: str, limit: float) -> Comparison:
-    """`against`: a version of the same dataset, `DATASET[@M]`, or empty for the version before."""
-    dataset = open_dataset(uri)
-    if not against:
-        before = previous_content(dataset.store, dataset.manifest)
-        return _compared(dataset, dataset.pin.uri, before, limit)
-    root, version = split_version(f"{dataset.pin.uri}@{against}" if against.isdecimal() else against)
-    # Its manifest is enough, so it may have expired.
-    store = open_store(root)
-    before = read_manifest(store, (latest_version(store) or 1) if version is None else version)
-    return _compared(dataset, store.uri, before, limit)
-
-
-def _compared(dataset: Dataset, against_uri: str, before: Manifest | None, limit: float) -> Comparison:
-    drift = None if before is None else measure_drift(before, dataset.manifest)
-    return Comparison(dataset, against_uri, drift, limit)
 
 
 def _row(found: AspectDrift) -> tuple[str, ...]:

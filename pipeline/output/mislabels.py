@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from pipeline.output.printing import Rows, plain
@@ -26,7 +27,7 @@ _NUM_SHOWN = 5
 def read_rows(predictions: Dataset) -> PredictedRows:
     """The rows of a version of predictions, with a progress bar."""
     with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        return read_predicted_rows(predictions, progress.images_compared)
+        return read_predicted_rows(predictions, partial(progress.images_read, "mislabels"))
 
 
 def document(found: Mislabels, predictions: Dataset) -> dict[str, Any]:

@@ -72,9 +72,9 @@ class RunProgress:
         """One more shard of a version was checked."""
         self.event("verify.progress", {"num_done": num_done, "num_shards": num_shards})
 
-    def images_compared(self, num_done: int, num_images: int) -> None:
-        """Show how many stored images were read for a comparison."""
-        self._advance("inspect", num_done, num_images, "images")
+    def images_read(self, command: str, num_done: int, num_images: int) -> None:
+        """Show how many stored images, or rows about them, a command has read."""
+        self._advance(command, num_done, num_images, "images")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """Show a stage's event; frequent progress moves the bars, other events are recorded."""

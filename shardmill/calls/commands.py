@@ -14,17 +14,16 @@ from shardmill.calls.result import RunResult, epoch_figures, version_of
 from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import watcher_of
 from shardmill.jobs.run_files import SUMMARY, read_stage_record, run_folder
+from shardmill.jobs.workdir import DEFAULT_WORKDIR
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:
     from shardmill.loader.dataset import LoadableDataset
 
-WORKDIR = "./shardmill-work"
-
 
 def run(
-    source_or_config: str | os.PathLike[str], /, *, workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "",
+    source_or_config: str | os.PathLike[str], /, *, workdir: str | os.PathLike[str] = DEFAULT_WORKDIR, run_id: str = "",
     replace_source: bool = False, fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False,
     **settings: Any,
 ) -> RunResult:  # fmt: skip
@@ -43,7 +42,7 @@ def run(
 
 
 def etl(
-    source_or_config: str | os.PathLike[str], /, *, workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "",
+    source_or_config: str | os.PathLike[str], /, *, workdir: str | os.PathLike[str] = DEFAULT_WORKDIR, run_id: str = "",
     replace_source: bool = False, quiet: bool = False, **settings: Any,
 ) -> LoadableDataset:  # fmt: skip
     """Only the dataset, as the command `shardmill etl`: the version that it committed, or the latest one if nothing has
@@ -55,8 +54,8 @@ def etl(
 
 
 def train(
-    dataset_or_config: str | os.PathLike[str], /, *, workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "",
-    fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False, **settings: Any,
+    dataset_or_config: str | os.PathLike[str], /, *, workdir: str | os.PathLike[str] = DEFAULT_WORKDIR,
+    run_id: str = "", fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False, **settings: Any,
 ) -> RunResult:  # fmt: skip
     """Only the training, as the command `shardmill train`: on `DATASET[@N]`, or on the dataset of a TOML file.
 
@@ -69,8 +68,8 @@ def train(
 
 def promote(
     models_or_config: str | os.PathLike[str], /, *, rollback: bool = False, require_promotion: bool = False,
-    replace_current: bool = False, workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "", quiet: bool = False,
-    **settings: Any,
+    replace_current: bool = False, workdir: str | os.PathLike[str] = DEFAULT_WORKDIR, run_id: str = "",
+    quiet: bool = False, **settings: Any,
 ) -> PromotionResult:  # fmt: skip
     """An export becomes the current model, as by the command `shardmill promote`: the newest of `MODELS` if it passes
     the gate, `MODELS@N` without the gate, or with `rollback` the previous one.
@@ -86,7 +85,7 @@ def promote(
 def predict(
     models: str | os.PathLike[str], source_or_config: str | os.PathLike[str], /, *, out: str | os.PathLike[str] = "",
     top: int = 1, layer: str = "", engine: str = "", replace_source: bool = False,
-    workdir: str | os.PathLike[str] = WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
+    workdir: str | os.PathLike[str] = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
 ) -> Predictions:  # fmt: skip
     """A model over every image of a source or of `DATASET[@N]`, as the command `shardmill predict --out`.
 

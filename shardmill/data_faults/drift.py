@@ -113,6 +113,11 @@ def previous_content(store: Store, manifest: Manifest) -> Manifest | None:
     return None if manifest.parent_version is None else read_manifest(store, manifest.parent_version)
 
 
+def baseline_of(store: Store, manifest: Manifest, version: int) -> Manifest | None:
+    """What a version is compared with: a version of the same dataset, or with 0 the one that its rows followed."""
+    return read_manifest(store, version) if version else previous_content(store, manifest)
+
+
 def _class_counts(manifest: Manifest) -> Mapping[str, int]:
     """Images of each class, in all splits."""
     counts: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from shardmill.jobs.process import Terminated, private_temporary_folder, raise_o
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.jobs.spark_settings import is_under_spark_submit
+from shardmill.jobs.workdir import DEFAULT_WORKDIR
 from shardmill.printable import printable
 
 _LINE_EVERY_SECONDS = 5.0
@@ -24,7 +25,7 @@ def job_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.NAME=VALUE", help="override the file")
-    parser.add_argument("--workdir", default="./shardmill-work", help="folder of the run record")
+    parser.add_argument("--workdir", default=DEFAULT_WORKDIR, help="folder of the run record")
     parser.add_argument("--run-id", default="", help="name of the run record")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

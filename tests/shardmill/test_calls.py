@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 import shardmill
-from pipeline.cli_options import DEFAULT_WORKDIR
 from pipeline.output.screen import RelayedBars
-from shardmill.calls.commands import WORKDIR
 from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import NotebookOutput
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
@@ -149,7 +147,6 @@ def test_settings_are_those_of_the_command_line():
 def test_the_functions_have_the_options_of_their_commands():
     from pipeline.cli import COMMANDS
 
-    assert WORKDIR == DEFAULT_WORKDIR
     for function in (shardmill.run, shardmill.etl, shardmill.train, shardmill.promote, shardmill.predict):
         keywords = {
             name

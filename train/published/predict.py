@@ -17,7 +17,8 @@ from shardmill.formats.encodings import decode_stored
 from shardmill.images.decoder_id import decoder_id, is_served
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.options import DecodeLimits
-from shardmill.values import Rejection, SourceImage
+from shardmill.values import ImageSample, Rejection, SourceImage
+from train.labels import LabelSpec
 from train.published.exported import ARTIFACTS, ExportedModel, ExportRecord, number_of_artifact
 from train.published.image_files import list_files, read_file
 from train.published.load import current_export, load_exported
@@ -123,10 +124,7 @@ def _predict_batch(
         if record.labels.are_numbers:
             predictions.append(Prediction(path, "", 0.0, "", values=tuple(map(float, answers_K))))
             continue
-        num_shown = num_top
-        if record.label_kind == "multi_label":
-            num_shown = max(num_top, int((answers_K >= LIKELY).sum()))
-        best_first = np.argsort(-answers_K, kind="stable")[:num_shown]
+        best_first = ranked(answers_K, record.labels, num_top)
         top = tuple(Guess(record.class_names[index], float(answers_K[index])) for index in best_first)
         predictions.append(Prediction(path, top[0].label, top[0].probability, "", top))
     return predictions
@@ -141,4 +139,15 @@ def _read_image(path: str, sandbox: DecodeSandbox, record: ExportRecord) -> np.n
     sample = sandbox.process(SourceImage(path, len(data)), data, options)
     if isinstance(sample, Rejection):
         return sample
-    return centre_of(decode_stored(sample.image, options.encoding, options.image_shape_HWC), record.size)
+    return pixels_of(sample, options.encoding, record)
+
+
+def pixels_of(sample: ImageSample, encoding: str, record: ExportRecord) -> np.ndarray:
+    """A stored image as the model takes it."""
+    return centre_of(decode_stored(sample.image, encoding, record.normalize.image_shape_HWC), record.size)
+
+
+def ranked(answers_K: np.ndarray, labels: LabelSpec, num_top: int) -> np.ndarray:
+    """The classes to give, best first: the most probable ones, and every likely one if an image may have several."""
+    num_likely = int((answers_K >= LIKELY).sum()) if labels.kind == "multi_label" else 0
+    return np.argsort(-answers_K, kind="stable")[: max(num_top, num_likely)]

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardmill.augment.one_image import centre_of
 from shardmill.errors import UsageError
-from shardmill.formats.encodings import decode_stored
 from shardmill.ids import canonical_digest
 from shardmill.row_mapping import MappedRow, RowMapping, sample_encoding
 from shardmill.stores import open_store
@@ -26,7 +24,7 @@ from train.contracts.world import World
 from train.labels import LabelSpec
 from train.published.exported import Export, ExportRecord, read_export
 from train.published.load import load_exported, load_with_layer
-from train.published.predict import LIKELY, check_served, exact_name
+from train.published.predict import LIKELY, check_served, exact_name, pixels_of, ranked
 
 _OPENER = "train.published.row_mapper:open_mapper"
 # Float32 has seven digits or so; of the last one the next machine may make another.
@@ -124,28 +122,24 @@ class ExportMapper:
         """Decode the images as evaluation does, and predict them all at once."""
         images_NHWC = np.zeros((self.batch_size, *self._record.image_shape_HWC), np.uint8)
         for place, sample in enumerate(samples):
-            images_NHWC[place] = self._pixels(sample)
+            images_NHWC[place] = pixels_of(sample, self._encoding, self._record)
         # Always as many: kernels round by the size of a batch, and a new one is compiled for each.
         answers_NK, layer_ND = self._predict(images_NHWC)
         rows = zip(answers_NK[: len(samples)], layer_ND[: len(samples)].astype("<f4"), strict=True)
         return [MappedRow(self._values(answers_K), layer_D.tobytes()) for answers_K, layer_D in rows]
 
-    def _pixels(self, sample: ImageSample) -> np.ndarray:
-        stored_HWC = decode_stored(sample.image, self._encoding, self._record.normalize.image_shape_HWC)
-        return centre_of(stored_HWC, self._record.size)
-
     def _values(self, answers_K: np.ndarray) -> dict[str, Value]:
         labels = self._record.labels
         if labels.are_numbers:
             return {"outputs": [*_rounded(answers_K)]}
-        likely = int((answers_K >= LIKELY).sum()) if labels.kind == "multi_label" else 1
-        best_first = np.argsort(-answers_K, kind="stable")[: max(self._top, likely)]
+        best_first = ranked(answers_K, labels, self._top)
         names = [labels.class_names[index] for index in best_first]
         probabilities = _rounded(answers_K[best_first])
-        ranked: dict[str, Value] = {"top_labels": [*names], "top_probabilities": [*probabilities]}
+        top: dict[str, Value] = {"top_labels": [*names], "top_probabilities": [*probabilities]}
         if labels.kind == "multi_label":
-            return {"predictions": [*names[:likely]], **ranked}
-        return {"prediction": names[0], "probability": probabilities[0], **(ranked if self._top > 1 else {})}
+            num_likely = int((answers_K[best_first] >= LIKELY).sum())
+            return {"predictions": [*names[:num_likely]], **top}
+        return {"prediction": names[0], "probability": probabilities[0], **(top if self._top > 1 else {})}
 
 
 def _columns(labels: LabelSpec, top: int) -> tuple[ExtraColumn, ...]:
