@@ -181,11 +181,14 @@ def _try_build(
     dataset: Dataset,
     observer: TrainObserver,
 ) -> None:
-    """Before a cluster is asked for ranks; ranks of other launchers build it as soon as a trial would.
+    """Before a cluster is asked for ranks, or ranks divide a model that may not divide; other ranks build it as soon as
+    a trial would.
 
     A training with steps has already been built. Raises as `try_build` does.
     """
-    if is_on_spark(plan.config.launcher) and not choice.has_begun(models):
+    mesh = mesh_of(plan.config)
+    is_divided = mesh.num_ranks > mesh.data_size
+    if (is_divided or is_on_spark(plan.config.launcher)) and not choice.has_begun(models):
         try_build(plan.config, dataset.manifest.row_schema, observer)
 
 

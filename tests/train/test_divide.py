@@ -60,6 +60,11 @@ CASES = [
     ),
     (all_of(3.5), "hybrid", "with divided layers (tensor 2) it needs parameters 256.0 MiB"),
     (all_of(5, tensor_parallel=StateBytes(refused="3 heads")), "hybrid", "one device does not hold a layer"),
+    (
+        facts(5, torch_ddp=STATE, tensor_parallel=DIVIDED),
+        "tensor_parallel",
+        "and one T4 has 5.0 GiB; shared (tensor 2) it needs parameters 512.0 MiB",
+    ),
     (all_of(3), "refused", ""),
     (facts(3, torch_ddp=STATE), "refused", ""),
 ]

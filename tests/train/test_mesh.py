@@ -8,8 +8,10 @@ from itertools import product
 import pytest
 
 from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
 from train.config import TrainConfig
 from train.contracts.mesh import STRATEGIES_WITH_AXIS, Mesh
+from train.planning.auto import resolve
 from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES
 
@@ -55,9 +57,12 @@ def test_sizes_that_ranks_do_not_have_are_refused_with_those_that_they_have():
             asked = TrainConfig(strategy=name, num_workers=4, mesh=MeshConfig(**{axis: 2}))
             if name in takers:
                 assert getattr(strategy.mesh(asked), axis) == 2
-            elif strategy.allows_world_size(4) and name != "parameter_server":
+            elif strategy.allows_world_size(4):
                 with pytest.raises(UsageError, match=rf"mesh.{axis} = 2 .* no such axis; .* '{takers[0]}'"):
                     strategy.mesh(asked)
+    servers = TrainConfig(strategy="parameter_server", num_workers=2, mesh=MeshConfig(data=2))
+    with pytest.raises(UsageError, match=r"mesh.data = 2 with .*'parameter_server'.*; leave train.mesh.data at 0"):
+        resolve(servers, SparkConfig())
 
 
 def test_slow_ranks_read_fewer_streams():

@@ -249,7 +249,7 @@ def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
     # Before the ETL, in a process that builds the model.
     config = TrainConfig(model=MODEL, strategy="tensor_parallel", num_workers=3, launcher="local")
     schema = RowSchema("png", (16, 16, 3), ("cat", "dog"))
-    with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.mesh.tensor to 1 or 2 or 4"):
+    with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.num_workers to a multiple of 2 or 4"):
         try_build(resolve(config, SparkConfig()).config, schema, Recorder())
     with pytest.raises(UsageError, match=r"train.mesh.tensor = 2 with train.strategy = 'torch_fsdp'"):
         STRATEGIES["torch_fsdp"].mesh(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh={"tensor": 2}))  # pyright: ignore

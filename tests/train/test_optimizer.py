@@ -101,12 +101,16 @@ def test_of_our_models_only_kernels_are_decayed(model):
     assert optimizer.weight_decay == 0.05
 
 
-def test_a_setting_that_the_optimizer_does_not_use_is_refused():
+def test_a_setting_that_nothing_chosen_uses_is_refused():
     for config, message in (
         ({"momentum": 0.9}, r"train.momentum = 0.9 with train.optimizer = 'auto'; which does not use it; .* to 'sgd'"),
         ({"optimizer": "adam", "momentum": 0}, "train.momentum = 0.0 with train.optimizer = 'adam'"),
         ({"optimizer": "adamw", "momentum": 0.5}, "train.momentum = 0.5 with train.optimizer = 'adamw'"),
         ({"optimizer": "adam", "weight_decay": 1e-4}, "train.weight_decay = 0.0001 .* to 'sgd' or 'adamw'"),
+        (
+            {"strategy": "torch_fsdp", "num_workers": 2, "model": "vit", "pipeline_parallel": {"schedule": "gpipe"}},
+            r"train.pipeline_parallel.schedule = 'gpipe' with train.strategy = 'torch_fsdp'; which does not use",
+        ),
         ({"schedule_step": {"factor": 0.5}}, "train.schedule_step.factor = 0.5 with train.schedule = 'cosine'"),
     ):
         with pytest.raises(UsageError, match=message):

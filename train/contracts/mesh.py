@@ -106,7 +106,10 @@ class Mesh:
 
     @classmethod
     def one_reader(cls, config: TrainConfig) -> Mesh:
-        """One rank that reads every stream, independent of other processes."""
+        """One rank that reads every stream, independent of other processes. Raises UsageError for sizes of axes."""
+        for axis, asked in config.mesh.sizes.items():
+            if asked > 1:
+                raise _not_of_this_size(config, axis, {"data": 1}) if axis != "data" else _without_copies(config)
         return cls(num_streams=config.num_streams_at(1))
 
     @property
@@ -158,6 +161,14 @@ class Mesh:
         axes = {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
         named = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1 and name != "data")
         return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.data})" if named else "")
+
+
+def _without_copies(config: TrainConfig) -> UsageError:
+    return UsageError(
+        f"train.mesh.data = {config.mesh.data} with train.strategy = {config.strategy!r}, which has no such axis",
+        "expected no copies of the model: its servers hold the variables, for all of train.num_workers",
+        "leave train.mesh.data at 0",
+    )
 
 
 def _not_of_this_size(config: TrainConfig, axis: str, sizes: Mapping[str, int]) -> UsageError:

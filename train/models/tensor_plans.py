@@ -54,21 +54,28 @@ def heads_of(module: nn.Module) -> frozenset[int]:
     return frozenset(each.num_heads for each in attention)
 
 
-def check_heads(model: str, heads: Collection[int], num_ranks: int) -> None:
+def check_heads(model: str, heads: Collection[int], num_ranks: int, num_workers: int) -> None:
     """Raises UsageError unless each of `num_ranks` ranks gets equally many heads; PyTorch would fail in the first step.
 
-    `heads`: numbers of heads of the layers of `train.model`.
+    `heads`: numbers of heads of the layers of `train.model`. `num_workers`: all ranks, which the groups that divide
+    layers must divide, too.
     """
     if not any(number % num_ranks for number in heads):
         return
     common = math.gcd(*heads)
-    allowed = [str(size) for size in range(1, common + 1) if common % size == 0]
+    allowed = [size for size in range(2, common + 1) if common % size == 0]
+    here = [size for size in allowed if num_workers % size == 0]
+    how = f"set train.mesh.tensor to {_or(here)}" if here else f"set train.num_workers to a multiple of {_or(allowed)}"
     raise UsageError(
         f"train.model = {model!r} has attention with {' and '.join(map(str, sorted(heads)))} heads, and "
         f"{num_ranks} ranks divide each layer",
         f"expected a number of ranks that divides {common}",
-        f"set train.mesh.tensor to {' or '.join(allowed)}",
+        how if allowed else "choose another strategy, such as 'torch_fsdp'",
     )
+
+
+def _or(sizes: Collection[int]) -> str:
+    return " or ".join(map(str, sizes))
 
 
 def _plan_of(part: Any) -> dict[str, Split]:

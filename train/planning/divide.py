@@ -73,7 +73,10 @@ def _shared_by(strategy: str) -> Callable[[ModelFacts], str]:
 
 def _divided_by(strategy: str) -> Callable[[ModelFacts], str]:
     def because(facts: ModelFacts) -> str:
-        whole, row = facts.rows["torch_fsdp"], facts.rows[strategy]
+        whole, row = facts.rows.get("torch_fsdp"), facts.rows[strategy]
+        if whole is None or whole.refused:
+            # Other settings rule it out, such as a size of `train.mesh.tensor`.
+            return _shared_by(strategy)(facts)
         return (
             f"one device does not hold a layer: with whole layers, shared by all ranks, {whole.arithmetic}, "
             f"{facts.limit}; with divided layers ({row.mesh}) it needs {row.arithmetic}"

@@ -8,14 +8,16 @@ from train.settings.kinds import EXECUTION
 
 
 def check_unused(config: TrainConfig) -> None:
-    """Raises UsageError for one that decides numbers. Those of execution may stay set for another day."""
+    """Raises UsageError for one that decides numbers, or how a strategy executes. Those of execution of a launcher may
+    stay set: the same config runs here and on a cluster."""
     for section, options in TrainConfig.options_fields().items():
         chosen = getattr(config, options.chosen_by.rpartition(".")[2])
         given, defaults = getattr(config, section), options.defaults()
+        may_stay = options.chosen_by == "train.launcher"
         set_here = [
             f"train.{section}.{name} = {getattr(given, name)!r}"
             for name, field in type(given).model_fields.items()
-            if getattr(given, name) != getattr(defaults, name) and EXECUTION not in field.metadata
+            if getattr(given, name) != getattr(defaults, name) and not (may_stay and EXECUTION in field.metadata)
         ]
         # In the first recipe those of a schedule were ignored.
         is_ignored = config.is_first_recipe and options.chosen_by == "train.schedule"

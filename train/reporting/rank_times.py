@@ -90,7 +90,7 @@ class Straggler:
             f"straggler: rank {self.rank}{f' on host {self.host}' if self.host else ''} takes "
             f"{self.own_seconds / self.usual_seconds:.1f}x as long as the others for its own part of a step "
             f"({1000 * self.own_seconds:.1f} ms against {1000 * self.usual_seconds:.1f} ms), mostly {self.mostly}, "
-            f"and they wait for it: check which other processes run there, {self.less_work}, or remove it"
+            f"and they wait for it: check which other processes run there, {self.less_work}"
         )
 
 

@@ -100,7 +100,7 @@ class Strategy:
     """Raises UsageError for a learner whose module its ranks cannot divide; called before the ETL, and on each rank."""
     compressions: tuple[str, ...] = ("none",)
     """Supported values of `train.compression`."""
-    less_work: str = "give it less work with train.rank_weights"
+    less_work: str = "give it less work with train.rank_weights, or remove it"
     """What a user does for a rank that is slower than the others."""
     syncs_batch_norm: bool = False
     """It can sum moments of batch norms over ranks inside a step (`train.sync_batch_norm`)."""

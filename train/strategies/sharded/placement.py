@@ -85,7 +85,7 @@ def check_layers(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, 
         from train.models.tensor_plans import check_heads, heads_of
 
         if (num_ranks := mesh(config).tensor) > 1:
-            check_heads(config.model, heads_of(module), num_ranks)
+            check_heads(config.model, heads_of(module), num_ranks, config.num_ranks_asked)
 
     return check
 
@@ -212,7 +212,8 @@ def _gathered_bytes(module: Any, local: Callable[[Any], Any], bytes_per_element:
     from train.backends.torch.blocks import blocks_of
 
     def num_elements(parameters: Iterable[Any]) -> int:
-        return sum(local(each).numel() for each in parameters)
+        # Frozen weights are whole on each rank.
+        return sum(local(each).numel() for each in parameters if each.requires_grad)
 
     blocks = [num_elements(block.parameters()) for block in blocks_of(module)]
     outside, largest = num_elements(module.parameters()) - sum(blocks), max(blocks, default=0)

@@ -77,6 +77,6 @@ PIPELINE_PARALLEL = replace(
     mesh=pipeline.pipeline_mesh,
     held=pipeline.holds_stages,
     check=pipeline.check,
-    less_work="give its stage fewer layers (by the model's `stages()`, or with more ranks)",
+    less_work="or give its stage fewer layers (by the model's `stages()`, or with more ranks)",
     check_learner=pipeline.check_learner,
 )
