@@ -52,10 +52,16 @@ RANKS_CASES = [
     (replace(OPEN, num_gpus=1, num_steps=5), "one", 1, ""),
     (replace(ON_YARN, num_places=None, num_steps=5), "unknown_cluster", 1, ""),
     (replace(ON_YARN, only_one="train.launcher = 'inline'"), "one_unless_set", 1, "with train.launcher = 'inline'"),
+    (replace(OPEN, mesh_ranks=2), "mesh", 2, "the sizes of train.mesh make 2 ranks"),
+    (replace(ON_YARN, mesh_ranks=3, num_steps=5), "mesh", 6, ""),
     (replace(ON_YARN, num_named=3, num_steps=5), "named", 3, "has this many entries"),
     (replace(ON_YARN, num_started=3, num_steps=5), "started", 3, "an external launcher started this many"),
 ]  # fmt: skip
 STRATEGY_CASES = [
+    (replace(FOUR, axes=frozenset({"pipeline"})), "pipeline_parallel"),
+    (replace(FOUR, axes=frozenset({"tensor", "fsdp"}), local_steps=4), "hybrid"),
+    (replace(ONE, axes=frozenset({"tensor"})), "tensor_parallel"),
+    (replace(FOUR, axes=frozenset({"fsdp"}), backend="torch"), "torch_fsdp"),
     (replace(FOUR, local_steps=4), "local_sgd"),
     (replace(ONE, num_devices=2), "mirrored"),
     (ONE, "single"),

@@ -102,6 +102,7 @@ def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_u
     assert {"torch_ddp", "zero1", "torch_fsdp", "tensor_parallel", "hybrid"} <= set(rows)
     assert not {"single", "horovod", "mirrored"} & set(rows), "those cannot train it on 8 ranks"
     assert document["memory_bytes"] == 80 * 10**9 and document["choice"] == "torch_ddp"
+    assert "8 PyTorch workers, each with the whole model: parameters 2.3 GiB + " in document["reason"]
     assert {name: rows[name]["mesh"] for name in ("torch_ddp", "torch_fsdp", "tensor_parallel", "hybrid")} == {
         "torch_ddp": "data 8", "torch_fsdp": "fsdp 8", "tensor_parallel": "tensor 8", "hybrid": "fsdp 4 x tensor 2"
     }  # fmt: skip
@@ -115,7 +116,7 @@ def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_u
     assert short.returncode == 0, short.stderr
     title, header, *lines = short.stdout.splitlines()
     assert "vit_huge, 8 ranks, 64 images of 16 x 16 x 3 a step" in title
-    assert header.split("\t")[:3] == ["strategy", "mesh", "parameters"] and header.endswith("fits in 5.6 GiB")
+    assert header.split("\t")[:3] == ["strategy", "mesh", "parameters"] and header.endswith("fits in 6 GB (5.6 GiB)")
     verdicts = {line.split("\t")[0]: line.rpartition("\t")[2] for line in lines[:-1]}
     assert verdicts["torch_ddp"] == verdicts["zero1"] == "no" and verdicts["torch_fsdp"].startswith("yes")
     assert lines[-1].startswith("torch_fsdp: one device does not hold the model: parameters 2.3 GiB + gradients")

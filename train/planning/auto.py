@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -62,7 +63,7 @@ def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
     """
     rule = next(rule for rule in RANKS_RULES if rule.applies(facts))
     most, because = rule.num_ranks(facts) or 1, rule.because.format(**asdict(facts))
-    if rule.choice in ("started", "named"):
+    if rule.choice in ("started", "named", "mesh"):
         return most, because
     most_streams = config.num_streams_at(min(most, config.global_batch_size))
     most_with_rows = min(most, most_streams, most if facts.num_rows is None else facts.num_rows)
@@ -117,6 +118,8 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         may_use_cluster=config.launcher == AUTO or is_on_spark(config.launcher),
         num_places=num_places_of(spark.master, spark.train.conf),
         why_no_places=why_no_places(spark.master, spark.train.conf),
+        axes=frozenset(axis for axis, size in config.mesh.sizes.items() if axis != "data" and size > 1),
+        mesh_ranks=math.prod(max(1, size) for size in config.mesh.sizes.values()),
         num_steps=None if dataset is None else _num_steps(config, dataset),
         num_rows=None if dataset is None else _num_rows(dataset),
     )

@@ -44,6 +44,10 @@ class Facts:
     """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
     why_no_places: str = ""
     """Reason why a cluster's `num_places` is unknown or 0."""
+    axes: frozenset[str] = frozenset()
+    """Those of `train.mesh` that are set to several ranks, beside `data`."""
+    mesh_ranks: int = 1
+    """Product of the sizes that `train.mesh` sets."""
     num_steps: int | None = None
     """Number of steps of the whole training; None without a dataset."""
     num_rows: int | None = None
@@ -56,7 +60,12 @@ class Facts:
     @property
     def has_room(self) -> bool:
         """Whether there is room for several ranks."""
-        return (self.num_places or 0) > 1 if self.has_cluster else self.num_gpus > 1
+        return self.room > 1
+
+    @property
+    def room(self) -> int:
+        """Ranks that there are slots or GPUs for; 0 if none is known."""
+        return (self.num_places or 0) if self.has_cluster else self.num_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,12 @@ RANKS_RULES = (
         lambda facts: facts.num_named,
     ),
     RanksRule(
+        "mesh",
+        lambda facts: facts.mesh_ranks > 1,
+        "the sizes of train.mesh make {mesh_ranks} ranks, as often as there is room",
+        lambda facts: max(1, facts.room // facts.mesh_ranks) * facts.mesh_ranks,
+    ),
+    RanksRule(
         "one_unless_set",
         lambda facts: facts.only_one != "",
         "the default with {only_one}; train.num_workers overrides it",
@@ -114,6 +129,10 @@ RANKS_RULES = (
     RanksRule("one", lambda facts: True, "one process uses all devices of this machine"),
 )
 STRATEGY_RULES = (
+    Rule("pipeline_parallel", lambda facts: "pipeline" in facts.axes, "train.mesh.pipeline is set"),
+    Rule("hybrid", lambda facts: facts.axes == {"fsdp", "tensor"}, "train.mesh.fsdp and train.mesh.tensor are set"),
+    Rule("tensor_parallel", lambda facts: "tensor" in facts.axes, "train.mesh.tensor is set"),
+    Rule("torch_fsdp", lambda facts: "fsdp" in facts.axes, "train.mesh.fsdp is set"),
     Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_sgd.local_steps = {local_steps}"),
     Rule(
         "mirrored",

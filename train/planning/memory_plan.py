@@ -59,7 +59,8 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, ...]]:
         """The table for people; its first row names the columns."""
         parts = [part for part in PARTS if any(getattr(row, part) for row in self.strategies)]
-        table: list[tuple[str, ...]] = [("strategy", "mesh", *parts, "total", f"fits in {size_of(self.memory_bytes)}")]
+        limit = f"fits in {_as_given(self.memory_bytes)}"
+        table: list[tuple[str, ...]] = [("strategy", "mesh", *parts, "total", limit)]
         for row in self.strategies:
             sizes = [getattr(row, part) for part in (*parts, "total")]
             numbers = [size_of(size) if size else "" for size in sizes]
@@ -170,4 +171,12 @@ def _divided(config: TrainConfig, facts: ModelFacts, reason: str) -> tuple[str, 
     rule = next(rule for rule in DIVISION_RULES if rule.applies(facts))
     if rule.choice == "refused":
         return "", str(nothing_holds(config, facts))
-    return (REPLICATED, reason) if rule.choice == "whole" else (rule.choice, rule.because(facts))
+    if rule.choice == "whole":
+        return REPLICATED, f"{reason}, each with the whole model: {facts.rows[REPLICATED].arithmetic}, {facts.limit}"
+    return rule.choice, rule.because(facts)
+
+
+def _as_given(num_bytes: int) -> str:
+    """Devices are sold by decimal units."""
+    decimal, rest = divmod(num_bytes, 10**9)
+    return size_of(num_bytes) if rest else f"{decimal} GB ({size_of(num_bytes)})"
