@@ -97,7 +97,10 @@ def _build(
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
     check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)
-    observer.event("etl.inferred" if plan.task.mapping is None else "predict.inferred", inferred_facts(plan))
+    if plan.task.mapping is None:
+        observer.event("etl.inferred", inferred_facts(plan))
+    else:
+        observer.event("etl.predicting", inferred_facts(plan))
     if check_labels is not None:
         check_classes(plan)
         check_labels(plan.row_schema)

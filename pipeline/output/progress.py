@@ -13,7 +13,7 @@ from shardmill.printable import printable
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
-    "predict.inferred": "predict: model {model}; images as it learned them, {image}; predictions {dataset}",
+    "etl.predicting": "predict: model {model}; images as it learned them, {image}; predictions {dataset}",
     "etl.corrected": "etl: labels changed by etl.corrections: {labels:,}",
     "etl.changes": (
         "etl: rows reused from the latest version: {unchanged:,}; removed: {removed:,}; inputs to process: "

@@ -165,10 +165,10 @@ def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path, phot
 
 def test_promote_works_on_a_models_store_and_says_which(folder: Path, photos: Path):
     # A folder of images holds no models, whatever the work directory holds.
-    for store in (str(photos), "nowhere"):
+    for store, what in ((str(photos), "holds no exports"), ("nowhere", "does not exist; expected a models folder")):
         for more in ((), ("--rollback",)):
             refused = shardmill("promote", store, "--workdir", "work", *more, cwd=folder)
-            assert refused.returncode == 2 and f"{store} holds no exports" in last_line(refused)
+            assert refused.returncode == 2 and f"{store} {what}" in last_line(refused)
     assert not list((folder / "work" / "models" / "current").glob("*2.json"))
     refused = shardmill("promote", "work/models", "--rollback", "--workdir", "work", cwd=folder)
     assert refused.returncode == 2 and "has nothing to roll back to" in last_line(refused)
