@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import cv2
 import numpy as np
 
 from shardmill.augment.colours import change_brightness, change_contrast, change_hue, change_saturation
@@ -42,6 +43,17 @@ _ERASED_MAX_ASPECT = 3.3
 
 def change_pixels(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
     """All changes that the options ask for, in a fixed order."""
+    # IPP's conversion from HSV gives other pixels than OpenCV's own, and whether a thread uses IPP depends on what it
+    # did before. The switch is the caller's: elsewhere IPP makes the same pixels, some of them faster.
+    uses_ipp = cv2.ipp.useIPP()
+    cv2.ipp.setUseIPP(False)
+    try:
+        _change_pixels(images_NHWC, draws, options)
+    finally:
+        cv2.ipp.setUseIPP(uses_ipp)
+
+
+def _change_pixels(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
     if options.random_vertical_flip:
         for row in np.flatnonzero(draws.coins(VERTICAL_FLIP_DRAW)).tolist():
             images_NHWC[row] = images_NHWC[row, ::-1].copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,6 +71,24 @@ def test_each_image_is_what_augmenting_it_alone_gives(dataset, names, occurrence
         }
         for sample_id, image_HWC in stored.items()
     }
+
+
+def test_pixels_do_not_depend_on_what_the_thread_did_before_with_opencv():
+    """Decoding an image switches the kernels of IPP off, for its thread alone; IPP's colour circle is another one."""
+    image_HWC = np.random.default_rng(5).integers(0, 256, (64, 48, 3), dtype=np.uint8)
+    uses_ipp = cv2.ipp.useIPP()
+    try:
+        for name, value in OF_ONE_IMAGE.items():
+            options = AugmentOptions(**{name: value})
+            changed = set()
+            for switch in (True, False):
+                cv2.ipp.setUseIPP(switch)
+                images = [augment(image_HWC, options, seed=7, epoch=0, sample_id=each) for each in range(1, 17)]
+                changed.add(b"".join(each.tobytes() for each in images))
+                assert cv2.ipp.useIPP() == switch, "the switch is the thread's own: give it back"
+            assert len(changed) == 1, name
+    finally:
+        cv2.ipp.setUseIPP(uses_ipp)
 
 
 def test_every_framework_gets_the_same_batches(dataset):
