@@ -74,11 +74,14 @@ class LiveRows:
 
     def __init__(self, chunks: Collection[int], rows_of_chunk: np.ndarray) -> None:
         self.chunks = frozenset(chunks)
-        self._chunks = np.array(sorted(chunks), dtype=np.int64)
-        self._starts = np.cumsum(np.concatenate([[0], rows_of_chunk[self._chunks]]), dtype=np.int64)
-        self._rows: list[ChunkRows | None] = [None] * len(self._chunks)
-        self._data = [memoryview(b"")] * len(self._chunks)
-        self._is_there = np.zeros(len(self._chunks), dtype=bool)
+        # Sets and a dict, and no arrays of NumPy: `searchsorted` lets go of the interpreter's lock, and then a step of
+        # small images waits for it longer than it would for all of these.
+        self._slots = {chunk: slot for slot, chunk in enumerate(sorted(chunks))}
+        self._there: set[int] = set()
+        rows_of_slot = rows_of_chunk[np.array(list(self._slots), dtype=np.int64)]
+        self._starts = np.cumsum(np.concatenate([[0], rows_of_slot]), dtype=np.int64)
+        self._rows: list[ChunkRows | None] = [None] * len(self._slots)
+        self._data = [memoryview(b"")] * len(self._slots)
         num_rows = int(self._starts[-1])
         self._labels_M: np.ndarray | None = None
         self._sample_ids_M, self._begins_M, self._ends_M = (np.empty(num_rows, dtype=np.int64) for _ in range(3))
@@ -87,27 +90,22 @@ class LiveRows:
     @property
     def is_complete(self) -> bool:
         """Whether steps have needed all of them."""
-        return bool(self._is_there.all())
+        return len(self._there) == len(self._slots)
 
     def has_all(self, chunks_N: np.ndarray) -> bool:
         """Whether each of these chunks is one of the set that a step has needed."""
-        if not len(self._chunks):
-            return False
-        slots_N = np.searchsorted(self._chunks, chunks_N)
-        np.minimum(slots_N, len(self._chunks) - 1, out=slots_N)
-        return bool((self._is_there[slots_N] & (self._chunks[slots_N] == chunks_N)).all())
+        return self._there.issuperset(chunks_N.tolist())
 
     def missing(self, chunks: Collection[int]) -> list[int]:
         """Those that no step has needed yet."""
-        numbers = np.fromiter(chunks, np.int64, len(chunks))
-        return numbers[~self._is_there[np.searchsorted(self._chunks, numbers)]].tolist()
+        return sorted(set(chunks) - self._there)
 
     def gather(self, step: StepRows, futures: Mapping[int, Future[ChunkRows]]) -> GatheredRows:
         """The rows of a step; the futures read those of its chunks that are missing, and are done."""
-        slots_N = np.searchsorted(self._chunks, step.chunks_N)
-        if not (is_there_N := self._is_there[slots_N]).all():
-            for slot in np.unique(slots_N[~is_there_N]).tolist():
-                self._add(slot, futures[int(self._chunks[slot])].result())
+        chunks = step.chunks_N.tolist()
+        for chunk in self.missing(chunks):
+            self._add(chunk, futures[chunk].result())
+        slots_N = np.fromiter(map(self._slots.__getitem__, chunks), np.int64, len(chunks))
         index_N = self._starts[slots_N] + step.rows_N
         assert self._labels_M is not None
         return GatheredRows(
@@ -119,8 +117,9 @@ class LiveRows:
             rows_N=step.rows_N,
         )
 
-    def _add(self, slot: int, rows: ChunkRows) -> None:
+    def _add(self, chunk: int, rows: ChunkRows) -> None:
         with self._lock:
+            slot = self._slots[chunk]
             place = slice(self._starts[slot], self._starts[slot + 1])
             if self._labels_M is None:
                 shape = (int(self._starts[-1]), *rows.labels_N.shape[1:])
@@ -131,4 +130,4 @@ class LiveRows:
             self._begins_M[place], self._ends_M[place] = images.starts_N, images.stops_N
             self._rows[slot], self._data[slot] = rows, images.data
             # Last: who sees it reads the row's columns without the lock.
-            self._is_there[slot] = True
+            self._there.add(chunk)
