@@ -26,26 +26,6 @@ def wide_vit(image_shape, num_classes):
     return vit(image_shape, num_classes, width=192, num_blocks=2, num_heads=4, mlp_ratio=4)
 
 
-class DividesItself(nn.Module):
-    """No transformer: it says which ranks hold what of its layers."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.inner, self.outer = linear(image_shape, 24), nn.Linear(24, num_classes)
-
-    def forward(self, images_NCHW):
-        return self.outer(torch.tanh(self.inner(images_NCHW)))
-
-    def parallelize(self, mesh):
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        parallelize_module(self, mesh, {"inner.1": ColwiseParallel(), "outer": RowwiseParallel()})
-
-
-def divides_itself(image_shape, num_classes):
-    return DividesItself(image_shape, num_classes)
-
-
 class Computing(nn.Module):
     """Computes with numbers while it is built."""
 

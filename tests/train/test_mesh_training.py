@@ -6,6 +6,7 @@ The starting weights are those of one process, whatever the layout; dropout is d
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
+from tests.import_graph import ROOT
 from tests.train.test_multi_rank import assert_weights_close, kill_on_ranks, train_on_ranks
 from tests.train.training import Killed, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import SavedFiles, complete_checkpoints
@@ -28,6 +30,7 @@ from train.strategies import STRATEGIES
 MODEL = "tests.train.torch_models:tiny_vit"
 BASE = {"model": MODEL, "num_streams": 12, "global_batch_size": 24, "epochs": 3, "label_smoothing": 0.1,
         "record_samples": True, "checkpoint_every_steps": 3, "gradient_clip_norm": 1.0}  # fmt: skip
+GUIDE = ROOT / "docs" / "training" / "parallelism.md"
 
 
 def pipeline(schedule: str, num_microbatches: int = 0, **config: Any) -> dict[str, Any]:
@@ -159,21 +162,34 @@ def test_what_is_frozen_stays_as_it_was_in_every_layout(tiny_uri, tmp_path, name
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "hybrid"])
-def test_a_module_may_divide_itself(tiny_uri, tmp_path, name):
+DOCUMENTED = {"tensor_parallel": "divided_network", "hybrid": "divided_network", "1f1b": "staged_network"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_documented_modules_divide_themselves(tiny_uri, tmp_path, monkeypatch, name):
+    """The programs of the guide on parallelism, in files of the working directory."""
+    programs = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    for module, program in zip(("divided_network", "staged_network"), programs, strict=True):
+        (tmp_path / f"{module}.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
     layout = dict(LAYOUTS[name])
-    config, recorder = {**BASE, "model": "tests.train.sharded_models:divides_itself", "epochs": 1}, Recorder()
+    config, recorder = {**BASE, "model": f"{DOCUMENTED[name]}:build", "epochs": 1}, Recorder()
     num_ranks = layout.pop("num_workers")
     train_here(tiny_uri, tmp_path / "one", recorder, **config)
     result, watcher = train_on_ranks(tiny_uri, tmp_path / "several", num_ranks, {**config, **layout})
     expected = {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
     assert {step: float.fromhex(loss) for step, loss in watcher.losses.items()} == pytest.approx(expected, rel=1e-5)
     index = read_index(lambda file: (tmp_path / "several" / result.checkpoint / file).read_bytes())
-    [inner] = [each for each in index.of_rank(1, WEIGHTS_PART) if each.name == "inner.1.weight"]
-    assert math.prod(inner.shape) * num_ranks == math.prod(inner.global_shape)
-
-    frozen = {**config, **layout, "freeze": ["inner.*"]}
-    with pytest.raises(Exception, match=r"train.freeze holds inner.1.weight still, .* parallelize\(mesh\) divides it"):
+    held = [{each.name: each for each in index.of_rank(rank, WEIGHTS_PART)} for rank in range(num_ranks)]
+    if name == "1f1b":
+        assert not held[0].keys() & held[1].keys()
+        assert "embedding.1.weight" in held[0] and "head.weight" in held[1]
+        return
+    assert math.prod(held[1]["wide.weight"].shape) * num_ranks == math.prod(held[1]["wide.weight"].global_shape)
+    if name == "hybrid":
+        return
+    frozen = {**config, **layout, "freeze": ["wide.*"]}
+    with pytest.raises(Exception, match=r"train.freeze holds wide.weight still, .* parallelize\(mesh\) divides it"):
         train_on_ranks(tiny_uri, tmp_path / "frozen", num_ranks, frozen)
 
 
