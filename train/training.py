@@ -211,8 +211,9 @@ def _report_plan(
     if plan.chosen_anew:
         observer.event("chosen_anew", {"rank": 0, WARNING: plan.chosen_anew})
     observer.event("plan", {"rank": 0, "chosen": plan.reason, "short": plan.in_short, **memory.as_fields()})
-    if never := never_unfrozen(config):
-        observer.event("freeze", {"rank": 0, WARNING: never})
+    for name, why in (("freeze", never_unfrozen(config)), ("one_rank", plan.shares_nothing)):
+        if why:
+            observer.event(name, {"rank": 0, WARNING: why})
     if (moves := config.augmentation.moves) and LabelSpec.of(dataset.manifest).are_numbers:
         moved = (
             f"train.augment moves what images show ({', '.join(moves)}), but numeric labels stay unchanged, which is "
@@ -251,8 +252,7 @@ def train_in_run(
         observer.event("train.log_refused", {"rank": 0, WARNING: sentence})
 
     times, first_steps = StepTimes(), FirstSteps(observer.event)
-    sinks: list[Sink] = [times, first_steps, StragglerWatch(observer.event, less_work_in(tree.train))]
-    sinks.append(RanksLog(run.store, f"{run.folder}/ranks.log", warn))
+    sinks: list[Sink] = [times, first_steps, RanksLog(run.store, f"{run.folder}/ranks.log", warn)]
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
     trackers: dict[str, GuardedTracker] = {}
@@ -260,13 +260,13 @@ def train_in_run(
 
         def track(plan: TrainingPlan) -> None:
             trackers.update(open_trackers(plan.config, run, observer))
-            log.add(*trackers.values())
+            log.add(StragglerWatch(observer.event, less_work_in(plan.config)), *trackers.values())
 
         again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))
         fresh_for = run.run_id if again.fresh else ""
         outcome = train_model(tree, log, version, fresh_for=fresh_for, again=again, planned=track)
         placement = outcome.result.placement
-        verdict = times.verdict(tree.train, placement)
+        verdict = times.verdict(outcome.plan.config, placement)
         if verdict is not None:
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
         for tracker in trackers.values():

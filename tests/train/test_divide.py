@@ -13,6 +13,7 @@ from tests.train.test_job import Recorder, tree_of
 from train.backends.backend import ModelSpec
 from train.config import TrainConfig
 from train.planning import divide, memory_plan
+from train.planning.auto import resolve
 from train.planning.divide import DIVISION_RULES, ModelFacts, nothing_holds, with_room
 from train.planning.make import plan_training
 from train.planning.memory_plan import plan_memory
@@ -20,6 +21,8 @@ from train.planning.memory_table import Room, row_of
 from train.planning.plan import TrainingPlan
 from train.planning.state_bytes import StateBytes, count_state
 from train.settings.memory import MemoryConfig
+from train.settings.mesh import MeshConfig
+from train.strategies import STRATEGIES
 from train.training import train_model
 
 GIB = 2**30
@@ -145,5 +148,25 @@ def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):
     """Its layers cannot be divided; that is known when a step was measured."""
     tree = tree_of(tiny_uri, tmp_path, model="tests.train.models_under_test:linear", num_workers=2, num_streams=8)
     tree = tree.model_copy(update={"train": tree.train.model_copy(update={"memory": MemoryConfig(budget_bytes=1000)})})
-    with pytest.raises(UsageError, match=r"expected a PyTorch module, of which each rank would hold about"):
+    wanted = (
+        r"optimizer take .* KiB, and train.memory.budget_bytes has 1.0 KiB; expected a PyTorch module, of which each"
+    )
+    with pytest.raises(UsageError, match=wanted):
         train_model(tree, Recorder())
+
+
+def test_one_rank_that_nobody_has_asked_for_is_told(tiny_uri, tmp_path):
+    """Nothing is shared then, whatever the strategy promises."""
+    for name, strategy in STRATEGIES.installed().items():
+        told = resolve(TrainConfig(strategy=name, model="vit"), SparkConfig()).shares_nothing
+        assert bool(told) == strategy.needs_module, name
+    for asked in ({"num_workers": 1}, {"num_workers": 2}, {"mesh": MeshConfig(fsdp=2)}):
+        config = TrainConfig(strategy="torch_fsdp", model="vit", launcher="local", **asked)
+        assert not resolve(config, SparkConfig()).shares_nothing
+    recorder = Recorder()
+    model = "tests.train.torch_models:linear"
+    train_model(tree_of(tiny_uri, tmp_path, model=model, strategy="torch_fsdp", epochs=1), recorder)
+    assert recorder.fields["one_rank"]["warning"] == (
+        "train.strategy = 'torch_fsdp' has one rank, which holds the whole model (one process uses all devices of this "
+        "machine): set train.num_workers, or sizes of train.mesh, to share it"
+    )

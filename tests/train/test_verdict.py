@@ -20,6 +20,7 @@ from train.config import TrainConfig
 from train.contracts.values import StepReport
 from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
+from train.planning.auto import resolve
 from train.planning.exchange import ExchangeFacts, FirstSteps, weigh
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, RankRow, RankTimes, StragglerWatch, straggler_among
@@ -147,11 +148,22 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
     assert len(warned) == 2
 
 
-def test_a_stage_is_not_advised_to_read_fewer_rows():
-    less_work = less_work_in(TrainConfig(strategy="pipeline_parallel"))
-    slow = straggler_among({0: RankTimes(20, compute=1.0), 1: RankTimes(20, compute=2.0)}, {}, less_work)
-    assert slow is not None and slow.rank == 1
-    assert "rank_weights" not in str(slow) and "fewer layers" in str(slow)
+@pytest.mark.parametrize(
+    ("asked", "less_work"),
+    [
+        ({"strategy": "torch_ddp", "num_workers": 2}, "give it less work with train.rank_weights, or remove it"),
+        # A stage reads no fewer rows, also if `auto` has made it one.
+        ({"mesh": {"pipeline": 2}}, "or give its stage fewer layers (by the model's `stages()`, or with more ranks)"),
+    ],
+)
+def test_the_advice_for_a_slow_rank_is_that_of_the_planned_strategy(asked, less_work):
+    config = resolve(TrainConfig(**asked, model="vit_tiny", launcher="local"), SparkConfig()).config
+    seconds_of_ranks = {0: RankTimes(20, compute=1.0), 1: RankTimes(20, compute=2.0)}
+    slow = straggler_among(seconds_of_ranks, {1: "b"}, less_work_in(config))
+    assert str(slow) == (
+        "straggler: rank 1 on host b takes 2.0x as long as the others for its own part of a step (100.0 ms against "
+        f"50.0 ms), mostly computing, and they wait for it: check which other processes run there, {less_work}"
+    )
 
 
 EXCHANGE_CASES = [

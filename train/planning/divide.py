@@ -126,7 +126,7 @@ def check_undivided(plan: TrainingPlan, *, is_new: bool) -> None:
         return
     raise UsageError(
         f"train.model = {config.model!r} on {config.num_workers} ranks: weights, gradients and optimizer take "
-        f"{size_of(record.state_bytes)}, and a rank has {fitted.available}",
+        f"{size_of(record.state_bytes)}, and {record.device} has {size_of(fitted.available_bytes)}",
         f"expected a PyTorch module, of which each rank would hold about "
         f"{size_of(record.state_bytes / config.num_workers)} with train.strategy = 'torch_fsdp'",
         "give a factory that returns an nn.Module, use devices with more memory, or set train.strategy = "

@@ -86,6 +86,16 @@ class TrainingPlan:
         return f"{of_ranks}{of_strategy}; {self.spread.launcher}: {self.launcher_reason}{looked_at}"
 
     @property
+    def shares_nothing(self) -> str:
+        """Why a strategy whose ranks share a model has one rank, if nobody has asked for one; else empty."""
+        if self.asked.num_workers or self.spread.num_workers > 1 or not self.spread.needs_module:
+            return ""
+        return (
+            f"train.strategy = {self.spread.strategy!r} has one rank, which holds the whole model "
+            f"({self.ranks_reason}): set train.num_workers, or sizes of train.mesh, to share it"
+        )
+
+    @property
     def in_short(self) -> str:
         """Summarize the choice with its main reason, for people."""
         num_ranks = self.spread.num_workers
