@@ -26,6 +26,7 @@ from train.planning.probe import ProbeTask, probe
 from train.planning.state_bytes import StateBytes, count_state
 from train.settings.mesh import MeshConfig
 from train.settings.reading import ReadingConfig
+from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
 SHARDED = ("zero1", "torch_fsdp", "tensor_parallel", "hybrid", "pipeline_parallel")
 # Two steps of the 44 rows of the data set `tiny`.
@@ -34,9 +35,12 @@ TWO_STEPS = {"model": MODEL, "num_streams": 4, "global_batch_size": 24, "epochs"
 
 @pytest.fixture(scope="module")
 def counted(tiny_uri) -> dict[str, StateBytes]:
-    configs = [TrainConfig(**TWO_STEPS, strategy=name, backend="torch") for name in SHARDED]
-    spec = model_spec(open_dataset(tiny_uri).manifest, configs[0])
-    return dict(zip(SHARDED, count_state(tuple(configs), spec), strict=True))
+    configs = {name: TrainConfig(**TWO_STEPS, strategy=name, backend="torch") for name in SHARDED}
+    for schedule in ("gpipe", "1f1b"):
+        options = PipelineOptions(schedule=schedule, num_microbatches=12)
+        configs[schedule] = configs["pipeline_parallel"].model_copy(update={"pipeline_parallel": options})
+    spec = model_spec(open_dataset(tiny_uri).manifest, configs["zero1"])
+    return dict(zip(configs, count_state(tuple(configs.values()), spec), strict=True))
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -61,6 +65,13 @@ def test_shares_are_those_of_the_mesh(counted):
     assert 0 < counted["tensor_parallel"].image < counted["torch_fsdp"].image
     assert counted["torch_fsdp"].gathered > 0 == counted["tensor_parallel"].gathered
     assert all(0 < each.recomputed_image < each.image for each in counted.values())
+
+
+def test_a_stage_keeps_the_activations_of_its_schedule(counted):
+    """Twelve microbatches: GPipe keeps all of a stage's; 1F1B two of the first stage, and one of the second."""
+    whole = counted["torch_fsdp"].image
+    assert 0.5 < counted["gpipe"].image / whole < 0.65, "the larger stage"
+    assert 1 / 12 < counted["1f1b"].image / whole < 2 * 0.65 / 12
 
 
 def test_a_model_larger_than_this_machine_is_counted_for_more_ranks_than_there_are():
@@ -103,6 +114,8 @@ def test_other_optimizers_averages_and_frozen_weights_count():
     # Frozen parameters stay whole, and have neither gradients nor state.
     assert frozen.parameters == pytest.approx(replicated.parameters, rel=0.01)
     assert frozen.gradients + frozen.optimizer < 0.01 * adam.state
+    # And are not gathered: what is left is the head.
+    assert 0 < frozen.gathered < 0.01 * adam.gathered
 
 
 def test_what_ranks_cannot_divide_is_refused_and_other_strategies_are_counted():
