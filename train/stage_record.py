@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -67,9 +67,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
         detail={
             "history": plain["history"],
             "evaluation": plain["evaluation"],
-            "scaling": scaling_of_run(
-                outcome.plan.config, outcome.rank_times, open_store(outcome.models_uri), result.last_checkpoint
-            ),
+            "scaling": _scaling(outcome),
         },
     )
 
@@ -80,3 +78,8 @@ def _reason(outcome: TrainOutcome) -> str:
     available = outcome.plan.fitted.available if outcome.plan.fitted else ""
     within = f"; a rank may use {available}" if available else ""
     return f"{outcome.plan.reason}; {size}{within}" if size else outcome.plan.reason
+
+
+def _scaling(outcome: TrainOutcome) -> dict[str, Any] | None:
+    store, result = open_store(outcome.models_uri), outcome.result
+    return scaling_of_run(outcome.plan.config, outcome.rank_times, store, result.last_checkpoint, result.blocks)

@@ -22,15 +22,18 @@ from tests.train.training import Killed, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import SavedFiles, complete_checkpoints
 from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index, read_whole_model
 from train.config import TrainConfig
+from train.contracts.values import Blocks, TrainResult
 from train.planning.auto import resolve
+from train.planning.scaling_run import scaling_of_run
 from train.planning.trial_build import try_build
 from train.published.export import export_training
-from train.strategies import STRATEGIES
+from train.reporting.rank_times import RankRow
+from train.strategies import STRATEGIES, mesh_of
 
+GUIDE = ROOT / "docs" / "training" / "parallelism.md"
 MODEL = "tests.train.torch_models:tiny_vit"
 BASE = {"model": MODEL, "num_streams": 12, "global_batch_size": 24, "epochs": 3, "label_smoothing": 0.1,
         "record_samples": True, "checkpoint_every_steps": 3, "gradient_clip_norm": 1.0}  # fmt: skip
-GUIDE = ROOT / "docs" / "training" / "parallelism.md"
 
 
 def pipeline(schedule: str, num_microbatches: int = 0, **config: Any) -> dict[str, Any]:
@@ -84,6 +87,28 @@ def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_pat
             # Under zero1 a rank updates a third of what it holds; each weight's number of steps is everywhere.
             share = 0.36 if name == "zero1" and part == OPTIMIZER_PART else SHARES.get(name, SHARE_OF_TWO_STAGES)
             assert sum(math.prod(each.shape) for each in shards if each.part == part) <= share * whole
+    assert_the_report_has_its_curve(tmp_path, {**BASE, **LAYOUTS[name]}, result)
+
+
+def assert_the_report_has_its_curve(models, given: dict[str, Any], result: TrainResult) -> None:
+    """Its own number of ranks computes as long as it did, and one rank with the whole model as long as all parts."""
+    # Each hands on 64 tokens of 32 numbers.
+    assert result.blocks == Blocks(2, 64 * 32 * 4)
+    config = resolve(TrainConfig(**given, launcher="local"), SparkConfig()).config
+    mesh = mesh_of(config)
+    rows = [RankRow(rank, "", 100, {"compute": 10.0, "allreduce": 2.5}) for rank in range(mesh.num_ranks)]
+    document = scaling_of_run(config, rows, open_store(models), result.last_checkpoint, result.blocks)
+    assert document is not None and document["this_run"] == {"num_ranks": mesh.num_ranks, "efficiency": 0.8}
+    [here] = [step for step in document["steps"] if step["num_ranks"] == mesh.num_ranks]
+    assert here["compute_seconds"] == pytest.approx(0.1) and here["global_batch_size"] == 24
+    alone = {each["name"]: each["value"] for each in document["inputs"]}["a step of one rank"]
+    images = 24 // mesh.data_size
+    assert alone == f"{100 * mesh.tensor * mesh.pipeline:.1f} ms of {images} images"
+    idle = here["bubble_seconds"] / (here["bubble_seconds"] + here["compute_seconds"])
+    assert (idle > 0) == (mesh.pipeline > 1)
+    if config.accumulation_steps == 2:
+        # Two passes of six microbatches, each of which fills and drains two stages.
+        assert idle == pytest.approx(1 / 7)
 
 
 @pytest.mark.drill

@@ -25,6 +25,7 @@ from train.planning.trial_build import try_build
 from train.strategies.sharded.pipeline_schedules import (
     PipelineOptions,
     idle_share,
+    idle_share_alike,
     num_microbatches_of,
     orders,
     peak_kept,
@@ -51,9 +52,23 @@ def test_the_idle_share_of_one_stage_on_each_rank_is_that_of_the_formula(num_ran
     # Two stages on a rank, of half the cost each: half as long until all have begun.
     assert shares["interleaved_1f1b"] == pytest.approx((num_ranks - 1) / (2 * num_microbatches + num_ranks - 1))
     assert shares["zero_bubble"] < shares["interleaved_1f1b"]
+    for name, share in shares.items():
+        assert idle_share_alike(schedule_named(name, num_ranks), num_ranks, num_microbatches) == pytest.approx(share)
     # The first rank waits half of the time for the second, and once until that has begun and once until it has ended.
     uneven = idle_share(orders(schedule_named("gpipe", 2), 2, num_microbatches), (1, 2))
     assert uneven == pytest.approx(1 - 9 * num_microbatches / (2 * (6 * num_microbatches + 3)))
+
+
+def test_the_idle_share_of_a_long_pipeline_is_known_at_once():
+    """Listing its orders would take minutes: ranks with as many microbatches each wait as 16 of them do."""
+    shares = {
+        name: idle_share_alike(schedule_named(name, 4096), 4096, 4 * 4096)
+        for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    }
+    assert shares["gpipe"] == shares["1f1b"] == pytest.approx(0.2, abs=0.001)
+    assert shares["interleaved_1f1b"] == pytest.approx(1 / 9, abs=0.001)
+    # As listed for 32 ranks, 0.0388, and for 64, 0.0394.
+    assert shares["zero_bubble"] == pytest.approx(0.039, abs=0.002)
 
 
 @pytest.mark.parametrize(

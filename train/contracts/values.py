@@ -169,6 +169,16 @@ class TimeShares:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """The repeated parts of a PyTorch module, which strategies gather, divide or place one by one."""
+
+    num_blocks: int = 1
+    """1 if it has none."""
+    image_bytes: int = 0
+    """What the widest hands to the next one for an image, in float32; 0 without blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """The result of a finished training; stored beside its checkpoints as `RESULT`."""
 
@@ -214,6 +224,8 @@ class TrainResult:
     """Why the gate must not let this model pass by itself; most often empty."""
     mixed_precision: str = ""
     """The precision that it was computed in, as `train.mixed_precision` names it; empty in older results."""
+    blocks: Blocks | None = None
+    """Those of the model, as rank 0 has seen them; None for a Keras model, and in older results."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.words import counted
 from train.backends.backend import model_spec
 from train.config import TrainConfig
+from train.contracts.values import Blocks
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
 from train.planning.division import Divisions
@@ -29,11 +30,11 @@ from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.planning.scaling import Link, Network
+from train.planning.scaling_run import work_of
 from train.planning.scaling_step import Assumed, Axes, Work, seconds_of_exchanges
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, scaling_table
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import ParameterServerOptions, silos_of
-from train.strategies.sharded.pipeline_schedules import PipelineOptions, num_microbatches_of
 from train.tree import TrainTree
 
 
@@ -129,7 +130,7 @@ def estimate_training(
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
-    axes, work = _axes(config), _work(config, cost, local_batch_size)
+    axes, work = _axes(config), _work(config, cost)
     exchange_seconds = _exchange_seconds(config.strategy, work, axes, network_gbit)
     planned = Planned(config.strategy, work, _MEASURED, axes, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
@@ -164,28 +165,16 @@ def _axes(config: TrainConfig) -> Axes:
     return Axes(mesh.pipeline, mesh.data, mesh.fsdp, mesh.tensor, num_servers=servers)
 
 
-def _work(config: TrainConfig, cost: StepCost, local_batch_size: int) -> Work:
-    if has_chief(config):
-        local_batch_size = config.global_batch_size
-    return Work(
-        cost.step_seconds,
-        local_batch_size,
+def _work(config: TrainConfig, cost: StepCost) -> Work:
+    work = work_of(config, cost.step_seconds, cost.weights_bytes, Blocks(cost.num_blocks, cost.block_bytes))
+    return replace(
+        work,
+        # Each of a chief's workers takes a whole batch.
+        local_batch_size=config.global_batch_size if has_chief(config) else work.local_batch_size,
         gradient_bytes=cost.sent_bytes,
-        weight_bytes=cost.weights_bytes,
         # Without gradients.
         state_bytes=cost.state_bytes - cost.weights_bytes,
-        block_bytes=cost.block_bytes * local_batch_size,
-        num_blocks=cost.num_blocks,
-        num_microbatches=_microbatches(config, local_batch_size),
-        schedule=config.options(PipelineOptions).schedule,
     )
-
-
-def _microbatches(config: TrainConfig, local_batch_size: int) -> int:
-    num_stages = mesh_of(config).pipeline
-    if num_stages == 1:
-        return config.num_microbatches
-    return num_microbatches_of(config.options(PipelineOptions), local_batch_size, num_stages)
 
 
 def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset) -> Fit | None:

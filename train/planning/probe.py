@@ -8,22 +8,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import Learner, ModelSpec, StatePart, synthetic_batch
 from train.config import TrainConfig
-from train.contracts.values import to_json
+from train.contracts.values import Blocks, to_json
 from train.contracts.world import World
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask
 from train.strategies.compression import remembered_bytes, sent_bytes
-
-if TYPE_CHECKING:
-    from train.backends.torch.backend import TorchLearner
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6
@@ -79,9 +75,9 @@ class StepCost:
     base_bytes: int
     """The other part, which does not grow with the images."""
     num_blocks: int = 1
-    """Repeated parts of a PyTorch module; 1 for any other model."""
+    """Of a PyTorch module; 1 for any other model."""
     block_bytes: int = 0
-    """What a block hands to the next one for an image; 0 without blocks."""
+    """`Blocks.image_bytes`."""
 
 
 def probe(task: ProbeTask) -> StepCost:
@@ -117,7 +113,7 @@ def measure(task: ProbeTask) -> StepCost:
     num_images, num_few = (-(-num // config.num_microbatches) for num in (task.local_batch_size, num_few))
     grown_bytes = _peak_bytes() - before_bytes - of_few_bytes
     image_bytes = max(math.prod(task.spec.image_shape_HWC) * 4, grown_bytes // max(1, num_images - num_few))
-    num_blocks, block_bytes = (1, 0) if task.for_memory else _blocks(learner, few)
+    blocks = learner.blocks or Blocks()
     return StepCost(
         num_weights=sum(array.size for array in model),
         model_bytes=sum(array.nbytes for array in model),
@@ -129,28 +125,9 @@ def measure(task: ProbeTask) -> StepCost:
         process_bytes=before_bytes,
         image_bytes=image_bytes,
         base_bytes=max(0, work_bytes - image_bytes * num_images),
-        num_blocks=num_blocks,
-        block_bytes=block_bytes,
+        num_blocks=blocks.num_blocks,
+        block_bytes=blocks.image_bytes,
     )
-
-
-def _blocks(learner: Learner, batch: Batch) -> tuple[int, int]:
-    """-> the number of blocks of a PyTorch module, and the bytes that the widest hands on for an image."""
-    if learner.export_backend != "torch":
-        return 1, 0
-    from train.backends.torch.blocks import blocks_of
-
-    module: Any = cast("TorchLearner", learner).module
-    blocks, sizes = blocks_of(module), [0]
-
-    def note(block: Any, inputs: Any, output: Any) -> None:
-        sizes.append(getattr(output, "nbytes", 0))
-
-    hooks = [block.register_forward_hook(note) for block in blocks]
-    learner.outputs(batch.images_NHWC)
-    for hook in hooks:
-        hook.remove()
-    return max(1, len(blocks)), max(sizes) // len(batch.weights_N)
 
 
 def _steps(learner: Learner, batch: Batch, num_steps: int) -> list[float]:

@@ -11,23 +11,28 @@ from shardmill.storage import Store
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import WEIGHTS_PART
 from train.config import TrainConfig
+from train.contracts.values import Blocks
+from train.planning.images_at_once import pipeline_microbatches
 from train.planning.scaling_step import Axes, Work
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
 from train.strategies import mesh_of
+from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
 NETWORK_GBIT = 10.0
 """As `shardmill plan` assumes it."""
-# Their exchanges follow from the size of the model alone.
+# Their exchanges follow from the size of the model alone; those of the others also from what its blocks hand on.
 STRATEGIES_BY_WEIGHTS = ("single", "horovod", "multi_worker_mirrored", "torch_ddp", "zero1", "torch_fsdp")
+STRATEGIES_BY_BLOCKS = ("tensor_parallel", "hybrid", "pipeline_parallel")
 
 
 def scaling_of_run(
-    config: TrainConfig, rows: Sequence[RankRow], store: Store, checkpoint: str
+    config: TrainConfig, rows: Sequence[RankRow], store: Store, checkpoint: str, blocks: Blocks | None
 ) -> dict[str, Any] | None:
-    """The document of a `ScalingTable` with a point for this run; None if too few steps were timed, or if the
-    exchanges of its strategy do not follow from the size of its model."""
-    if config.strategy not in STRATEGIES_BY_WEIGHTS or min((each.num_steps for each in rows), default=0) < MIN_STEPS:
+    """The document of a `ScalingTable` with a point for this run; None if too few steps were timed, or if what its
+    strategy exchanges is not known."""
+    is_known = config.strategy in STRATEGIES_BY_WEIGHTS or (blocks and config.strategy in STRATEGIES_BY_BLOCKS)
+    if not is_known or min((each.num_steps for each in rows), default=0) < MIN_STEPS:
         return None
     weight_bytes = _weight_bytes(store, checkpoint)
     if not weight_bytes:
@@ -39,11 +44,27 @@ def scaling_of_run(
     # One rank alone exchanges nothing: what several would do is of interest.
     of_one = "torch_ddp" if config.backend == "torch" else "horovod"
     strategy = of_one if config.strategy == "single" else config.strategy
-    work = Work(computing, mesh.largest_share(config.global_batch_size), weight_bytes, weight_bytes)
     axes = Axes(mesh.pipeline, mesh.data, mesh.fsdp, mesh.tensor)
+    work = work_of(config, computing * axes.tensor * axes.pipeline, weight_bytes, blocks or Blocks())
     document = scaling_table(Planned(strategy, work, "measured in this run", axes, NETWORK_GBIT)).document()
     here = {"num_ranks": mesh.num_ranks, "efficiency": computing / (computing + exchanging)}
     return {**document, "this_run": here}
+
+
+def work_of(config: TrainConfig, step_seconds: float, weight_bytes: int, blocks: Blocks) -> Work:
+    """The `Work` of a planned training, whose step takes one rank with the whole model so long."""
+    local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
+    return Work(
+        step_seconds,
+        local_batch_size,
+        gradient_bytes=weight_bytes,
+        weight_bytes=weight_bytes,
+        block_bytes=blocks.image_bytes * local_batch_size,
+        num_blocks=blocks.num_blocks,
+        num_passes=config.num_microbatches,
+        num_microbatches=pipeline_microbatches(config),
+        schedule=config.options(PipelineOptions).schedule,
+    )
 
 
 def _weight_bytes(store: Store, checkpoint: str) -> int:

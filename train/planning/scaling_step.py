@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from train.planning.scaling import (
@@ -20,7 +21,7 @@ from train.planning.scaling import (
     fastest_allreduce,
     reduce_scatter,
 )
-from train.strategies.sharded.pipeline_schedules import idle_share, orders, schedule_named
+from train.strategies.sharded.pipeline_schedules import idle_share_alike, schedule_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class Work:
     """Activations between two blocks, for the local batch."""
     num_blocks: int = 1
     """Parts whose weights are gathered one by one, and whose activations tensor parallelism adds up."""
+    num_passes: int = 1
+    """Through a pipeline, one after the other: parts of the local batch."""
     num_microbatches: int = 1
+    """Of such a pass."""
     schedule: str = "1f1b"
     """Of a pipeline's ranks."""
 
@@ -115,8 +119,13 @@ def _idle_share(work: Work, axes: Axes) -> float:
     """Of the time of a pipeline's ranks, if all stages cost the same."""
     if axes.pipeline == 1:
         return 0.0
-    schedule = schedule_named(work.schedule, axes.pipeline)
-    return idle_share(orders(schedule, axes.pipeline, work.num_microbatches))
+    return _idle_share_of(work.schedule, axes.pipeline, work.num_microbatches)
+
+
+@cache
+def _idle_share_of(name: str, num_ranks: int, num_microbatches: int) -> float:
+    """Many numbers of ranks have pipelines of one length."""
+    return idle_share_alike(schedule_named(name, num_ranks), num_ranks, num_microbatches)
 
 
 def seconds_of_exchanges(strategy: str, work: Work, axes: Axes, assumed: Assumed) -> float:
@@ -190,8 +199,8 @@ def _pipelined(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
         return summed, 0.0
     link = assumed.network.group(axes.pipeline, axes.data * axes.fsdp * axes.tensor).slowest
     stages_per_rank = schedule_named(work.schedule, axes.pipeline).stages_per_rank
-    slots = work.num_microbatches * stages_per_rank + axes.pipeline - 1
-    return summed, 2 * slots * link.seconds(1, work.block_bytes / work.num_microbatches)
+    slots = work.num_passes * (work.num_microbatches * stages_per_rank + axes.pipeline - 1)
+    return summed, 2 * slots * link.seconds(1, work.block_bytes / work.num_passes / work.num_microbatches)
 
 
 EXCHANGES: dict[str, Exchanges] = {

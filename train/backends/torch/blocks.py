@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from train.backends.torch.runtime import import_torch
@@ -36,3 +37,19 @@ def _is_block(module: Any) -> bool:
     chains = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     is_chain = isinstance(module, chains) and type(module).forward in {chain.forward for chain in chains}
     return bool(list(module.children())) and not is_chain and "forward" not in vars(module)
+
+
+@contextmanager
+def sizes_handed_on(blocks: Sequence[Any]) -> Iterator[list[int]]:
+    """-> the bytes of each tensor that one of `blocks` returns inside."""
+    sizes: list[int] = []
+
+    def note(block: Any, inputs: Any, output: Any) -> None:
+        sizes.append(getattr(output, "nbytes", 0))
+
+    hooks = [block.register_forward_hook(note) for block in blocks]
+    try:
+        yield sizes
+    finally:
+        for hook in hooks:
+            hook.remove()

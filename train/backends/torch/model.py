@@ -22,14 +22,19 @@ from train.backends.batch_norms import largest_momentum
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.output_form import Probe, are_logits
 from train.backends.torch.batch_norms import limit_momentum
+from train.backends.torch.blocks import blocks_of, sizes_handed_on
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.meta import built_without_numbers
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
+from train.contracts.values import Blocks
 from train.labels import check_labels
 from train.models import MODELS
 from train.models.modules import models_of, no_module
 from train.models.user import call_factory, imported_packages
+
+# Of a single image there are no statistics.
+NUM_TRIED_IMAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class BuiltModule:
     why_whole: str = ""
     """Why it has numbers of its own, though rank 0's were to be given to it; empty if it has none, or was to have
     them."""
+    blocks: Blocks | None = None
+    """None for a Keras model, and for a module without numbers, which was not called."""
 
     def parts_of_state(self) -> tuple[list[Any], list[Any]]:
         """The tensors of `StatePart.WEIGHTS` and, but for generators, of `StatePart.OWN`."""
@@ -90,13 +97,16 @@ def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = Tr
 
         check_pixels(config, model)
     classifier = classifier_of(model.to(device()), is_keras=is_keras, spec=spec)
-    _check_outputs(config.model, classifier, spec)
+    parts = [] if is_keras else blocks_of(model)
+    with sizes_handed_on(parts) as sizes:
+        _check_outputs(config.model, classifier, spec)
+    blocks = None if is_keras else Blocks(max(1, len(parts)), max(sizes, default=0) // NUM_TRIED_IMAGES)
     if is_keras:
         _refuse_compiled(config, model)
     outputs_are_logits = are_logits(config, spec.labels.kind, spec.image_shape_HWC, _probe(classifier))
     frozen, identity = freeze(config, model, is_keras), _identity(model, is_keras)
     _limit_momentum(config, model, spec, is_keras)
-    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity, why_whole)
+    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity, why_whole, blocks)
 
 
 def _limit_momentum(config: TrainConfig, model: Any, spec: ModelSpec, is_keras: bool) -> None:
@@ -211,10 +221,10 @@ def _identity(model: Any, is_keras: bool) -> str:
 
 
 def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
-    """Call it on two black images: builds lazy layers, and shows the output's shape."""
+    """Call it on black images: builds lazy layers, and shows the output's shape."""
     torch = import_torch()
     height, width, channels = spec.image_shape_HWC
-    images_NHWC = torch.zeros((2, height, width, channels), dtype=torch.uint8, device=device())
+    images_NHWC = torch.zeros((NUM_TRIED_IMAGES, height, width, channels), dtype=torch.uint8, device=device())
     classifier.eval()
     given: list[Any] = []
     watching = classifier.model.register_forward_hook(lambda module, inputs, output: given.append(output))
@@ -236,9 +246,9 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
         ) from error
     finally:
         watching.remove()
-    if tuple(outputs.shape) != (2, spec.labels.num_outputs):
+    if tuple(outputs.shape) != (NUM_TRIED_IMAGES, spec.labels.num_outputs):
         raise UsageError(
-            f"train.model = {name!r} returns an output of shape {tuple(outputs.shape)} for 2 images",
+            f"train.model = {name!r} returns an output of shape {tuple(outputs.shape)} for {NUM_TRIED_IMAGES} images",
             f"expected {spec.labels.num_outputs} outputs: the dataset has {spec.labels}",
             "use the num_classes that the factory is called with in the last layer",
         )
