@@ -8,7 +8,7 @@ from pipeline.report.data import ReportData
 from pipeline.report.page import render
 from pipeline.report.scaling_chart import scaling_chart
 from train.contracts.values import EpochRecord
-from train.planning.scaling_step import PUBLISHED, SIZES, Axes, Work
+from train.planning.scaling_step import PUBLISHED, SIZES, MeshShape, Work
 from train.planning.scaling_table import Planned, scaling_table
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -16,7 +16,7 @@ HOSTILE = "<script>alert('x')</script>\"&"
 
 def test_the_report_draws_the_curve_with_published_points_and_says_its_inputs():
     work = Work(0.1, 32, gradient_bytes=1e8, weight_bytes=1e8)
-    document = scaling_table(Planned("torch_ddp", work, HOSTILE, Axes(data=2), 10.0)).document()
+    document = scaling_table(Planned("torch_ddp", work, HOSTILE, MeshShape(data=2), 10.0)).document()
     document["this_run"] = {"num_ranks": 2, "efficiency": 0.8}
     train = {"status": "ok", "train": {"strategy": "torch_ddp", "world_size": 2}}
     history = (EpochRecord(0, 5, 0.5, 0.5, 1e-3, 2.0, None),)

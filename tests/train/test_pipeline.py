@@ -91,7 +91,7 @@ def test_every_stage_computes_every_microbatch_once(name):
     forward = [(each.stage, each.microbatch) for actions in of_ranks for each in actions if each.kind == "FORWARD"]
     assert sorted(forward) == list(itertools.product(range(num_ranks * schedule.stages_per_rank), range(6)))
     for rank, actions in enumerate(of_ranks):
-        assert {schedule.place_of(num_ranks)[each.stage] for each in actions} == {rank}
+        assert {schedule.rank_of_stage(num_ranks)[each.stage] for each in actions} == {rank}
 
 
 def test_a_chain_is_cut_where_the_most_expensive_part_is_cheapest():

@@ -17,7 +17,7 @@ from train.planning.scaling import (
     ring_allreduce,
     tree_allreduce,
 )
-from train.planning.scaling_step import EXCHANGES, SIZES, Assumed, Axes, Work, axes_of, curve, predict
+from train.planning.scaling_step import EXCHANGES, SIZES, Assumed, MeshShape, Work, curve, mesh_for, predict
 from train.planning.scaling_table import Planned, assumptions_of, scaling_table
 from train.strategies import STRATEGIES
 
@@ -25,7 +25,7 @@ LINK = Link(1e-5, 1e9)
 FLAT = Network(LINK, LINK)
 WORK = Work(0.1, 32, gradient_bytes=1e8, weight_bytes=1e8, state_bytes=3e8, block_bytes=1e6, num_blocks=12,
             num_microbatches=8)  # fmt: skip
-ALONE = Axes()
+ALONE = MeshShape()
 
 
 def ring_by_counting(num_ranks: int, num_bytes: float) -> float:
@@ -60,7 +60,7 @@ def test_groups_of_an_outer_axis_share_the_network_of_a_host():
 def test_an_idle_share_is_that_of_the_schedule():
     """The formulas of arXiv:1811.06965 and arXiv:2104.04473, 2.2; that of zero bubble is less than both."""
     steps = {
-        name: predict("pipeline_parallel", replace(WORK, schedule=name), Axes(pipeline=4), Assumed(FLAT))
+        name: predict("pipeline_parallel", replace(WORK, schedule=name), MeshShape(pipeline=4), Assumed(FLAT))
         for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
     }
     idle = {name: step.bubble_seconds / (step.bubble_seconds + step.compute_seconds) for name, step in steps.items()}
@@ -76,9 +76,9 @@ def test_one_rank_has_the_measured_step_and_no_strategy_beats_it(strategy: str):
     one = predict(strategy, WORK, ALONE, assumed)
     if strategy not in ("parameter_server",):
         assert one.seconds == pytest.approx(WORK.step_seconds) and one.efficiency(WORK) == pytest.approx(1)
-    steps = curve(strategy, WORK, Axes(pipeline=2, tensor=2, num_servers=1), assumed)
+    steps = curve(strategy, WORK, MeshShape(pipeline=2, tensor=2, num_servers=1), assumed)
     assert steps and all(0 < step.efficiency(WORK) <= 1 + 1e-9 for step in steps)
-    assert {step.axes.num_ranks for step in steps} <= set(SIZES)
+    assert {step.mesh.num_ranks for step in steps} <= set(SIZES)
 
 
 def test_every_strategy_has_a_model_of_its_exchanges():
@@ -88,20 +88,20 @@ def test_every_strategy_has_a_model_of_its_exchanges():
 def test_computation_hides_gradients_but_not_sums_of_activations():
     hiding = Assumed(FLAT, overlap=0.6)
     for strategy in ("torch_ddp", "torch_fsdp"):
-        axes = axes_of(strategy, 8, ALONE)
-        assert axes is not None
-        bare, hidden = (predict(strategy, WORK, axes, each).seconds for each in (Assumed(FLAT), hiding))
+        mesh = mesh_for(strategy, 8, ALONE)
+        assert mesh is not None
+        bare, hidden = (predict(strategy, WORK, mesh, each).seconds for each in (Assumed(FLAT), hiding))
         assert hidden == pytest.approx(max(WORK.step_seconds, bare - 0.6 * WORK.step_seconds))
-    divided = [predict("tensor_parallel", WORK, Axes(tensor=4), each).seconds for each in (Assumed(FLAT), hiding)]
+    divided = [predict("tensor_parallel", WORK, MeshShape(tensor=4), each).seconds for each in (Assumed(FLAT), hiding)]
     assert divided[0] == divided[1] > WORK.step_seconds / 4
 
 
 def test_shards_cost_three_halves_of_an_allreduce_and_servers_saturate():
     # Without latency: two gathers and one scatter in place of one gather and one scatter.
     free = Assumed(Network(Link(0, 1e9), Link(0, 1e9)), allreduce="ring")
-    ddp, fsdp = (predict(name, WORK, axes_of(name, 16, ALONE) or ALONE, free) for name in ("torch_ddp", "torch_fsdp"))
+    ddp, fsdp = (predict(name, WORK, mesh_for(name, 16, ALONE) or ALONE, free) for name in ("torch_ddp", "torch_fsdp"))
     assert fsdp.exchange_seconds == pytest.approx(1.5 * ddp.exchange_seconds)
-    few, many = (predict("parameter_server", WORK, Axes(data=n, num_servers=1), free) for n in (1, 64))
+    few, many = (predict("parameter_server", WORK, MeshShape(data=n, num_servers=1), free) for n in (1, 64))
     assert many.seconds == pytest.approx(64 * 2 * WORK.gradient_bytes / 1e9) and few.seconds < many.seconds / 10
 
 
@@ -117,14 +117,14 @@ def test_published_efficiencies_lie_between_no_and_full_overlap(model: str):
     work = Work(seconds, 64, num_bytes, num_bytes)
     network = Network(Link(30e-6, 25e9 / 8), Link(10e-6, 10e9), ranks_per_host=4)
     low, high = (
-        predict("horovod", work, Axes(data=512), Assumed(network, overlap, "ring")).efficiency(work)
+        predict("horovod", work, MeshShape(data=512), Assumed(network, overlap, "ring")).efficiency(work)
         for overlap in (0.0, 2 / 3)
     )
     assert low <= published <= high
 
 
 def test_a_table_says_where_its_inputs_come_from():
-    planned = Planned("torch_fsdp", WORK, "measured here", Axes(fsdp=4), 10.0)
+    planned = Planned("torch_fsdp", WORK, "measured here", MeshShape(fsdp=4), 10.0)
     table = scaling_table(planned, ("latency_us=5", "ranks_per_host=4", "step_ms=250"))
     sources = {each.name: each.source for each in table.inputs}
     assert sources["latency_us"] == "given" and sources["overlap"] == "assumed"
@@ -151,6 +151,6 @@ def test_a_strategy_without_a_model_is_refused():
 
 
 def test_copies_of_shards_keep_their_size():
-    assert axes_of("torch_fsdp", 8, Axes(data=2, fsdp=4)) == Axes(data=2, fsdp=4)
-    assert axes_of("torch_fsdp", 6, Axes(data=2, fsdp=4)) is None
-    assert axes_of("hybrid", 8, replace(ALONE, tensor=2)) == Axes(fsdp=4, tensor=2)
+    assert mesh_for("torch_fsdp", 8, MeshShape(data=2, fsdp=4)) == MeshShape(data=2, fsdp=4)
+    assert mesh_for("torch_fsdp", 6, MeshShape(data=2, fsdp=4)) is None
+    assert mesh_for("hybrid", 8, replace(ALONE, tensor=2)) == MeshShape(fsdp=4, tensor=2)

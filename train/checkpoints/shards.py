@@ -47,12 +47,12 @@ class Shard:
         return 0 in self.shape and 0 not in self.global_shape
 
     @property
-    def places(self) -> tuple[slice, ...]:
-        """Where its elements lie in the array."""
+    def slices(self) -> tuple[slice, ...]:
+        """Of the array, along each of its axes."""
         return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.shape, strict=True))
 
     def overlap(self, other: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """The elements that both boxes have: their places in this one and in `other`; None if there are none."""
+        """The elements that both boxes have: slices of this one and of `other`; None if there are none."""
         if (self.part, self.name) != (other.part, other.name) or self.is_empty or other.is_empty:
             return None
         here, there = [], []
@@ -148,7 +148,7 @@ def arrays_in_order(of_ranks: Sequence[Sequence[Shard]], weights: Sequence[str])
     """
     places = {name: place for place, name in enumerate(weights)}
 
-    def place_of(array: Shard) -> tuple[int, int]:
+    def order_of(array: Shard) -> tuple[int, int]:
         of_weight = places.get(array.name.rpartition("/")[0])
         if array.name in places:
             return 2, places[array.name]
@@ -159,7 +159,7 @@ def arrays_in_order(of_ranks: Sequence[Sequence[Shard]], weights: Sequence[str])
         for shards in of_ranks
         for shard in shards
     }
-    return tuple(sorted(found.values(), key=lambda array: (PARTS_IN_ORDER.index(array.part), place_of(array))))
+    return tuple(sorted(found.values(), key=lambda array: (PARTS_IN_ORDER.index(array.part), order_of(array))))
 
 
 def shard_file(part: str, rank: int) -> str:
@@ -223,8 +223,8 @@ def filled(wanted: Shard, pieces: Sequence[tuple[Shard, ArrayLike]], where: str)
                 f"expected {wanted.global_shape}",
                 "make train.model build the same model as then, or train under another models.uri",
             )
-        if places := wanted.overlap(shard):
-            here, there = places
+        if overlap := wanted.overlap(shard):
+            here, there = overlap
             found = values[there]
             array = np.zeros(wanted.shape, found.dtype) if array is None else array
             array[here] = found

@@ -117,6 +117,11 @@ class Mesh:
         return self.pipeline * self.data * self.fsdp * self.tensor
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size, from the outermost to the innermost."""
+        return {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+    @property
     def data_size(self) -> int:
         """Number of indices among which the streams are divided."""
         return self.data * self.fsdp
@@ -158,8 +163,7 @@ class Mesh:
         return DataIndex(index, self.data_size, self.streams[index], self.num_streams, is_first=is_first)
 
     def __str__(self) -> str:
-        axes = {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        named = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1 and name != "data")
+        named = " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1 and name != "data")
         return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.data})" if named else "")
 
 

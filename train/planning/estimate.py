@@ -31,7 +31,7 @@ from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.planning.scaling import Link, Network
 from train.planning.scaling_run import work_of
-from train.planning.scaling_step import Assumed, Axes, Work, seconds_of_exchanges
+from train.planning.scaling_step import Assumed, MeshShape, Work, seconds_of_exchanges
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, scaling_table
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import ParameterServerOptions, silos_of
@@ -130,9 +130,9 @@ def estimate_training(
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
-    axes, work = _axes(config), _work(config, cost)
-    exchange_seconds = _exchange_seconds(config.strategy, work, axes, network_gbit)
-    planned = Planned(config.strategy, work, _MEASURED, axes, network_gbit)
+    mesh, work = _mesh(config), _work(config, cost)
+    exchange_seconds = _exchange_seconds(config.strategy, work, mesh, network_gbit)
+    planned = Planned(config.strategy, work, _MEASURED, mesh, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
     return Estimate(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
@@ -151,7 +151,7 @@ def estimate_training(
         host=socket.gethostname(),
         fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset),
         exchange=_weighed(config, cost, exchange_seconds, network_gbit),
-        mesh={axis: size for axis, size in asdict(axes).items() if axis != "num_servers"},
+        mesh=mesh.sizes,
         scaling=None if assumptions is None else scaling_table(planned, assumptions),
     )
 
@@ -159,10 +159,9 @@ def estimate_training(
 _MEASURED = "measured here, in one process with its share of the processors"
 
 
-def _axes(config: TrainConfig) -> Axes:
-    mesh = mesh_of(config)
+def _mesh(config: TrainConfig) -> MeshShape:
     servers = config.options(ParameterServerOptions).num_servers if has_chief(config) else 0
-    return Axes(mesh.pipeline, mesh.data, mesh.fsdp, mesh.tensor, num_servers=servers)
+    return MeshShape(**mesh_of(config).sizes, num_servers=servers)
 
 
 def _work(config: TrainConfig, cost: StepCost) -> Work:
@@ -186,10 +185,10 @@ def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: 
     return Memory(record, spark, partial(input_bytes, dataset=dataset), division=division).fitted(config).fit
 
 
-def _exchange_seconds(strategy: str, work: Work, axes: Axes, network_gbit: float) -> float:
+def _exchange_seconds(strategy: str, work: Work, mesh: MeshShape, network_gbit: float) -> float:
     """At that bandwidth alone: without latency, and with rings."""
     link = Link(0.0, network_gbit * 1e9 / 8)
-    return seconds_of_exchanges(strategy, work, axes, Assumed(Network(link, link), allreduce="ring"))
+    return seconds_of_exchanges(strategy, work, mesh, Assumed(Network(link, link), allreduce="ring"))
 
 
 def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, network_gbit: float) -> Weighed | None:

@@ -96,9 +96,9 @@ class MemoryRow:
 
 def row_of(config: TrainConfig, state: StateBytes, room: Room) -> MemoryRow:
     """The row of a config, whose strategy is set, with the fewest microbatches that fit."""
-    axes = mesh_of(config)
+    mesh = in_words(mesh_of(config))
     if state.refused:
-        return MemoryRow(config.strategy, axes_of(axes), refused=state.refused)
+        return MemoryRow(config.strategy, mesh, refused=state.refused)
     facts = _facts(config, state, room)
     found = fit(facts)
     if found.choice == "too_large":
@@ -108,7 +108,7 @@ def row_of(config: TrainConfig, state: StateBytes, room: Room) -> MemoryRow:
     exchange = max(state.gathered, state.update - activations)
     row = MemoryRow(
         strategy=config.strategy,
-        mesh=axes_of(axes),
+        mesh=mesh,
         parameters=state.parameters,
         gradients=state.gradients,
         optimizer=state.optimizer,
@@ -137,10 +137,9 @@ def why_refused(config: TrainConfig) -> str:
     return ""
 
 
-def axes_of(axes: Mesh) -> str:
+def in_words(mesh: Mesh) -> str:
     """`fsdp 4 x tensor 2`: the axes with several ranks, from the outermost to the innermost."""
-    sizes = {"pipeline": axes.pipeline, "data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"
+    return " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1) or "data 1"
 
 
 def _facts(config: TrainConfig, state: StateBytes, room: Room) -> MemoryFacts:

@@ -13,7 +13,7 @@ from train.checkpoints.shards import WEIGHTS_PART
 from train.config import TrainConfig
 from train.contracts.values import Blocks
 from train.planning.images_at_once import pipeline_microbatches
-from train.planning.scaling_step import Axes, Work
+from train.planning.scaling_step import MeshShape, Work
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
 from train.strategies import mesh_of
@@ -44,9 +44,10 @@ def scaling_of_run(
     # One rank alone exchanges nothing: what several would do is of interest.
     of_one = "torch_ddp" if config.backend == "torch" else "horovod"
     strategy = of_one if config.strategy == "single" else config.strategy
-    axes = Axes(mesh.pipeline, mesh.data, mesh.fsdp, mesh.tensor)
-    work = work_of(config, computing * axes.tensor * axes.pipeline, weight_bytes, blocks or Blocks())
-    document = scaling_table(Planned(strategy, work, "measured in this run", axes, NETWORK_GBIT)).document()
+    work = work_of(config, computing * mesh.tensor * mesh.pipeline, weight_bytes, blocks or Blocks())
+    document = scaling_table(
+        Planned(strategy, work, "measured in this run", MeshShape(**mesh.sizes), NETWORK_GBIT)
+    ).document()
     here = {"num_ranks": mesh.num_ranks, "efficiency": computing / (computing + exchanging)}
     return {**document, "this_run": here}
 

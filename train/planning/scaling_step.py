@@ -9,6 +9,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -48,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class MeshShape:
     """Numbers of ranks along the axes of a mesh, from the outermost to the innermost."""
 
     pipeline: int = 1
@@ -59,8 +60,13 @@ class Axes:
     """Processes that only hold variables; not counted in `num_ranks`."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size."""
+        return {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+    @property
     def num_ranks(self) -> int:
-        return self.pipeline * self.data * self.fsdp * self.tensor
+        return math.prod(self.sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class Assumed:
 class Step:
     """A predicted step."""
 
-    axes: Axes
+    mesh: MeshShape
     seconds: float
     compute_seconds: float
     exchange_seconds: float
@@ -93,33 +99,33 @@ class Step:
 
     def efficiency(self, alone: Work) -> float:
         """Images a second of a rank, divided by those of one rank alone."""
-        return self.images_per_second / self.axes.num_ranks / (alone.local_batch_size / alone.step_seconds)
+        return self.images_per_second / self.mesh.num_ranks / (alone.local_batch_size / alone.step_seconds)
 
 
-Exchanges = Callable[[Work, Axes, Assumed], tuple[float, float]]
+Exchanges = Callable[[Work, MeshShape, Assumed], tuple[float, float]]
 """-> seconds of exchanges that computation may hide, and of those that it waits for."""
 
 
-def predict(strategy: str, work: Work, axes: Axes, assumed: Assumed) -> Step:
-    """`axes`: those that the strategy has; the local batch of a rank that reads rows of its own stays the same."""
-    hideable, exposed = EXCHANGES[strategy](work, axes, assumed)
-    computing = work.step_seconds / axes.tensor / axes.pipeline
-    bubble = _idle_share(work, axes)
+def predict(strategy: str, work: Work, mesh: MeshShape, assumed: Assumed) -> Step:
+    """`mesh`: with axes that the strategy has; the local batch of a rank that reads rows of its own stays the same."""
+    hideable, exposed = EXCHANGES[strategy](work, mesh, assumed)
+    computing = work.step_seconds / mesh.tensor / mesh.pipeline
+    bubble = _idle_share(work, mesh)
     idle = computing * bubble / (1 - bubble)
     seconds = computing + idle + exposed + max(0.0, hideable - assumed.overlap * computing)
-    if axes.num_servers:
+    if mesh.num_servers:
         # All workers pass the servers' links; each step is one worker's, of a whole batch.
-        busy = axes.num_ranks * 2 * work.gradient_bytes / axes.num_servers
+        busy = mesh.num_ranks * 2 * work.gradient_bytes / mesh.num_servers
         seconds = max(seconds, busy / assumed.network.between_hosts.bytes_per_second)
-    images = work.local_batch_size * axes.data * axes.fsdp
-    return Step(axes, seconds, computing, hideable + exposed, idle, images)
+    images = work.local_batch_size * mesh.data * mesh.fsdp
+    return Step(mesh, seconds, computing, hideable + exposed, idle, images)
 
 
-def _idle_share(work: Work, axes: Axes) -> float:
+def _idle_share(work: Work, mesh: MeshShape) -> float:
     """Of the time of a pipeline's ranks, if all stages cost the same."""
-    if axes.pipeline == 1:
+    if mesh.pipeline == 1:
         return 0.0
-    return _idle_share_of(work.schedule, axes.pipeline, work.num_microbatches)
+    return _idle_share_of(work.schedule, mesh.pipeline, work.num_microbatches)
 
 
 @cache
@@ -128,9 +134,9 @@ def _idle_share_of(name: str, num_ranks: int, num_microbatches: int) -> float:
     return idle_share_alike(schedule_named(name, num_ranks), num_ranks, num_microbatches)
 
 
-def seconds_of_exchanges(strategy: str, work: Work, axes: Axes, assumed: Assumed) -> float:
+def seconds_of_exchanges(strategy: str, work: Work, mesh: MeshShape, assumed: Assumed) -> float:
     """All exchanges of a step; a strategy that is not ours counts as one that adds up gradients."""
-    return sum(EXCHANGES.get(strategy, _gradients)(work, axes, assumed))
+    return sum(EXCHANGES.get(strategy, _gradients)(work, mesh, assumed))
 
 
 def _allreduce(work_bytes: float, num_ranks: int, stride: int, assumed: Assumed) -> float:
@@ -142,64 +148,64 @@ def _allreduce(work_bytes: float, num_ranks: int, stride: int, assumed: Assumed)
     return ALLREDUCES[assumed.allreduce](group, work_bytes)
 
 
-def _nothing(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _nothing(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _gradients(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _gradients(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """One allreduce of all gradients."""
-    return _allreduce(work.gradient_bytes, axes.data, 1, assumed), 0.0
+    return _allreduce(work.gradient_bytes, mesh.data, 1, assumed), 0.0
 
 
-def _state(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _state(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """Weights and optimizer are averaged once a step, which all ranks wait for."""
-    return 0.0, _allreduce(work.state_bytes, axes.data, 1, assumed)
+    return 0.0, _allreduce(work.state_bytes, mesh.data, 1, assumed)
 
 
-def _servers(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _servers(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """A worker reads all variables, and sends all gradients."""
     return 0.0, assumed.network.between_hosts.seconds(2, 2 * work.gradient_bytes)
 
 
-def _sharded_updates(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _sharded_updates(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """The allreduce of data parallelism, then every rank's updated rows."""
-    summed, _ = _gradients(work, axes, assumed)
-    if axes.data == 1:
+    summed, _ = _gradients(work, mesh, assumed)
+    if mesh.data == 1:
         return 0.0, 0.0
-    return summed, all_gather(assumed.network.group(axes.data), work.weight_bytes)
+    return summed, all_gather(assumed.network.group(mesh.data), work.weight_bytes)
 
 
-def _sharded(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _sharded(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """Weights are gathered block by block, forward and backward; gradients are scattered, then summed over copies."""
-    blocks, tensor = work.num_blocks, axes.tensor
+    blocks, tensor = work.num_blocks, mesh.tensor
     weights, gradients = work.weight_bytes / tensor / blocks, work.gradient_bytes / tensor / blocks
     seconds = 0.0
-    if axes.fsdp > 1:
-        group = assumed.network.group(axes.fsdp, tensor)
+    if mesh.fsdp > 1:
+        group = assumed.network.group(mesh.fsdp, tensor)
         seconds += blocks * (2 * all_gather(group, weights) + reduce_scatter(group, gradients))
-    seconds += blocks * _allreduce(gradients / axes.fsdp, axes.data, tensor * axes.fsdp, assumed)
+    seconds += blocks * _allreduce(gradients / mesh.fsdp, mesh.data, tensor * mesh.fsdp, assumed)
     return seconds, 0.0
 
 
-def _divided(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _divided(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """Activations are summed twice in a block's forward pass, and twice in its backward pass; nothing hides that."""
-    exposed = 4 * work.num_blocks * _allreduce(work.block_bytes, axes.tensor, 1, assumed)
-    return _allreduce(work.gradient_bytes / axes.tensor, axes.data, axes.tensor, assumed), exposed
+    exposed = 4 * work.num_blocks * _allreduce(work.block_bytes, mesh.tensor, 1, assumed)
+    return _allreduce(work.gradient_bytes / mesh.tensor, mesh.data, mesh.tensor, assumed), exposed
 
 
-def _hybrid(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
-    _, exposed = _divided(work, replace(axes, data=1), assumed)
-    return _sharded(work, axes, assumed)[0], exposed
+def _hybrid(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
+    _, exposed = _divided(work, replace(mesh, data=1), assumed)
+    return _sharded(work, mesh, assumed)[0], exposed
 
 
-def _pipelined(work: Work, axes: Axes, assumed: Assumed) -> tuple[float, float]:
+def _pipelined(work: Work, mesh: MeshShape, assumed: Assumed) -> tuple[float, float]:
     """Activations of a microbatch go to the next stage and their gradients back; each slot of the schedule waits."""
-    summed = _allreduce(work.gradient_bytes / axes.pipeline, axes.data, axes.tensor, assumed)
-    if axes.pipeline == 1:
+    summed = _allreduce(work.gradient_bytes / mesh.pipeline, mesh.data, mesh.tensor, assumed)
+    if mesh.pipeline == 1:
         return summed, 0.0
-    link = assumed.network.group(axes.pipeline, axes.data * axes.fsdp * axes.tensor).slowest
-    stages_per_rank = schedule_named(work.schedule, axes.pipeline).stages_per_rank
-    slots = work.num_passes * (work.num_microbatches * stages_per_rank + axes.pipeline - 1)
+    link = assumed.network.group(mesh.pipeline, mesh.data * mesh.fsdp * mesh.tensor).slowest
+    stages_per_rank = schedule_named(work.schedule, mesh.pipeline).stages_per_rank
+    slots = work.num_passes * (work.num_microbatches * stages_per_rank + mesh.pipeline - 1)
     return summed, 2 * slots * link.seconds(1, work.block_bytes / work.num_passes / work.num_microbatches)
 
 
@@ -242,7 +248,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
 """Numbers of ranks of a curve."""
 
 
-def axes_of(strategy: str, num_ranks: int, asked: Axes) -> Axes | None:
+def mesh_for(strategy: str, num_ranks: int, asked: MeshShape) -> MeshShape | None:
     """The mesh of so many ranks. `asked`: sizes of its inner axes, which stay the same; None if they do not divide.
 
     `torch_fsdp` has one group of all ranks unless `asked.fsdp` > 1.
@@ -258,10 +264,10 @@ def axes_of(strategy: str, num_ranks: int, asked: Axes) -> Axes | None:
         if rest % fsdp:
             return None
     servers = asked.num_servers if strategy == "parameter_server" else 0
-    return Axes(pipeline, rest // fsdp, fsdp, tensor, num_servers=servers)
+    return MeshShape(pipeline, rest // fsdp, fsdp, tensor, num_servers=servers)
 
 
-def curve(strategy: str, work: Work, asked: Axes, assumed: Assumed, sizes: Sequence[int] = SIZES) -> list[Step]:
+def curve(strategy: str, work: Work, asked: MeshShape, assumed: Assumed, sizes: Sequence[int] = SIZES) -> list[Step]:
     """The steps of the numbers of ranks that its mesh allows."""
-    meshes = [axes_of(strategy, size, asked) for size in sizes]
-    return [predict(strategy, work, axes, assumed) for axes in meshes if axes is not None]
+    meshes = [mesh_for(strategy, size, asked) for size in sizes]
+    return [predict(strategy, work, mesh, assumed) for mesh in meshes if mesh is not None]

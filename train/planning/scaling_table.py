@@ -9,7 +9,7 @@ from typing import Any
 from shardmill.errors import UsageError
 from train.planning.memory_fit import size_of
 from train.planning.scaling import ALLREDUCES, Link, Network
-from train.planning.scaling_step import EXCHANGES, PUBLISHED, SIZES, Assumed, Axes, Step, Work, axes_of, predict
+from train.planning.scaling_step import EXCHANGES, PUBLISHED, SIZES, Assumed, MeshShape, Step, Work, mesh_for, predict
 
 FASTEST = "fastest"
 
@@ -56,8 +56,8 @@ class ScalingTable:
             "inputs": [asdict(each) for each in self.inputs],
             "steps": [
                 {
-                    "num_ranks": step.axes.num_ranks,
-                    "mesh": {axis: size for axis, size in asdict(step.axes).items() if axis != "num_servers"},
+                    "num_ranks": step.mesh.num_ranks,
+                    "mesh": step.mesh.sizes,
                     "step_seconds": step.seconds,
                     "compute_seconds": step.compute_seconds,
                     "exchange_seconds": step.exchange_seconds,
@@ -76,7 +76,7 @@ class ScalingTable:
         """The rows for people."""
         inputs = "; ".join(f"{each.name} {each.value} ({each.source})" for each in self.inputs)
         curve = [
-            (f"{step.axes.num_ranks:,} rank{'s' * (step.axes.num_ranks > 1)}", self._row(step, fixed))
+            (f"{step.mesh.num_ranks:,} rank{'s' * (step.mesh.num_ranks > 1)}", self._row(step, fixed))
             for step, fixed in zip(self.steps, self.at_this_batch, strict=True)
         ]
         published = "; ".join(f"{each.efficiency:.2f} on {each.num_ranks} ({each.name})" for each in PUBLISHED)
@@ -129,13 +129,13 @@ class Planned:
     work: Work
     measured: str
     """Where the seconds of a step come from, in words."""
-    axes: Axes
+    mesh: MeshShape
     """At its number of ranks, whose inner axes stay the same."""
     network_gbit: float
 
     @property
     def global_batch_size(self) -> int:
-        return self.work.local_batch_size * self.axes.data * self.axes.fsdp
+        return self.work.local_batch_size * self.mesh.data * self.mesh.fsdp
 
 
 def scaling_table(planned: Planned, given: Sequence[str] = ()) -> ScalingTable:
@@ -150,15 +150,15 @@ def scaling_table(planned: Planned, given: Sequence[str] = ()) -> ScalingTable:
     work = replace(planned.work, step_seconds=assumptions.step_ms / 1000 or planned.work.step_seconds)
     assumed = _assumed(assumptions, planned.network_gbit)
     # Shards over all ranks stay so; shards in several copies keep their number.
-    asked = planned.axes if planned.axes.data > 1 else replace(planned.axes, fsdp=1)
-    meshes = [axes_of(planned.strategy, size, asked) for size in sorted({*SIZES, planned.axes.num_ranks})]
-    found = [axes for axes in meshes if axes is not None]
+    asked = planned.mesh if planned.mesh.data > 1 else replace(planned.mesh, fsdp=1)
+    meshes = [mesh_for(planned.strategy, size, asked) for size in sorted({*SIZES, planned.mesh.num_ranks})]
+    found = [mesh for mesh in meshes if mesh is not None]
     return ScalingTable(
         planned.strategy,
         _inputs(planned, work, assumptions, names),
         work,
-        tuple(predict(planned.strategy, work, axes, assumed) for axes in found),
-        tuple(_at_batch(planned, work, axes, assumed) for axes in found),
+        tuple(predict(planned.strategy, work, mesh, assumed) for mesh in found),
+        tuple(_at_batch(planned, work, mesh, assumed) for mesh in found),
     )
 
 
@@ -168,14 +168,14 @@ def _assumed(assumptions: Assumptions, network_gbit: float) -> Assumed:
     return Assumed(Network(between, within, assumptions.ranks_per_host), assumptions.overlap, assumptions.allreduce)
 
 
-def _at_batch(planned: Planned, work: Work, axes: Axes, assumed: Assumed) -> Step | None:
+def _at_batch(planned: Planned, work: Work, mesh: MeshShape, assumed: Assumed) -> Step | None:
     """Computation and activations in proportion to the images of a rank."""
-    readers = axes.data * axes.fsdp
-    if readers > planned.global_batch_size or axes.num_servers:
+    readers = mesh.data * mesh.fsdp
+    if readers > planned.global_batch_size or mesh.num_servers:
         return None
     share = planned.global_batch_size / readers / work.local_batch_size
     less = replace(work, step_seconds=work.step_seconds * share, block_bytes=work.block_bytes * share)
-    return replace(predict(planned.strategy, less, axes, assumed), images=planned.global_batch_size)
+    return replace(predict(planned.strategy, less, mesh, assumed), images=planned.global_batch_size)
 
 
 def _inputs(planned: Planned, work: Work, assumptions: Assumptions, names: frozenset[str]) -> tuple[Input, ...]:

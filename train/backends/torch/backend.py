@@ -19,7 +19,7 @@ from train.backends.torch.losses import Loss
 from train.backends.torch.meta import give_memory, take_numbers
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import read_weights, shapes_and_head, weights_of
-from train.backends.torch.optimizers import clear_state, creates, norm_of
+from train.backends.torch.optimizers import clear_state, creates, total_norm
 from train.backends.torch.passes import MakePasses, Objective, Parts, Passes, WholeModel, on_device
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
@@ -170,13 +170,13 @@ class TorchLearner:
 
     def are_finite(self, addends: list[Any]) -> bool:
         *gradients, figures = self._precision.unscaled(addends)
-        return bool(np.isfinite(self.layout.norm_of(gradients)) and np.isfinite(norm_of([figures])))
+        return bool(np.isfinite(self.layout.global_norm(gradients)) and np.isfinite(total_norm([figures])))
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         *gradients, figures = sums
         loss, num_correct = figures.tolist()
         gradients = self._precision.unscaled(gradients)
-        gradient_norm = self.layout.norm_of(gradients)
+        gradient_norm = self.layout.global_norm(gradients)
         is_usable = np.isfinite(loss) and np.isfinite(gradient_norm)
         if np.isfinite(loss) and not is_usable and self._precision.lower():
             return StepOutcome(loss, num_correct, gradient_norm, is_applied=True, overflowed=True)

@@ -20,8 +20,8 @@ class Box:
     shape: tuple[int, ...]
 
     @property
-    def places(self) -> tuple[slice, ...]:
-        """Where they lie in the tensor."""
+    def slices(self) -> tuple[slice, ...]:
+        """Of the tensor, along each of its axes."""
         return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.shape, strict=True))
 
 

@@ -40,8 +40,8 @@ class Border:
 class Stage:
     """Some blocks in a row."""
 
-    places: tuple[int, ...]
-    """Of its blocks in `chain_of`."""
+    block_indices: tuple[int, ...]
+    """In `chain_of`."""
     weights: tuple[str, ...]
     """Names of those that are trained."""
     border: Border
@@ -49,40 +49,40 @@ class Stage:
     """Of one sample: floating point operations of matrices and convolutions, and elements that its blocks return."""
 
 
-def stages_of(config: TrainConfig, learner: TorchLearner, place_of: Sequence[int]) -> tuple[Stage, ...]:
+def stages_of(config: TrainConfig, learner: TorchLearner, rank_of_stage: Sequence[int]) -> tuple[Stage, ...]:
     """Cut the learner's module into stages for these ranks, so that the most expensive one costs as little as it can.
 
     Raises UsageError for a module that cannot be cut into so many.
     """
     blocks = chain_of(config, learner.module)
     measured = _measured(config, learner, blocks)
-    parts = _divided(config, learner.module, blocks, [each.cost for each in measured], place_of)
+    parts = _divided(config, learner.module, blocks, [each.cost for each in measured], rank_of_stage)
     return tuple(
-        Stage(part.places, tuple(sorted(part.weights)), measured[part.places[-1]].border, part.cost) for part in parts
+        Stage(part.block_indices, tuple(sorted(part.weights)), measured[part.block_indices[-1]].border, part.cost)
+        for part in parts
     )
 
 
-def weights_by_stage(config: TrainConfig, module: Any, place_of: Sequence[int]) -> list[frozenset[str]]:
+def weights_by_stage(config: TrainConfig, module: Any, rank_of_stage: Sequence[int]) -> list[frozenset[str]]:
     """Names of the weights of each stage, cut by numbers of weights: what is near to `stages_of` where the size of
     images is unknown. Raises as it does."""
     blocks = chain_of(config, module)
     costs = [1 + sum(each.numel() for each in block.parameters()) for block in blocks]
-    return [part.weights for part in _divided(config, module, blocks, costs, place_of)]
+    return [part.weights for part in _divided(config, module, blocks, costs, rank_of_stage)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    places: tuple[int, ...]
-    """Of its blocks."""
+    block_indices: tuple[int, ...]
     weights: frozenset[str]
     cost: int
 
 
 def _divided(
-    config: TrainConfig, module: Any, blocks: Sequence[Any], costs: Sequence[int], place_of: Sequence[int]
+    config: TrainConfig, module: Any, blocks: Sequence[Any], costs: Sequence[int], rank_of_stage: Sequence[int]
 ) -> list[_Part]:
     names = {id(weight): name for name, weight in module.named_parameters() if weight.requires_grad}
-    units, num_stages = _units(blocks, names), len(place_of)
+    units, num_stages = _units(blocks, names), len(rank_of_stage)
     if num_stages > len(units):
         raise UsageError(
             f"train.model = {config.model!r} is a chain of {len(units)} blocks with weights, and the pipeline has "
@@ -90,30 +90,30 @@ def _divided(
             "expected at least one such block for each stage",
             f"set train.mesh.pipeline so that there are at most {len(units)} stages, or use a deeper model",
         )
-    firsts = cut_for([sum(costs[place] for place in unit) for unit in units], place_of)
+    firsts = cut_for([sum(costs[index] for index in unit) for unit in units], rank_of_stage)
     parts = []
     for first, end in pairwise([*firsts, len(units)]):
-        places = tuple(place for unit in units[first:end] for place in unit)
-        weights = {names[id(each)] for place in places for each in blocks[place].parameters() if id(each) in names}
-        parts.append(_Part(places, frozenset(weights), sum(costs[place] for place in places)))
+        indices = tuple(index for unit in units[first:end] for index in unit)
+        weights = {names[id(each)] for index in indices for each in blocks[index].parameters() if id(each) in names}
+        parts.append(_Part(indices, frozenset(weights), sum(costs[index] for index in indices)))
     _refuse_shared(config, [part.weights for part in parts])
     # What no block uses stays somewhere, so that a checkpoint has all weights.
     unused = frozenset(names.values()).difference(*(part.weights for part in parts))
     return [*parts[:-1], replace(parts[-1], weights=parts[-1].weights | unused)]
 
 
-def cut_for(costs: Sequence[int], place_of: Sequence[int]) -> list[int]:
-    """The first place of each stage, `place_of` of which is its rank: the most expensive rank costs as little as it
-    can, or, if there are too many ways to try, the most expensive stage."""
-    num_stages = len(place_of)
-    if len(set(place_of)) == num_stages or math.comb(len(costs) - 1, num_stages - 1) > MOST_WAYS:
+def cut_for(costs: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
+    """Where each stage begins, so that the most expensive rank costs as little as it can; if there are too many ways to
+    try, the most expensive stage."""
+    num_stages = len(rank_of_stage)
+    if len(set(rank_of_stage)) == num_stages or math.comb(len(costs) - 1, num_stages - 1) > MOST_WAYS:
         return cut(costs, num_stages)
     sums = [0, *accumulate(costs)]
 
     def dearest(firsts: tuple[int, ...]) -> tuple[int, int]:
         """Rank, and stage."""
-        of_ranks, most = dict.fromkeys(place_of, 0), 0
-        for rank, first, end in zip(place_of, firsts, (*firsts[1:], len(costs)), strict=True):
+        of_ranks, most = dict.fromkeys(rank_of_stage, 0), 0
+        for rank, first, end in zip(rank_of_stage, firsts, (*firsts[1:], len(costs)), strict=True):
             of_ranks[rank] += sums[end] - sums[first]
             most = max(most, sums[end] - sums[first])
         return max(of_ranks.values()), most
@@ -122,9 +122,9 @@ def cut_for(costs: Sequence[int], place_of: Sequence[int]) -> list[int]:
 
 
 def cut(costs: Sequence[int], num_parts: int) -> list[int]:
-    """The first place of each part, if the most expensive of `num_parts` parts in a row costs as little as it can."""
+    """Where each part begins, if the most expensive of `num_parts` parts in a row costs as little as it can."""
     sums = [0, *accumulate(costs)]
-    # Of the first n places: the cost of the most expensive part, and where parts begin.
+    # Of the first n costs: the cost of the most expensive part, and where parts begin.
     best: list[tuple[float, tuple[int, ...]]] = [(cost, (0,)) for cost in sums]
     for num_before in range(1, num_parts):
         best = [
@@ -180,8 +180,8 @@ def _refuse_batch_norms(config: TrainConfig, blocks: Sequence[Any]) -> None:
     from torch.nn.modules.batchnorm import _NormBase
 
     found = [
-        f"{type(each).__name__} in block {place} of {len(blocks)}"
-        for place, block in enumerate(blocks, 1)
+        f"{type(each).__name__} in block {number} of {len(blocks)}"
+        for number, block in enumerate(blocks, 1)
         for each in block.modules()
         if isinstance(each, _NormBase) and (each.track_running_stats or "BatchNorm" in type(each).__name__)
     ]
@@ -216,12 +216,12 @@ def _measured(config: TrainConfig, learner: TorchLearner, blocks: Sequence[Any])
     with torch.no_grad(), parts.precision.computing():
         expected = parts.classifier(images_NHWC)
         values = parts.classifier.inputs_of(images_NHWC)
-        for place, block in enumerate(blocks, 1):
+        for number, block in enumerate(blocks, 1):
             with FlopCounterMode(display=False) as counter:
                 values = block(values)
             if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != len(images_NHWC):
                 raise UsageError(
-                    f"train.model = {config.model!r}: block {place} of {len(blocks)}, a {type(block).__name__}, "
+                    f"train.model = {config.model!r}: block {number} of {len(blocks)}, a {type(block).__name__}, "
                     f"returns {_described(values)} for {len(images_NHWC)} images",
                     "expected one tensor whose first axis is the batch: it may go to another rank",
                     f"join what it returns, {ANOTHER}",
@@ -245,16 +245,16 @@ def _described(value: Any) -> str:
 
 
 def _units(blocks: Sequence[Any], names: dict[int, str]) -> list[list[int]]:
-    """Places of blocks that stay together: each unit has one block with weights to train, so that no rank is without;
+    """Indices of blocks that stay together: each unit has one block with weights to train, so that no rank is without;
     activations and pooling stay with what they are computed from."""
     units: list[list[int]] = [[]]
     num_with_weights = 0
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if any(id(each) in names for each in block.parameters()):
             num_with_weights += 1
             if num_with_weights > 1:
                 units.append([])
-        units[-1].append(place)
+        units[-1].append(index)
     return units
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from train.backends.torch.boxes import Box, rows_by_name, whole_box
 from train.backends.torch.meta import take_numbers
-from train.backends.torch.optimizers import norm_of
+from train.backends.torch.optimizers import total_norm
 from train.backends.torch.runtime import import_torch
 
 Place = Callable[[Any, Collection[Any]], None]
@@ -55,7 +55,7 @@ class TensorLayout(Protocol):
         """Every rank has updated its elements: give each rank those of the others that it holds, too."""
         ...
 
-    def norm_of(self, gradients: Sequence[Any]) -> float:
+    def global_norm(self, gradients: Sequence[Any]) -> float:
         """The norm of all tensors as one vector, equal on every rank."""
         ...
 
@@ -98,8 +98,8 @@ class WholeTensors(_UpdatesAllItHolds):
     def box(self, tensor: Any) -> Box:
         return whole_box(tuple(tensor.shape))
 
-    def norm_of(self, gradients: Sequence[Any]) -> float:
-        return norm_of(list(gradients))
+    def global_norm(self, gradients: Sequence[Any]) -> float:
+        return total_norm(list(gradients))
 
 
 class ShardedTensors(_UpdatesAllItHolds):
@@ -151,7 +151,7 @@ class ShardedTensors(_UpdatesAllItHolds):
                 sizes[dim] = min(step, sizes[dim] - first)
         return Box(shape, tuple(offsets), tuple(sizes))
 
-    def norm_of(self, gradients: Sequence[Any]) -> float:
+    def global_norm(self, gradients: Sequence[Any]) -> float:
         """PyTorch's own clipping fails on tensors of several meshes: one sum of squares, and one exchange.
 
         What several ranks hold alike counts once, by the share of each.

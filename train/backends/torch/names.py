@@ -130,7 +130,7 @@ def _named_weights(model: Any, layout: TensorLayout) -> NamedWeights:
         with torch.no_grad():
             for named, tensor in boxes:
                 if named.name in arrays:
-                    tensor.copy_(torch.from_numpy(np.array(arrays[named.name][named.box.places])))
+                    tensor.copy_(torch.from_numpy(np.array(arrays[named.name][named.box.slices])))
 
     shapes = {named.name: named.box.global_shape for named, _ in boxes}
     return NamedWeights(

@@ -148,7 +148,7 @@ def tensors_of_state(optimizer: Any, weight: Any) -> dict[str, Any]:
     return {name: state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)}
 
 
-def norm_of(gradients: list[Any]) -> float:
+def total_norm(gradients: list[Any]) -> float:
     """Return the norm of all tensors as one vector."""
     torch = import_torch()
     return float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))

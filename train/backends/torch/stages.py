@@ -27,7 +27,7 @@ class Pipeline:
     blocks: tuple[Any, ...]
     """Of the whole module, in a row."""
     stages: tuple[Stage, ...]
-    place_of: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
     """Of each stage the rank in `group`."""
     rank: int
     """This one, in `group`."""
@@ -41,7 +41,7 @@ class Pipeline:
     @property
     def mine(self) -> list[int]:
         """This rank's stages, in the order of the chain."""
-        return [stage for stage, rank in enumerate(self.place_of) if rank == self.rank]
+        return [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.rank]
 
     @property
     def last(self) -> int:
@@ -50,13 +50,13 @@ class Pipeline:
 
     def has(self, stage: int) -> bool:
         """Whether it is one of this rank's."""
-        return self.place_of[stage] == self.rank
+        return self.rank_of_stage[stage] == self.rank
 
     def world_rank(self, stage: int) -> int:
         """The rank that has a stage, by its number in the world."""
         import torch.distributed as dist
 
-        return dist.get_global_rank(self.group, self.place_of[stage])
+        return dist.get_global_rank(self.group, self.rank_of_stage[stage])
 
     def place(self, module: Any, kept: Collection[Any]) -> None:
         """`train.backends.torch.layout.Place`: the parameters of other ranks' stages are gone, their modules stay, so
@@ -197,7 +197,7 @@ class StageTensors(WholeTensors):
                 dist.broadcast(tensor, pipeline.world_rank(stage), group=pipeline.group)
             yield tensor
 
-    def norm_of(self, gradients: Sequence[Any]) -> float:
+    def global_norm(self, gradients: Sequence[Any]) -> float:
         """One sum of squares over all ranks, so that all have the same bits and decide alike."""
         torch = import_torch()
         total = torch.zeros((), dtype=torch.float32, device=device())
@@ -212,5 +212,5 @@ class StageTensors(WholeTensors):
 def _module_of(pipeline: Pipeline, parts: Parts, number: int) -> Any:
     from train.backends.torch.stage_module import StageModule
 
-    blocks = tuple(pipeline.blocks[place] for place in pipeline.stages[number].places)
+    blocks = tuple(pipeline.blocks[index] for index in pipeline.stages[number].block_indices)
     return StageModule(blocks, parts, is_first=number == 0, is_last=number == pipeline.last)

@@ -29,7 +29,7 @@ def hand_out(numbers: Mapping[str, Any], of_ranks: Sequence[Sequence[Shard]], mi
                 if rank != 0:
                     receive(mine[place])
                     continue
-                box = numbers[shard.name].detach()[shard.places].contiguous()
+                box = numbers[shard.name].detach()[shard.slices].contiguous()
                 if to == 0:
                     mine[place].copy_(box)
                 else:

@@ -73,7 +73,7 @@ def _stages(config: TrainConfig, learner: TorchLearner) -> tuple[Stage, ...]:
 
     num_ranks = pipeline_mesh(config).pipeline
     schedule = schedule_named(config.options(PipelineOptions).schedule, num_ranks)
-    return stages_of(config, learner, schedule.place_of(num_ranks))
+    return stages_of(config, learner, schedule.rank_of_stage(num_ranks))
 
 
 def _groups(config: TrainConfig, mesh: Mesh, blocks: list[Any], stages: tuple[Stage, ...]) -> tuple[Pipeline, Any]:
@@ -91,7 +91,7 @@ def _groups(config: TrainConfig, mesh: Mesh, blocks: list[Any], stages: tuple[St
     pipeline = Pipeline(
         tuple(blocks),
         stages,
-        schedule.place_of(mesh.pipeline),
+        schedule.rank_of_stage(mesh.pipeline),
         dist.get_rank(group),
         group,
         partial(schedule_of, schedule),
@@ -112,7 +112,7 @@ def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporte
             "rank": 0,
             "schedule": schedule.name,
             "stages": len(pipeline.stages),
-            "blocks": ", ".join(str(len(stage.places)) for stage in pipeline.stages),
+            "blocks": ", ".join(str(len(stage.block_indices)) for stage in pipeline.stages),
             "cost": ", ".join(f"{cost:.0%}" for cost in costs),
             "microbatches": num_microbatches,
             "idle_share": round(idle_share(orders(schedule, mesh.pipeline, num_microbatches), costs), 4),
@@ -162,10 +162,10 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
 
     mesh, options, shapes = pipeline_mesh(config), config.options(PipelineOptions), holds_all(config, module).weights
     schedule = schedule_named(options.schedule, mesh.pipeline)
-    place_of = schedule.place_of(mesh.pipeline)
+    rank_of_stage = schedule.rank_of_stage(mesh.pipeline)
     of_ranks: list[dict[str, Shape]] = [{} for _ in range(mesh.pipeline)]
     stage_bytes: list[int] = []
-    for rank, names in zip(place_of, weights_by_stage(config, module, place_of), strict=True):
+    for rank, names in zip(rank_of_stage, weights_by_stage(config, module, rank_of_stage), strict=True):
         of_stage = {name: shapes[name] for name in names}
         of_ranks[rank] |= of_stage
         stage_bytes.append(num_bytes(of_stage.values()))

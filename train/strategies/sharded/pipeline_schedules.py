@@ -45,7 +45,7 @@ class Schedule:
     is_v: bool = False
     """Whether a rank's second stage lies as far from the end of the chain as its first from the beginning."""
 
-    def place_of(self, num_ranks: int) -> tuple[int, ...]:
+    def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
         """Of each stage its rank."""
         in_turn = tuple(range(num_ranks))
         if self.is_v:
@@ -126,10 +126,12 @@ def orders(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[li
     if schedule.stages_per_rank == 1:
         # PyTorch's own lists are wrong for the last rank of 1F1B; these are what its loops do.
         return [_of_one_stage(schedule, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    place_of = schedule.place_of(num_ranks)
+    rank_of_stage = schedule.rank_of_stage(num_ranks)
     stages = [
-        SimpleNamespace(stage_index=stage, num_stages=len(place_of), group_size=num_ranks, group_rank=0, submod=None)
-        for stage, rank in enumerate(place_of)
+        SimpleNamespace(
+            stage_index=stage, num_stages=len(rank_of_stage), group_size=num_ranks, group_rank=0, submod=None
+        )
+        for stage, rank in enumerate(rank_of_stage)
         if rank == 0
     ]
     made = schedule_of(schedule, stages, num_microbatches, lambda outputs, places: None)

@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
 
 
-def sharded(mesh: Callable[[TrainConfig], Mesh]) -> Join:
-    """The `Strategy.join` of ranks that hold one module together, along the axes of `mesh`."""
+def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
+    """The `Strategy.join` of ranks that hold one module together, along the axes of a mesh."""
 
     def join(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
         from train.backends.torch.layout import ShardedTensors
 
-        axes = mesh(config)
+        mesh = mesh_from(config)
         # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
         learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
-        check_layers(mesh)(config, learner.module)
+        check_layers(mesh_from)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
-        meshes = DeviceMeshes.of(axes)
+        meshes = DeviceMeshes.of(mesh)
         place = partial(_place, meshes, config.mixed_precision == "bfloat16")
-        sharding = Sharding(place, ShardedTensors(axes.num_ranks, sum_over_all), partial(_add_up, meshes))
+        sharding = Sharding(place, ShardedTensors(mesh.num_ranks, sum_over_all), partial(_add_up, meshes))
         if meshes.fsdp is not None:
             sharding = replace(sharding, exchange=_exchange)
-        return ShardedMember(learner, collective, axes.data_index(world.rank), world, reporter, sharding)
+        return ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
 
     return join
 
 
-def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], Held]:
+def held_on(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], Held]:
     """`Strategy.held` of ranks that hold one module together: it is placed as on a rank, without numbers, and counted.
 
     Not a rule such as 1/N: rows that ranks do not divide are padded, and what tensor parallelism leaves whole is whole
@@ -61,9 +61,9 @@ def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any],
     def held(config: TrainConfig, module: Any) -> Held:
         from train.backends.torch.layout import ShardedTensors, boxes_when_placed
 
-        axes = mesh(config)
-        check_layers(mesh)(config, module)
-        meshes, layout = DeviceMeshes.of(axes), ShardedTensors(axes.num_ranks, sum_over_all)
+        mesh = mesh_from(config)
+        check_layers(mesh_from)(config, module)
+        meshes, layout = DeviceMeshes.of(mesh), ShardedTensors(mesh.num_ranks, sum_over_all)
         is_bfloat16 = config.mixed_precision == "bfloat16"
         boxes = boxes_when_placed(module, partial(_place, meshes, is_bfloat16), layout)
         if meshes.tensor is not None:
@@ -72,27 +72,27 @@ def held_on(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any],
         gathered = 0 if meshes.fsdp is None else _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4)
         # Without FSDP a step adds up all gradients of several copies as one flat tensor.
         shapes = {name: box.shape for name, box in boxes.items()}
-        flat = num_bytes(shapes.values()) if meshes.fsdp is None and axes.data_size > 1 else 0
+        flat = num_bytes(shapes.values()) if meshes.fsdp is None and mesh.data_size > 1 else 0
         return Held(shapes, shapes, module, gathered, flat)
 
     return held
 
 
-def check_layers(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
+def check_layers(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
     """-> (config, module): raises UsageError for layers that ranks along `tensor` cannot divide."""
 
     def check(config: TrainConfig, module: Any) -> None:
         from train.models.tensor_plans import check_heads, heads_of
 
-        if (num_ranks := mesh(config).tensor) > 1:
+        if (num_ranks := mesh_from(config).tensor) > 1:
             check_heads(config.model, heads_of(module), num_ranks, config.num_ranks_asked)
 
     return check
 
 
-def check_layers_of(mesh: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
+def check_layers_of(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
     """Its `Strategy.check_learner`."""
-    return lambda config, learner: check_layers(mesh)(config, learner.module)
+    return lambda config, learner: check_layers(mesh_from)(config, learner.module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,18 @@ class DeviceMeshes:
     """The process group of the ranks that read rows of their own."""
 
     @classmethod
-    def of(cls, axes: Mesh) -> DeviceMeshes:
+    def of(cls, mesh: Mesh) -> DeviceMeshes:
         """All ranks call it."""
         from torch.distributed.device_mesh import init_device_mesh
 
         from train.backends.torch.runtime import device
 
         names = ("data", "fsdp", "tensor")
-        whole = init_device_mesh(device().type, (axes.data, axes.fsdp, axes.tensor), mesh_dim_names=names)
-        fsdp = whole["data", "fsdp"] if axes.data > 1 else whole["fsdp"]
+        whole = init_device_mesh(device().type, (mesh.data, mesh.fsdp, mesh.tensor), mesh_dim_names=names)
+        fsdp = whole["data", "fsdp"] if mesh.data > 1 else whole["fsdp"]
         return cls(
-            tensor=whole["tensor"] if axes.tensor > 1 else None,
-            fsdp=fsdp if axes.fsdp > 1 or axes.tensor == 1 else None,
+            tensor=whole["tensor"] if mesh.tensor > 1 else None,
+            fsdp=fsdp if mesh.fsdp > 1 or mesh.tensor == 1 else None,
             readers=whole["data", "fsdp"]._flatten("readers").get_group(),
         )
 
