@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def counted(number: int, noun: str) -> str:
@@ -13,3 +13,13 @@ def counted(number: int, noun: str) -> str:
 def first_of(names: Sequence[str], limit: int) -> str:
     """`a, b, c, ...`: the first names, and a sign that there are more."""
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+
+
+def reasons(by_reason: Mapping[str, int]) -> str:
+    """`decode_error 2, empty_file 1`: the reasons that inputs were rejected for."""
+    return ", ".join(f"{reason} {number:,}" for reason, number in by_reason.items() if number)
+
+
+def rejected(number: int, by_reason: Mapping[str, int]) -> str:
+    """`3 rejected (decode_error 2, empty_file 1)`."""
+    return f"{number:,} rejected" + (f" ({named})" if (named := reasons(by_reason)) else "")

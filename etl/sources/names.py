@@ -6,16 +6,15 @@ import os
 import re
 from functools import lru_cache
 
+from shardmill.images.extensions import FORMAT_BY_EXTENSION
 from shardmill.printable import printable
 
 # By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.
 IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in (
-        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "gif", "webp", "bmp", "dib", "tif", "tiff", "heic", "heif"),
-        *("hif", "jxl"),
-        *("avif", "jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf"),
-        *("fits", "wmf", "mpo"),
+        *FORMAT_BY_EXTENSION,
+        *("jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf", "fits", "wmf"),
     )
 )
 TAR_SUFFIXES = (

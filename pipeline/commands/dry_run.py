@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config import load_pipeline, require
 from pipeline.output.progress import RunProgress
 from shardmill.jobs.observer import SilentObserver
-from shardmill.words import counted
+from shardmill.words import counted, reasons
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes
@@ -55,10 +55,9 @@ class DryRun:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows for people."""
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.by_reason.items())
         return [
             ("inputs", f"{self.num_listed:,} listed, {self.num_images:,} images, {self.num_rejected:,} rejected"),
-            ("rejected", reasons or "none"),
+            ("rejected", reasons(self.by_reason) or "none"),
             ("classes", f"{len(self.class_names):,}"),
             ("dataset", self._beside_latest()),
             ("images", f"stored as {self.stored_as}"),

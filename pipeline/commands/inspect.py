@@ -64,19 +64,34 @@ def _described(
     dataset: Dataset, files: bool, diff: int | None, near_duplicates: int | None, *, quality: bool
 ) -> tuple[Any, Rows]:
     """What was asked of a version: the document of --json, and the rows for people."""
-    from pipeline.output import data_faults, inspection
+    from pipeline.output import inspection
 
     if diff is not None:
         found = inspection.describe_difference(dataset, diff)
         return found, inspection.difference_rows(found)
-    if near_duplicates is not None:
-        found = data_faults.list_near_duplicates(dataset, near_duplicates)
-        return found, data_faults.near_duplicate_rows(found)
-    if quality:
-        found = data_faults.describe_quality(dataset)
-        return found, data_faults.quality_rows(found)
+    if near_duplicates is not None or quality:
+        return _faults(dataset, near_duplicates)
     if files:
         found = inspection.list_files(dataset)
         return found, [(each["uri"],) for each in found]
     found = inspection.describe(dataset)
     return found, [*inspection.headline_rows(found), *flat_rows(found)]
+
+
+def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
+    """The groups of images that look alike if a number of bits is given, else all that `--quality` shows."""
+    from pipeline.output import data_faults as output
+    from pipeline.output.progress import reading_bar
+    from shardmill.data_faults.looks import read_looks
+    from shardmill.data_faults.near_duplicates import find_near_duplicates
+    from shardmill.data_faults.quality import find_faults
+
+    # What an older shardmill wrote is decoded, which takes its time.
+    with reading_bar("inspect") as on_progress:
+        looks = read_looks(dataset, on_progress)
+    if near_duplicates is not None:
+        groups = output.near_duplicates_document(find_near_duplicates(looks, near_duplicates))
+        return groups, output.near_duplicate_rows(groups)
+    copies = find_near_duplicates(looks, output.QUALITY_BITS)
+    found = output.quality_document(find_faults(looks), dataset.manifest.counts, copies)
+    return found, output.quality_rows(found)

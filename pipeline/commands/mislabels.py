@@ -35,7 +35,9 @@ def mislabels(
 ) -> None:
     from pipeline.config import existing_path
     from pipeline.output import mislabels as output
+    from pipeline.output.progress import reading_bar
     from shardmill.data_faults.mislabels import find_mislabels
+    from shardmill.data_faults.predicted_rows import read_predicted_rows
     from shardmill.dataset.open import open_dataset, open_pinned
 
     common: Common = context.obj
@@ -43,7 +45,9 @@ def mislabels(
     opened = open_dataset(existing_path(predictions))
     name = f"{opened.pin.uri}@{opened.pin.version}"
     images = open_pinned(_images_of(opened, name)) if html else None
-    found = find_mislabels(output.read_rows(opened), limit)
+    with reading_bar("mislabels") as on_progress:
+        rows = read_predicted_rows(opened, on_progress)
+    found = find_mislabels(rows, limit)
     # The page first: it may fail, and a CSV that is there is not written again.
     if images is not None:
         _write_page(found, name, images, html)

@@ -14,6 +14,7 @@ from pipeline.tree import PipelineTree
 from shardmill.dataset.open import has_version
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, load_tree
+from shardmill.words import rejected
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
@@ -106,10 +107,9 @@ def _print(common: Common, record: StageRecord) -> None:
 
 def _rows(made: dict[str, Any]) -> Rows:
     counts = made["counts"]
-    reasons = ", ".join(f"{reason} {number:,}" for reason, number in counts["by_reason"].items() if number)
-    rejected = f"{counts['rejected']:,} rejected" + (f" ({reasons})" if reasons else "")
+    num_rejected = rejected(counts["rejected"], counts["by_reason"])
     return [
-        ("images", f"{counts['accepted']:,} predicted, {rejected} of {counts['listed']:,} listed"),
+        ("images", f"{counts['accepted']:,} predicted, {num_rejected} of {counts['listed']:,} listed"),
         ("by this run", f"{made['num_predicted']:,} read, {made['images_per_second']:.1f} a second"),
         ("model", made["model"]),
         ("predictions", f"{made['uri']}@{made['version']}"),

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from pipeline.output.printing import Rows, plain
-from pipeline.output.progress import RunProgress
-from shardmill.data_faults.looks import RowLooks, read_looks
-from shardmill.data_faults.near_duplicates import find_near_duplicates
-from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, Telltale, find_faults
-from shardmill.dataset.dataset import Dataset
-from shardmill.jobs.observer import SilentObserver
+from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, Telltale
+
+if TYPE_CHECKING:
+    from shardmill.data_faults.near_duplicates import SimilarImages
+    from shardmill.data_faults.quality import Quality
+    from shardmill.dataset.manifest import Counts
 
 _NUM_GROUPS_SHOWN = 20
 _NUM_SUSPECTS_SHOWN = 4
-# What is most likely a copy: fewer bits miss some, more find others.
-_QUALITY_BITS = 3
+QUALITY_BITS = 3
+"""What is most likely a copy: fewer bits miss some, more find others."""
 
 
-def list_near_duplicates(dataset: Dataset, max_bits: int) -> list[dict[str, Any]]:
+def near_duplicates_document(groups: Iterable[SimilarImages]) -> list[dict[str, Any]]:
     """Every group of images that look alike."""
-    return _near_duplicates(_read_looks(dataset), max_bits)
-
-
-def _read_looks(dataset: Dataset) -> RowLooks:
-    """With a progress bar: what an older shardmill wrote is decoded."""
-    with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        return read_looks(dataset, partial(progress.images_read, "inspect"))
-
-
-def _near_duplicates(looks: RowLooks, max_bits: int) -> list[dict[str, Any]]:
     return [
         {
             "crosses_splits": group.crosses_splits,
             "conflicting_label": group.has_conflict,
             "images": [plain(image) for image in group.images],
         }
-        for group in find_near_duplicates(looks, max_bits)
+        for group in groups
     ]
 
 
-def describe_quality(dataset: Dataset) -> dict[str, Any]:
+def quality_document(quality: Quality, counts: Counts, groups: Iterable[SimilarImages]) -> dict[str, Any]:
     """Suspect images by fault, properties that tell classes apart, and copies: equal bytes and near duplicates."""
-    looks, counts = _read_looks(dataset), dataset.manifest.counts
-    quality = find_faults(looks)
     return {
         "num_images": quality.num_images,
         "limits": plain(DEFAULT_LIMITS),
@@ -55,7 +43,7 @@ def describe_quality(dataset: Dataset) -> dict[str, Any]:
             "conflicting_label": counts.conflicting_label,
             "leaked_content": counts.leaked_content,
         },
-        "near_duplicates": _near_duplicates(looks, _QUALITY_BITS),
+        "near_duplicates": near_duplicates_document(groups),
     }
 
 
@@ -75,7 +63,7 @@ def quality_rows(found: dict[str, Any]) -> Rows:
         ("equal bytes", f"{equal['num_images']:,} images; {leaked:,} in several splits"),
         (
             "near duplicates",
-            f"{len(near):,} groups; {num_leaks:,} in several splits (--near-duplicates {_QUALITY_BITS})",
+            f"{len(near):,} groups; {num_leaks:,} in several splits (--near-duplicates {QUALITY_BITS})",
         ),
     ]
 

@@ -18,7 +18,7 @@ from shardmill.errors import UsageError
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import PredictedBy, Rejection
-from shardmill.words import counted, first_of
+from shardmill.words import counted, first_of, reasons
 
 _NUM_ROWS_SHOWN = 20
 _NUM_CLASSES_SHOWN = 10
@@ -249,10 +249,9 @@ def rejection_rows(found: list[dict[str, Any]]) -> Rows:
     """
     counts = Counter(each["reason"] for each in found)
     places = {reason: place for place, (reason, _) in enumerate(counts.most_common())}
-    reasons = ", ".join(f"{reason} {times:,}" for reason, times in counts.most_common())
     inputs = sorted(found, key=lambda each: places[each["reason"]])
     return [
-        ("rejected", reasons or "none", ""),
+        ("rejected", reasons(dict(counts.most_common())) or "none", ""),
         *((each["source"], each["reason"], each["detail"]) for each in inputs),
     ]
 

@@ -6,28 +6,18 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from pipeline.output.printing import Rows, plain
-from pipeline.output.progress import RunProgress
 from shardmill.cells import to_cell
 from shardmill.data_faults.mislabels import ClassFaults, Mislabels
-from shardmill.data_faults.predicted_rows import PredictedRows, read_predicted_rows
 from shardmill.dataset.dataset import Dataset
-from shardmill.jobs.observer import SilentObserver
 from shardmill.words import counted
 
 CSV_COLUMNS = (
     "source", "label", "given_label", "suggested_label", "probability", "score", "found_as", "split", "sample_id"
 )  # fmt: skip
 _NUM_SHOWN = 5
-
-
-def read_rows(predictions: Dataset) -> PredictedRows:
-    """The rows of a version of predictions, with a progress bar."""
-    with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        return read_predicted_rows(predictions, partial(progress.images_read, "mislabels"))
 
 
 def document(found: Mislabels, predictions: Dataset) -> dict[str, Any]:

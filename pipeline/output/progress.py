@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 from pipeline.output.screen import PlainLines, Screen, open_screen
-from shardmill.jobs.observer import WARNING, FieldValue, Observer
+from shardmill.jobs.observer import WARNING, FieldValue, Observer, SilentObserver
 from shardmill.jobs.progress_lines import Bar
 from shardmill.printable import printable
 
@@ -107,6 +109,13 @@ class RunProgress:
 
     def _advance(self, label: str, num_done: int, num_total: int | None, unit: str) -> None:
         self._screen.advance(Bar(label, num_done, num_total, unit))
+
+
+@contextmanager
+def reading_bar(command: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of the stored images, or rows about them, that a command reads: it is told how many of how many."""
+    with RunProgress(SilentObserver(), num_epochs=0) as progress:
+        yield partial(progress.images_read, command)
 
 
 def _sentence(name: str, fields: Mapping[str, FieldValue]) -> str:

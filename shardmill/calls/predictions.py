@@ -57,17 +57,16 @@ class Predictions:
         """
         import numpy as np
 
-        from shardmill.dataset.chunks import ChunkFetcher
+        from shardmill.dataset.chunks import read_embeddings
 
-        dataset, schema = self.dataset, self.dataset.manifest.row_schema
-        if not schema.vector_size:
+        manifest, size = self.dataset.manifest, self.dataset.manifest.row_schema.vector_size
+        if not size:
             raise UsageError(f"{self!r} has no embeddings", "expected those of a layer", "predict with layer='NAME'")
-        vectors_D: list[np.ndarray] = []
-        for index in map(dataset.index, dataset.manifest.splits):
-            fetcher = ChunkFetcher(dataset.store, index, schema)
-            for chunk in range(index.num_chunks):
-                vectors_D += [np.frombuffer(each, "<f4") for each in fetcher.read_chunk(chunk).images]
-        return np.array(vectors_D, np.float32)
+        embeddings_ND, num_read = np.empty((manifest.counts.accepted, size), np.float32), 0
+        for chunk in read_embeddings(self.dataset):
+            stop = num_read + len(chunk.embeddings_ND)
+            embeddings_ND[num_read:stop], num_read = chunk.embeddings_ND, stop
+        return embeddings_ND
 
     def _rows(self) -> Rows:
         counts, pin = self.dataset.manifest.counts, self.dataset.pin

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.chunks import read_embeddings
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import PredictedBy
@@ -52,24 +52,20 @@ def read_predicted_rows(
     made_by = _checked(predictions)
     schema, num_rows = predictions.manifest.row_schema, predictions.manifest.counts.accepted
     embeddings_ND = np.empty((num_rows, schema.vector_size), np.float32)
-    hashes_N, chunks, splits, num_read = np.empty(num_rows, np.uint64), [], [], 0
-    for split in predictions.manifest.splits:
-        index = predictions.index(split)
-        fetcher = ChunkFetcher(predictions.store, index, schema)
-        for chunk in range(index.num_chunks):
-            rows = fetcher.read_chunk(chunk)
-            stop = num_read + len(rows.images)
-            vectors = [bytes(each) for each in rows.images]
-            embeddings_ND[num_read:stop] = np.frombuffer(b"".join(vectors), "<f4").reshape(-1, schema.vector_size)
-            hashes_N[num_read:stop] = [int.from_bytes(hashlib.sha256(each).digest()[:8], "big") for each in vectors]
-            # Of the rest, an embedding is the largest part.
-            chunks.append(replace(rows, images=()))
-            splits += [split] * (stop - num_read)
-            num_read = stop
-            on_progress(num_read, num_rows)
-    if not (is_finite_N := np.isfinite(embeddings_ND).all(axis=1)).all():
+    hashes_N, chunks, splits, num_read, num_finite = np.empty(num_rows, np.uint64), [], [], 0, 0
+    for chunk in read_embeddings(predictions):
+        stop = num_read + len(chunk.embeddings_ND)
+        embeddings_ND[num_read:stop] = chunk.embeddings_ND
+        hashes_N[num_read:stop] = [_hash_of(embedding_D) for embedding_D in chunk.embeddings_ND]
+        num_finite += np.count_nonzero(np.isfinite(chunk.embeddings_ND).all(axis=1))
+        # Of the rest, an embedding is the largest part.
+        chunks.append(replace(chunk.rows, images=()))
+        splits += [chunk.split] * (stop - num_read)
+        num_read = stop
+        on_progress(num_read, num_rows)
+    if num_finite < num_rows:
         raise UsageError(
-            f"{np.count_nonzero(~is_finite_N):,} of {num_rows:,} embeddings have numbers that are NaN or infinite",
+            f"{num_rows - num_finite:,} of {num_rows:,} embeddings have numbers that are NaN or infinite",
             "expected finite ones",
             "predict with a model whose training has not diverged",
         )
@@ -85,6 +81,10 @@ def read_predicted_rows(
         embeddings_ND=embeddings_ND,
         hashes_N=hashes_N,
     )
+
+
+def _hash_of(embedding_D: np.ndarray) -> int:
+    return int.from_bytes(hashlib.sha256(embedding_D).digest()[:8], "big")
 
 
 def may_be_seen(made_by: PredictedBy, splits_N: np.ndarray) -> np.ndarray:

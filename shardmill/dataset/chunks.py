@@ -1,4 +1,7 @@
-"""Reads a chunk of a shard as verified bytes and rows: the only place where a reader touches storage."""
+"""Reads a chunk of a shard as verified bytes and rows: the only place where a reader touches storage.
+
+Shape legend: N rows of a chunk, D numbers of an embedding.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
+import numpy as np
 
 from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError
@@ -20,8 +25,6 @@ from shardmill.values import ShardFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import numpy as np
 
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
@@ -151,6 +154,30 @@ def with_fetchers(dataset: Dataset, formats: Iterable[str]) -> Iterator[tuple[Sh
             shards = dataset.shards_of(split, format_name)
             for shard, first_chunk in zip(shards, index.first_chunk_of_shard.tolist(), strict=True):
                 yield shard, fetcher, first_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRows:
+    """One chunk of a version of predictions."""
+
+    split: str
+    rows: ChunkRows
+    embeddings_ND: np.ndarray
+    """float32, read-only."""
+
+
+def read_embeddings(predictions: Dataset) -> Iterator[EmbeddedRows]:
+    """Every chunk of all splits in stored order; the version has embeddings. Raises IntegrityError for an altered
+    shard.
+    """
+    schema = predictions.manifest.row_schema
+    for split in predictions.manifest.splits:
+        index = predictions.index(split)
+        fetcher = ChunkFetcher(predictions.store, index, schema)
+        for chunk in range(index.num_chunks):
+            rows = fetcher.read_chunk(chunk)
+            numbers = np.frombuffer(b"".join(rows.images), "<f4")
+            yield EmbeddedRows(split, rows, numbers.reshape(len(rows.images), schema.vector_size))
 
 
 @contextmanager

@@ -26,18 +26,6 @@ DECODERS: dict[str, Callable[[bytes, NormalizeOptions], DecodedImage]] = {
     "tiff": decode_tiff,
     "avif": decode_avif,
 }
-FORMAT_BY_EXTENSION = {
-    **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "jpeg"),
-    **dict.fromkeys(("png", "apng"), "png"),
-    **dict.fromkeys(("bmp", "dib"), "bmp"),
-    **dict.fromkeys(("tif", "tiff"), "tiff"),
-    "gif": "gif",
-    "webp": "webp",
-    "avif": "avif",
-    **dict.fromkeys(("heic", "heif", "hif"), "heic"),
-    "jxl": "jpeg_xl",
-    "mpo": "jpeg",
-}
 
 
 def decode_image(data: bytes, options: NormalizeOptions) -> tuple[str, DecodedImage]:
@@ -49,9 +37,3 @@ def decode_image(data: bytes, options: NormalizeOptions) -> tuple[str, DecodedIm
         accepting = f'etl.more_formats = ["{name}"] accepts it, with an extra'
         raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format={name}; {accepting}")
     return name, more_decoder(name)(data, options)
-
-
-def has_other_extension(key: str, format_name: str) -> bool:
-    """True if the name ends like one image format and the content is another."""
-    extension = key.rpartition("/")[2].rpartition(".")[2].lower()
-    return FORMAT_BY_EXTENSION.get(extension, format_name) != format_name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
 from shardmill.html import picture, table, text
-from shardmill.words import first_of
+from shardmill.words import first_of, rejected
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,7 +53,6 @@ def _facts(dataset: Dataset) -> Iterator[tuple[str, str]]:
         yield "classes", f"{len(manifest.class_names):,}: {first_of(manifest.class_names, _NAMES)}"
     if schema.extra:
         yield "columns", first_of([column.name for column in schema.extra], _NAMES)
-    reasons = ", ".join(f"{reason} {number:,}" for reason, number in counts.by_reason.items() if number)
-    rejected = f"{counts.rejected:,} rejected" + (f" ({reasons})" if reasons else "")
-    yield "inputs", f"{counts.listed:,} listed, {counts.accepted:,} accepted, {rejected}"
+    num_rejected = rejected(counts.rejected, counts.by_reason)
+    yield "inputs", f"{counts.listed:,} listed, {counts.accepted:,} accepted, {num_rejected}"
     yield "content digest", manifest.content_digest[:12]
