@@ -32,6 +32,7 @@ from etl.checks.version_warnings import version_warnings
 from etl.commit import commit_results
 from etl.config import EtlTree
 from etl.engines import ENGINES, EngineSettings
+from etl.engines.auto import engine_that_runs
 from etl.later_runs.carry import Copy
 from etl.listing.grouping import Group
 from etl.outcome import BuildOutcome, stage_record
@@ -116,7 +117,7 @@ def _build(
         _warn(observer, refresh_card(plan.store))
         clear_pending(plan.store, plan.units, parent.version)
         observer.event("etl.unchanged", {"version": parent.version})
-        return _outcome(plan, parent, time.monotonic() - started_seconds)
+        return _outcome(plan, tree, parent, time.monotonic() - started_seconds)
 
     # Build what the latest version lacks, and commit it.
     if before_work is not None:
@@ -174,23 +175,25 @@ def _commit_once(
     _warn(observer, version_warnings(plan.store, manifest))
     _warn(observer, refresh_card(plan.store))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
-    return _outcome(plan, manifest, time.monotonic() - started_seconds, kept, sum(retries))
+    return _outcome(plan, tree, manifest, time.monotonic() - started_seconds, kept, sum(retries))
 
 
 def _outcome(
-    plan: BuildPlan, manifest: Manifest, seconds: float, kept: frozenset[int] | None = None, num_task_retries: int = 0
-) -> BuildOutcome:
+    plan: BuildPlan, tree: EtlTree, manifest: Manifest, seconds: float, kept: frozenset[int] | None = None,
+    num_task_retries: int = 0,
+) -> BuildOutcome:  # fmt: skip
     """`kept`: the units of which an earlier run had left results; None if the build was skipped."""
-    missing = [] if kept is None else [unit for unit in plan.units if unit.index not in kept]
+    num_images = 0 if kept is None else sum(unit.num_images for unit in plan.units if unit.index not in kept)
     return BuildOutcome(
         pin=pin_of(plan.store, manifest.version, read_manifest_bytes(plan.store, manifest.version)),
         manifest=manifest,
         skipped=kept is None,
         published=manifest.run_id == plan.build.run_id,
+        engine=engine_that_runs(tree.etl.engine, num_images, _settings(tree)),
         num_units=len(plan.units),
         num_units_kept=len(kept or ()),
         num_task_retries=num_task_retries,
-        num_images_read=sum(unit.num_images for unit in missing),
+        num_images_read=num_images,
         seconds=seconds,
     )
 

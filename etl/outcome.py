@@ -12,7 +12,7 @@ from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 
-_WORK = ("seconds", "images_per_second", "num_units", "num_units_kept", "num_task_retries", "published")
+_WORK = ("engine", "seconds", "images_per_second", "num_units", "num_units_kept", "num_task_retries", "published")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class BuildOutcome:
     """True if the latest version was made from the same inputs and config already."""
     published: bool
     """True if this run made the version, in this attempt or an earlier one."""
+    engine: str
+    """The engine that ran the units; of `auto`, the one that it chose."""
     num_units: int
     num_units_kept: int
     """Units that an earlier, interrupted run had finished."""
@@ -48,12 +50,12 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
         status="skipped" if outcome.skipped else "done",
         sections={
             "dataset": dataset_section(outcome.pin, outcome.manifest),
-            "etl": work_done(outcome, tree.etl.engine),
+            "etl": work_done(outcome),
             "drift": None if drift is None else drift.model_dump(mode="json"),
         },
     )
 
 
-def work_done(outcome: BuildOutcome, engine: str) -> dict[str, Any]:
+def work_done(outcome: BuildOutcome) -> dict[str, Any]:
     """What a build did, for a run's summary."""
-    return {"engine": engine, **{name: getattr(outcome, name) for name in _WORK}}
+    return {name: getattr(outcome, name) for name in _WORK}

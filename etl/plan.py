@@ -113,7 +113,7 @@ def plan_build(
     # `auto` is decided here: executors must not choose anew.
     etl = tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
     for name, uri in tree.source.uris().items():
-        check_places(name, require_uri(name, uri), tree.dataset.uri)
+        check_places(name, require_uri(name, uri), "dataset.uri" if mapping is None else "--out", tree.dataset.uri)
     check_baseline(tree)
     source = SOURCES[tree.source.kind](tree.source)
     # From here on: an executor has a working directory of its own.

@@ -62,7 +62,7 @@ def predict_source(
     return build_dataset(decided, run_id=run_id, observer=observer, replace_source=replace_source, mapping=mapping)
 
 
-def predictions_record(outcome: BuildOutcome, engine: str) -> StageRecord:
+def predictions_record(outcome: BuildOutcome) -> StageRecord:
     """Return the part of a run's summary that `predict` adds."""
     made_by = outcome.manifest.predicted_by
     assert made_by is not None
@@ -71,7 +71,7 @@ def predictions_record(outcome: BuildOutcome, engine: str) -> StageRecord:
         "model": str(made_by),
         "source": outcome.manifest.source.described,
         "num_predicted": outcome.num_images_read,
-        **work_done(outcome, engine),
+        **work_done(outcome),
     }
     status = "skipped" if outcome.skipped else "done"
     return StageRecord(stage="predict", status=status, sections={"predictions": predictions})
@@ -146,7 +146,7 @@ def main() -> int:
                 observer=observer,
                 replace_source=arguments.replace_source,
             ),
-            lambda outcome: predictions_record(outcome, tree.etl.engine),
+            predictions_record,
         )
 
     return run_job(job, arguments.workdir, arguments.run_id, sections=SUMMARY_SECTIONS, debug=arguments.debug)

@@ -11,12 +11,12 @@ from shardmill.errors import ShardmillError
 def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
     from etl.engines import ENGINES, EngineSettings
-    from etl.engines.auto import choose_engine
+    from etl.engines.auto import engine_that_runs
     from train.launching import is_on_spark
     from train.planning.auto import resolve
 
     found: dict[str, dict[str, str]] = {}
-    engine = tree.etl.engine if tree.etl.engine != "auto" else choose_engine(0, EngineSettings(tree.spark, 0))
+    engine = engine_that_runs(tree.etl.engine, 0, EngineSettings(tree.spark, 0))
     if "pyspark" in ENGINES.entry(engine).packages:
         found["etl"] = tree.spark.etl.conf
     with suppress(ShardmillError):

@@ -33,6 +33,11 @@ def choose_engine(num_images: int, settings: EngineSettings) -> str:
     return "spark" if _has_cluster(settings) or num_images > MAX_LOCAL_IMAGES else "local"
 
 
+def engine_that_runs(name: str, num_images: int, settings: EngineSettings) -> str:
+    """Of `etl.engine = NAME`: the engine that `auto` chooses, else the named one."""
+    return choose_engine(num_images, settings) if name == "auto" else name
+
+
 def _has_cluster(settings: EngineSettings) -> bool:
     return is_under_spark_submit() or not is_local_master(settings.spark.master)
 

@@ -74,7 +74,7 @@ def predict_batch(common: Common, job: BatchJob) -> None:
                 observer=run.progress,
                 replace_source=job.replace_source,
             ),
-            lambda outcome: predictions_record(outcome, tree.etl.engine),
+            predictions_record,
         )
     _print(common, run.record.ended[-1])
 

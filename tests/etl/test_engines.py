@@ -73,6 +73,7 @@ def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: P
     here = open_dataset(build_here(source.uri, str(images / f"here_{engine}"), ETL)).manifest
     outcome = build_dataset(tree, run_id="r")
     assert (*digests(outcome), outcome.num_task_retries) == (here.content_digest, here.layout_digest, 0)
+    assert outcome.engine == ("local" if engine == "auto" else engine)
 
 
 @pytest.mark.parametrize("engine", ["local", "spark"])

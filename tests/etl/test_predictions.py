@@ -175,6 +175,8 @@ def test_images_and_predictions_do_not_share_a_folder(images: Path):
     dataset = build_here(str(images / "images"), str(images / "dataset"), config)
     with pytest.raises(UsageError, match="dataset@1 holds images; expected a folder for predictions alone"):
         predict(images / "images", Path(dataset))
+    with pytest.raises(UsageError, match="^--out .*/out is inside source.uri .*; set --out to a folder outside"):
+        predict(images / "images", images / "images" / "out")
 
 
 def test_readers_of_images_say_that_there_are_none(images: Path):
