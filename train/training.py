@@ -181,8 +181,8 @@ def _try_build(
     dataset: Dataset,
     observer: TrainObserver,
 ) -> None:
-    """Before a cluster is asked for ranks, or ranks divide a model that may not divide; other ranks build it as soon as
-    a trial would.
+    """Before a cluster is asked for ranks, or ranks divide layers or stages that may not divide. Of other ranks, also
+    those that shard it, rank 0 builds and calls the model as soon as a trial would, which is seconds slower for all.
 
     A training with steps has already been built. Raises as `try_build` does.
     """

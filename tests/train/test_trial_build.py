@@ -10,7 +10,10 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
+from tests.train.forked_ranks import launch_forked
 from tests.train.test_job import Recorder, tree_of
+from tests.train.test_multi_rank import Watcher
+from tests.train.training import task_of
 from train.config import TrainConfig
 from train.models import MODELS
 from train.planning.auto import resolve
@@ -35,3 +38,11 @@ def test_a_cluster_is_not_asked_for_ranks_of_a_model_that_does_not_build(tiny_ur
     with pytest.raises(UsageError, match=r"shape \(2, 4\) for 2 images; expected 3 outputs") as caught:
         train_model(tree.model_copy(update={"spark": SparkConfig(master="local[2]")}), recorder)
     assert "rank" not in str(caught.value) and recorder.events == ["building"]
+
+
+def test_ranks_that_shard_a_model_try_it_themselves_and_none_waits_for_the_other(tiny_uri, tmp_path):
+    """The others have it without numbers, and cannot call it."""
+    model = "tests.train.torch_models:one_class_too_many"
+    task = task_of(tiny_uri, tmp_path, model=model, strategy="torch_fsdp", num_workers=2, launcher="local")
+    with pytest.raises(UsageError, match=r"shape \(2, 4\) for 2 images \(rank 0, .*; expected 3 outputs"):
+        launch_forked(task, Watcher())
