@@ -105,7 +105,10 @@ def test_a_registration_that_fails_is_a_warning_and_the_next_promotion_makes_up_
     promotion, told = promoted(root, good, "run-1", away)
     assert (promotion.gate.decision, promotion.current, promotion.registered) == ("promoted", good.number, "")
     warning = str(told.events["promote.warning"]["warning"])
-    assert "was not registered as models:/photos" in warning and "the next `promote` tries again" in warning
+    assert (
+        "was not registered as models:/photos" in warning
+        and f"`shardmill promote {root}@{good.number}` tries again" in warning
+    )
     again, told = promoted(root, good, "run-2")
     assert (again.gate.decision, again.registered, told.events) == ("already_current", "models:/photos/1", {})
 
@@ -142,7 +145,9 @@ def test_a_registration_that_fails_midway_leaves_one_run_that_the_next_one_compl
     assert run.data.metrics["test/accuracy"] == pytest.approx(good.record.evaluation.accuracy)
 
 
-def test_the_commands_take_what_the_registry_names(exports: tuple[str, Export, Export], tmp_path: Path):
+def test_the_commands_take_what_the_registry_names(
+    exports: tuple[str, Export, Export], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     root, _, _ = exports
 
     def run(*arguments: str, code: int = 0) -> Any:
@@ -162,6 +167,24 @@ def test_the_commands_take_what_the_registry_names(exports: tuple[str, Export, E
     assert run("lineage", f"{root}@1")["is_current"] is None
     refused = run("predict", "models:/photos@challenger", "x.png", code=2)
     assert "the model registry has no models:/photos@challenger" in refused["error"]["message"]
+
+    # These name no registry: it is the one of the promotion above.
+    assert run("promote", f"{root}@1")["sections"]["promotion"]["registered"] == "models:/photos/2"
+    assert run("promote", f"{root}@2")["sections"]["promotion"]["registered"] == "models:/photos/1"
+    assert run("promote", root, "--rollback")["sections"]["promotion"]["registered"] == "models:/photos/2"
+    assert resolve_registered("models:/photos@champion") == f"{root}@1"
+
+    # What reads makes no database, and says what names one.
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for address, said in (("sqlite:///none.db", "does not exist"), ("", "MLFLOW_TRACKING_URI is not set")):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert said in run("lineage", "models:/photos@champion", code=2)["error"]["message"]
+    assert (
+        "MLFLOW_TRACKING_URI is not set"
+        in run("promote", root, "--set", "gate.registry.name=photos", code=2)["error"]["message"]
+    )
+    assert not list(Path().iterdir())
 
 
 def test_what_is_no_export_or_not_the_same_is_refused(
@@ -209,7 +232,8 @@ def test_the_model_card_is_about_the_current_export_unless_a_person_wrote_it(exp
         ("name", "a/b", "a name without '/', ':' and quotes"),
         ("alias", "latest", "such as champion; not latest"),
         ("alias", "v3", "not v1"),
-        ("uri", "sqlite:///a.db", "the address of a tracking server"),
+        ("uri", "photos.example.com", "an address that MLflow takes"),
+        ("uri", "postgresql://me:secret@host/mlflow", "set MLFLOW_TRACKING_URI in the environment"),
     ],
 )
 def test_names_that_mlflow_would_refuse_are_refused_before_any_work(key: str, value: str, expected: str):

@@ -14,7 +14,7 @@ from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.storage import join_uri
 from train.published.exported import Export, read_export
 from train.published.load import current_export
-from train.reporting.mlflow_client import check_installed, connect, experiment_id
+from train.reporting.mlflow_client import check_address, check_installed, connect, experiment_id
 from train.settings.gate import RegistryConfig
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ def register_current(models_uri: str, registry: RegistryConfig, card_of: Callabl
 
     Raises whatever MLflow's client raises. Doing it again changes nothing, and completes what an earlier call did not.
     """
+    named = f"{SCHEME}{registry.name}"
+    check_installed(named)
+    check_address(named, registry.uri)
     client = connect(registry.uri)
     for _ in range(_MAX_RACES):
         export = current_export(models_uri)
@@ -50,15 +53,17 @@ def register_current(models_uri: str, registry: RegistryConfig, card_of: Callabl
         # Another run may have promoted another one meanwhile, and set the alias before this one did.
         if current_export(models_uri).number == export.number:
             break
-    return f"{SCHEME}{registry.name}/{version.version}"
+    return f"{named}/{version.version}"
 
 
 def resolve_registered(model: str) -> str:
     """`MODELS@N` for `models:/NAME@ALIAS` or `models:/NAME/VERSION`, at the server of MLFLOW_TRACKING_URI.
 
-    Raises UsageError if there is no such version or it is no export, IntegrityError if the export has other weights.
+    Raises UsageError if no server is named, or there is no such version, or it is no export; IntegrityError if the
+    export has other weights.
     """
     check_installed(model)
+    check_address(model, reads=True)
     tags = _tags_of_version(model)
     if MODELS not in tags or not tags.get(NUMBER, "").isdecimal():
         raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
@@ -42,6 +43,27 @@ def check_installed(needed_by: str) -> None:
         raise UsageError(f"{needed_by} needs mlflow", "not installed here", install_hint("mlflow"))
 
 
+def check_address(needed_by: str, uri: str = "", *, reads: bool = False) -> None:
+    """Raises UsageError if nothing says where MLflow's models are, or, to read them, if there is no such file.
+
+    MLflow's client would make a database in the working directory, and a missing one that it is named.
+    """
+    given = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not given:
+        raise UsageError(
+            f"{needed_by} is in MLflow's model registry, and MLFLOW_TRACKING_URI is not set",
+            "expected the address of the registry",
+            "export MLFLOW_TRACKING_URI=http://HOST:5000",
+        )
+    path = re.sub(r"^(sqlite:///|file://)", "", given).partition("?")[0]
+    if reads and "://" not in path and not path.startswith("databricks") and not os.path.exists(path):
+        raise UsageError(
+            f"MLFLOW_TRACKING_URI={given} names a file that does not exist",
+            "expected the address of a registry",
+            f"check it: {needed_by} is searched for there",
+        )
+
+
 def experiment_id(client: MlflowClient) -> str:
     """The experiment of all our runs, created if it does not exist."""
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
@@ -50,8 +72,9 @@ def experiment_id(client: MlflowClient) -> str:
 
 
 def check_registry(registry: RegistryConfig) -> str:
-    """Where a promotion will register the model. Raises UsageError if MLflow's client is missing."""
+    """Where a promotion will register the model. Raises UsageError if MLflow's client or the address is missing."""
     if not registry.name:
         return "none"
     check_installed(f"gate.registry.name = {registry.name!r}")
+    check_address(f"models:/{registry.name}", registry.uri)
     return f"models:/{registry.name}@{registry.alias} at {registry.uri or 'MLFLOW_TRACKING_URI'}"

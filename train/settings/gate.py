@@ -16,7 +16,8 @@ class RegistryConfig(Section):
     alias: ModelAlias = "champion"
     """Alias that names the current model: `models:/NAME@ALIAS`."""
     uri: ServerUri = ""
-    """The MLflow server, for example `http://HOST:5000`; empty: MLFLOW_TRACKING_URI."""
+    """The MLflow server, for example `http://HOST:5000`, or a database, `sqlite:////FOLDER/mlflow.db`; empty:
+    MLFLOW_TRACKING_URI."""
 
 
 class GateConfig(Section):

@@ -17,12 +17,20 @@ def _step_range(text: str) -> str:
     return text
 
 
+# Schemes of MLflow's client that name no host: databases, whose driver may follow a `+`, and Databricks.
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_DATABRICKS = ("databricks", "databricks-uc")
+
+
 def _server_uri(text: str) -> str:
     parts = urlsplit(text)
-    if text and not (parts.scheme in ("http", "https") and parts.hostname):
-        raise ValueError("the address of a tracking server, such as http://HOST:5000")
+    is_database = parts.scheme.partition("+")[0] in _DATABASES and (parts.hostname or parts.path.strip("/"))
+    is_server = parts.scheme in ("http", "https") and parts.hostname
+    if text and not (is_server or is_database or text.partition("://")[0] in _DATABRICKS):
+        raise ValueError("an address that MLflow takes, such as http://HOST:5000 or sqlite:////FOLDER/mlflow.db")
     if parts.username or parts.password:
-        raise ValueError("no user in it: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or _TOKEN")
+        variables = "MLFLOW_TRACKING_URI" if is_database else "MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN"
+        raise ValueError(f"no user in it: set {variables} in the environment")
     return text
 
 
@@ -51,7 +59,7 @@ def _model_alias(text: str) -> str:
 StepRange = Annotated[str, AfterValidator(_step_range)]
 """`FIRST:STOP`, counted from 0; STOP is not among them. Empty for none."""
 ServerUri = Annotated[str, AfterValidator(_server_uri)]
-"""`http://...` or `https://...`, or empty for none."""
+"""Where MLflow's runs and models are: a server, a database or Databricks; empty for none."""
 ModelName = Annotated[str, AfterValidator(_model_name)]
 """A registered model of MLflow, or empty for none."""
 ModelAlias = Annotated[str, AfterValidator(_model_alias)]
