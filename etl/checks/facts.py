@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from etl.listing.corrections import undone
 from etl.sources.listed import SPLITS
 from shardmill.dataset.index import has_all_files
 from shardmill.dataset.manifest import Manifest
@@ -130,6 +131,9 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     if plan.task.mapping is None and (not plan.is_append or plan.parent is None):
         yield from _thin_parts(plan)
     yield from plan.listing.warnings
+    if plan.parent is not None and not plan.is_append and plan.build.source.continues(plan.parent.source):
+        earlier = str(plan.parent.config.get("corrections", ""))
+        yield from undone(plan.parent.version, earlier, plan.task.config.corrections)
     if plan.listing.rejections.by_reason[RejectReason.DAMAGED_CONTAINER]:
         refused = plan.listing.rejections
         damaged = tuple(each.key for each in refused if each.reason is RejectReason.DAMAGED_CONTAINER)

@@ -20,7 +20,7 @@ from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.table_rows import read_rows
 from shardmill.cells import from_cell
-from shardmill.errors import NoSuchRoot, UsageError
+from shardmill.errors import NoSuchRoot, ShardmillError, UsageError
 from shardmill.printable import printable
 from shardmill.stores import open_store
 from shardmill.values import Rejection
@@ -79,6 +79,24 @@ def read_corrections(uri: str) -> Corrections:
                     "correct the table",
                 )
     return Corrections(uri, label_of_key)
+
+
+def undone(version: int, earlier: str, given: str) -> Iterator[str]:
+    """A warning if a version was built with corrections that the next build's table, `given`, does not have."""
+    if not earlier or earlier == given:
+        return
+    try:
+        missing = {*read_corrections(earlier).label_of_key}
+        missing -= {*read_corrections(given).label_of_key} if given else set()
+        number = f"{counted(len(missing), 'label')} of"
+    except ShardmillError:
+        missing, number = {earlier}, "the labels of a table that cannot be read now,"
+    if missing:
+        now = f"etl.corrections = {given!r} does not have" if given else "etl.corrections is not set any more, without"
+        yield (
+            f"{now} {number} {earlier!r}, with which version {version} was built: the labels of the source come back; "
+            f"{'add them to the table' if given else f'set etl.corrections={earlier}'} to keep them"
+        )
 
 
 def _rows(uri: str) -> Iterator[pa.Table]:

@@ -79,7 +79,7 @@ def _images_of(predictions: Dataset, name: str) -> DatasetPin:
         raise UsageError(
             f"{name} was not predicted from a dataset",
             "expected one for --html: the page shows its stored images",
-            "shardmill predict MODELS DATASET --layer NAME --out DIR",
+            "leave --html out, or `shardmill predict MODELS DATASET --layer NAME --out DIR`",
         )
     return made_by.predicted
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.output.printing import Rows, plain
 from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, Telltale
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from shardmill.data_faults.near_duplicates import SimilarImages
@@ -58,12 +59,17 @@ def quality_rows(found: dict[str, Any]) -> Rows:
     rows += [("WARNING", telltale_words(Telltale(**each))) for each in found["telltales"]]
     equal, near = found["equal_bytes"], found["near_duplicates"]
     leaked, num_leaks = equal["leaked_content"] or 0, sum(group["crosses_splits"] for group in near)
+    conflicts, num_conflicts = equal["conflicting_label"], sum(group["conflicting_label"] for group in near)
     return [
         *rows,
-        ("equal bytes", f"{equal['num_images']:,} images; {leaked:,} in several splits"),
+        (
+            "equal bytes",
+            f"{counted(equal['num_images'], 'image')}; {leaked:,} in several splits, {conflicts:,} of several classes",
+        ),
         (
             "near duplicates",
-            f"{len(near):,} groups; {num_leaks:,} in several splits (--near-duplicates {QUALITY_BITS})",
+            f"{counted(len(near), 'group')}; {num_leaks:,} in several splits, {num_conflicts:,} of several classes "
+            f"(--near-duplicates {QUALITY_BITS})",
         ),
     ]
 

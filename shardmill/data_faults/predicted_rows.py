@@ -15,6 +15,7 @@ from shardmill.dataset.chunks import read_embeddings
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import PredictedBy
+from shardmill.words import first_of
 
 TRAIN = "train"
 _HOW = "shardmill predict MODELS DATASET --layer NAME --out DIR"
@@ -47,7 +48,8 @@ def read_predicted_rows(
 ) -> PredictedRows:
     """Read all rows, four bytes in memory for each number of an embedding. `on_progress`: rows read, and all.
 
-    Raises UsageError for a version without finite embeddings or classes, IntegrityError for an altered shard.
+    Raises UsageError for a version without finite embeddings or classes, or by a model of other classes; IntegrityError
+    for an altered shard.
     """
     made_by = _checked(predictions)
     schema, num_rows = predictions.manifest.row_schema, predictions.manifest.counts.accepted
@@ -69,18 +71,30 @@ def read_predicted_rows(
             "expected finite ones",
             "predict with a model whose training has not diverged",
         )
+    names = [name for each in chunks for name in each.extra["prediction"]]
+    _check_classes(str(made_by), set(names), predictions.manifest.class_names)
     return PredictedRows(
         class_names=predictions.manifest.class_names,
         sources=[source for each in chunks for source in each.sources],
         sample_ids_N=np.concatenate([each.sample_ids_N for each in chunks]),
         splits=splits,
         labels_N=np.concatenate([each.labels_N for each in chunks]),
-        predictions=[name for each in chunks for name in each.extra["prediction"]],
+        predictions=names,
         probabilities_N=np.concatenate([np.array(each.extra["probability"], np.float32) for each in chunks]),
         is_seen_N=may_be_seen(made_by, np.array(splits, object)),
         embeddings_ND=embeddings_ND,
         hashes_N=hashes_N,
     )
+
+
+def _check_classes(model: str, predicted: set[str], class_names: tuple[str, ...]) -> None:
+    """Raises UsageError for a model of other classes, to which every image would be a mistake."""
+    if foreign := sorted(predicted.difference(class_names)):
+        raise UsageError(
+            f"{model} predicts {first_of(foreign, 8)}, and the images have no such class",
+            f"expected a model of their classes: {first_of(class_names, 8)}",
+            "predict with a model that was trained on these classes, or rename them with etl.label_map",
+        )
 
 
 def _hash_of(embedding_D: np.ndarray) -> int:

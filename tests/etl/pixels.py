@@ -27,14 +27,17 @@ SIDE = 8
 COLUMNS = (ExtraColumn("prediction", "string"), ExtraColumn("probability", "float32"))
 
 
-def predict_pixels(dataset: Dataset, out: Path) -> Dataset:
-    """Predictions of a whole dataset by the means of its train split's classes, with an embedding for each image."""
+def predict_pixels(dataset: Dataset, out: Path, names: Sequence[str] = ()) -> Dataset:
+    """Predictions of a whole dataset by the means of its train split's classes, with an embedding for each image.
+
+    `names`: what the model calls the classes; empty: as the dataset does.
+    """
     manifest = dataset.manifest
     train = list(iterate_samples(dataset, "train"))
     small_ND = np.array([_small(each.image_HWC) for each in train])
     labels_N = np.array([each.label for each in train])
     means_KD = [small_ND[labels_N == label].mean(axis=0).tolist() for label in range(len(manifest.class_names))]
-    options = {"means": means_KD, "names": manifest.class_names, "shape": manifest.normalize.image_shape_HWC}
+    options = {"means": means_KD, "names": names or manifest.class_names, "shape": manifest.normalize.image_shape_HWC}
     mapping = RowMapping(
         opener="tests.etl.pixels:open_mapper",
         options=json.dumps(options),

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from etl.checks.facts import inferred_warnings
 from etl.config import SourceConfig
 from etl.plan import plan_build
 from shardmill.cells import to_cell
@@ -58,6 +59,16 @@ def test_only_corrected_rows_are_read_again(images: Path):
     write(images, "source,label\nclass_0/00000.png,class_2\n")
     assert build(images, corrections=given).num_images_read == 2
     assert classes(images) == before | {"class_0/00000.png": "class_2"}
+    other = write(images, "source,label\nclass_1/00001.png,class_0\n", "other.csv")
+    for table, said in (
+        ("", "not set any more, without 1 label of"),
+        (other, "other.csv' does not have 1 label of"),
+        ("", "a table that cannot be read now"),
+    ):
+        if "read" in said:
+            Path(given).unlink()
+        warnings = [*inferred_warnings(plan_build(tree_for(images, corrections=table), run_id="r"))]
+        assert sum(said in each and "with which version 3 was built" in each for each in warnings) == 1
     last = build(images)
     assert (last.num_images_read, classes(images)) == (1, before)
 

@@ -141,3 +141,6 @@ def test_what_cannot_be_judged_is_refused_before_the_work(planted: Planted, tmp_
     few = predict_pixels(open_dataset(str(tmp_path / "dataset")), tmp_path / "predictions")
     with pytest.raises(UsageError, match="0 of 2 classes have 10 different images; expected at least two"):
         find_mislabels(read_predicted_rows(few))
+    other = predict_pixels(open_dataset(str(tmp_path / "dataset")), tmp_path / "other", ("cat", "class_1"))
+    with pytest.raises(UsageError, match="predicts cat, and the images have no such class; .* class_0, class_1"):
+        read_predicted_rows(other)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from pipeline.cli import app
 from pipeline.commands.predict import check_any_predicted, prediction_csv, prediction_rows
 from shardmill.errors import UsageError
 from train.published.predict import Guess, Prediction
@@ -43,3 +47,9 @@ def test_nothing_but_rejections_is_an_error():
     check_any_predicted([BAD, GOOD])
     with pytest.raises(UsageError, match=r"none of 2 file\(s\) .* missing: no such file"):
         check_any_predicted([BAD, BAD])
+
+
+def test_a_batch_job_prints_no_csv(tmp_path: Path):
+    job = ("predict", str(tmp_path), "images", "--out", "folder", "--csv", "--json")
+    refused = CliRunner().invoke(app, job)
+    assert refused.exit_code == 2 and "--csv with --out" in json.loads(refused.stdout)["error"]["message"]

@@ -12,6 +12,7 @@ import pytest
 
 import etl.job
 import train.job
+from pipeline.output.data_faults import quality_rows
 from pipeline.output.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS
 from shardmill.jobs.run_record import RunRecord
@@ -69,3 +70,12 @@ def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields()
         fields = {field for _, field, _, _ in Formatter().parse(sentence) if field}
         # What counts from 0 there is counted from 1 for people: `RunProgress` adds these two.
         assert all(fields - {"epoch", "step"} <= keys for keys in reported[name]), name
+
+
+def test_copies_under_several_classes_are_counted():
+    group = {"crosses_splits": False, "conflicting_label": True, "images": []}
+    equal = {"num_images": 1, "leaked_content": None, "conflicting_label": 1}
+    found = {"faults": {}, "num_images": 9, "telltales": [], "equal_bytes": equal, "near_duplicates": [group]}
+    exact, near = (row[1] for row in quality_rows(found))
+    assert exact == "1 image; 0 in several splits, 1 of several classes"
+    assert near.startswith("1 group; 0 in several splits, 1 of several classes")
