@@ -67,8 +67,13 @@ class AspectDrift(Section):
     @property
     def moves(self) -> str:
         """The figures, before and after."""
+        return ", ".join(self.each_move)
+
+    @property
+    def each_move(self) -> tuple[str, ...]:
+        """`cat 33.3% -> 0.0%`, one text for each figure."""
         form = "{:.1f}" if self.aspect is Aspect.PIXELS else "{:.1%}"
-        return ", ".join(
+        return tuple(
             f"{printable(each.name)} {form.format(each.before)} -> {form.format(each.after)}" for each in self.figures
         )
 
