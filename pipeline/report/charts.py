@@ -13,6 +13,7 @@ INK, MUTED, RULE = "#1d2733", "#6b7785", "#e6eaef"
 BLUE, ORANGE, GREEN, VIOLET, RED, GREY = "#2f6fde", "#e8833a", "#2a9d76", "#8660c9", "#cf4b4b", "#b9c2cd"
 SERIES_COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY)
 CHARACTER_WIDTH = 6.6
+MAX_BARS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +84,27 @@ def line_chart(
     return svg(width, height, parts, y_label)
 
 
-def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, limit: int = 40) -> Markup:
-    """Horizontal stacked bars with their totals; past `limit` rows the rest is one row."""
+def bar_chart(
+    bars: Sequence[Bar], *, part_names: Sequence[str], title: str, limit: int = MAX_BARS, num_last: int = 0
+) -> Markup:
+    """Horizontal stacked bars with their totals; past `limit` rows, those before the `num_last` ones are one of words:
+    beside a bar of them all, the others would be too short to compare.
+    """
     if not bars:
         return empty("none")
-    shown = list(bars)
-    if len(shown) > limit:
-        rest = shown[limit - 1 :]
-        sums = tuple(sum(bar.parts[index] for bar in rest) for index in range(len(part_names)))
-        shown = [*shown[: limit - 1], Bar(f"{len(rest)} more", sums)]
+    is_cut = len(bars) > limit
+    num_first = limit - 1 - num_last if is_cut else len(bars)
+    last = bars[len(bars) - num_last :] if is_cut else []
+    shown = [*bars[:num_first], *last]
+    totals = [sum(bar.parts) for bar in bars[num_first : len(bars) - len(last)]]
+    words = f"{len(totals):,} more"
     width, row, top = 560, 22, 4
-    left = 16 + int(max(text_width(shorten(bar.label)) for bar in shown))
+    left = 16 + int(max(text_width(name) for name in (*(shorten(bar.label) for bar in shown), words if is_cut else "")))
     longest = max(sum(bar.parts) for bar in shown) or 1
     scale = (width - left - 64) / longest
     parts: list[Markup] = []
     for number, bar in enumerate(shown):
-        y, x = top + number * row, float(left)
+        y, x = top + (number + (is_cut and number >= num_first)) * row, float(left)
         parts.append(text(left - 8, y + 14, shorten(bar.label), anchor="end", fill=INK, tip=bar.label))
         for index, value in enumerate(bar.parts):
             color = SERIES_COLORS[index % len(SERIES_COLORS)]
@@ -106,8 +112,12 @@ def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, lim
             parts.append(rect(x, y + 2, value * scale, row - 6, color, tip))
             x += value * scale
         parts.append(text(x + 6, y + 14, f"{sum(bar.parts):,.0f}", fill=MUTED))
+    if is_cut:
+        y = top + num_first * row + 14
+        each = f"{min(totals):,.0f} to {max(totals):,.0f} each, {sum(totals):,.0f} in all"
+        parts += [text(left - 8, y, words, anchor="end", fill=MUTED), text(left, y, each, fill=MUTED)]
     keys = legend(part_names) if len(part_names) > 1 else Markup()
-    return keys + svg(width, top * 2 + row * len(shown), parts, title)
+    return keys + svg(width, top * 2 + row * (len(shown) + is_cut), parts, title)
 
 
 def side_by_side_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str) -> Markup:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.report.charts import (
+    MAX_BARS,
     Bar,
     Line,
     bar_chart,
@@ -133,7 +134,11 @@ def _class_balance(data: ReportData) -> Markup:
             Bar(name, tuple(float(data.class_counts[split][label]) for split in splits))
             for label, name in enumerate(data.class_names)
         ]
-        return bar_chart(bars, part_names=splits, title="class balance")
+        if len(bars) <= MAX_BARS:
+            return bar_chart(bars, part_names=splits, title="class balance")
+        # Of many classes the largest and the smallest show the balance, not the first by name.
+        bars.sort(key=lambda bar: -sum(bar.parts))
+        return bar_chart(bars, part_names=splits, title="class balance", num_last=MAX_BARS // 2 - 1)
     by_split = (data.summary.get("dataset") or {}).get("counts", {}).get("by_split", {})
     bars = [Bar(split, (float(by_split.get(split, 0)),)) for split in splits]
     return bar_chart(bars, part_names=["images"], title="class balance")
