@@ -11,6 +11,7 @@
 #include "example.h"
 #include "gather.h"
 #include "jpeg.h"
+#include "look.h"
 #include "sums.h"
 
 /* Numbers the arithmetic: another one may give other pixels. */
@@ -254,6 +255,13 @@ static PyMethodDef methods[] = {
      "channel_sums(pixels_HWC) -> (sums, square_sums)\n\n"
      "For each channel of C-contiguous uint8 pixels (1 or 3 channels) the exact sum of its values, and of their squares.\n"
      "Raises ValueError for pixels of another type or shape."},
+    {"laplacian_square_sum", py_laplacian_square_sum, METH_O,
+     "laplacian_square_sum(luma_HW) -> int\n\n"
+     "The sum of the squares of cv2.Laplacian (4 neighbours) of C-contiguous uint8 pixels. Raises ValueError for others."},
+    {"average_blocks", py_average_blocks, METH_VARARGS,
+     "average_blocks(luma_HW, means_HW, (height, width))\n\n"
+     "Writes the means of blocks of `height` x `width` pixels, from the upper left corner on, rounded as by cv2.resize with\n"
+     "INTER_AREA. C-contiguous uint8 arrays. Raises MemoryError, and ValueError for other arrays or blocks that do not fit."},
     {"convert_colours", py_convert_colours, METH_VARARGS,
      "convert_colours(pixels_HWC, linear, matrix, levels)\n\n"
      "Converts C-contiguous uint8 pixels of 3 channels in place: `linear` (int32, 3 x 256) gives the light of each level,\n"

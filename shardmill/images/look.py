@@ -8,11 +8,15 @@ import cv2
 import numpy as np
 
 from shardmill.images.pixels import prepare_opencv
+from shardmill.kernel import shardmill_native
 
 # OpenCV averages whole blocks ten times as fast as other areas: so large images are shrunk to about this side first.
 _BLOCKS_PER_SIDE = 32
 # Flatter thumbnails than this have hashes of noise, by which all plain images would look alike.
 _MIN_CONTRAST = 8
+# A build of the kernel from before it had them lacks them. They give the same integers as OpenCV, sooner.
+_native_square_sum = getattr(shardmill_native, "laplacian_square_sum", None)
+_native_average = getattr(shardmill_native, "average_blocks", None)
 
 
 def luma(image_HWC: np.ndarray) -> np.ndarray:
@@ -25,6 +29,9 @@ def laplacian_square_sum(luma_HW: np.ndarray) -> int:
     """The sum of the squared Laplacian. For each pixel it is the variance of the Laplacian, a measure of focus (J. L.
     Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000); its mean is about 0.
     """
+    if _native_square_sum is not None:
+        return _native_square_sum(np.ascontiguousarray(luma_HW))
+    prepare_opencv()  # IPP rounds the sum
     return int(cv2.norm(cv2.Laplacian(luma_HW, cv2.CV_16S), cv2.NORM_L2SQR))
 
 
@@ -43,5 +50,9 @@ def _shrunk(luma_HW: np.ndarray) -> np.ndarray:
     """The means of whole blocks; what is left at the lower and the right edge, less than a block, does not count."""
     height, width = (max(1, side // _BLOCKS_PER_SIDE) for side in luma_HW.shape)
     rows, columns = luma_HW.shape[0] // height, luma_HW.shape[1] // width
+    if _native_average is not None and height * width > 1:
+        means_HW = np.empty((rows, columns), np.uint8)
+        _native_average(np.ascontiguousarray(luma_HW), means_HW, (height, width))
+        return means_HW
     blocks_HW = luma_HW[: rows * height, : columns * width]
     return cv2.resize(blocks_HW, (columns, rows), interpolation=cv2.INTER_AREA)
