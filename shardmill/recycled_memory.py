@@ -23,7 +23,7 @@ _MAX_QUESTIONS = 64
 # An array that is larger than that would be wasted on what it is used for.
 _MAX_WASTE = 4
 # JAX and TensorFlow share memory that begins at a multiple of it, and copy other memory; NumPy's begins anywhere.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 # Less than a processor's second cache: what was read is hashed before it leaves it.
 _BLOCK_BYTES = 1 << 18
 
@@ -41,8 +41,8 @@ _OWN_REFERENCES = _num_references([np.empty(0)], 0)
 def pageable(shape: tuple[int, ...]) -> np.ndarray:
     """Aligned memory of uint8 with any content."""
     num_bytes = math.prod(shape)
-    memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
+    memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
     # Not a view of `memory`: views of it would refer to `memory` alone, where a pool does not look.
     return np.asarray(memory.data[begin : begin + num_bytes].cast("B", shape))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 
@@ -47,6 +47,9 @@ class Loader:
         self._options = options
         self._rows = rows
         self._hand_over = hand_over
+        if self.is_transformed:
+            # A transform may take long: each step is then work for one thread.
+            options = replace(options, max_steps_together=1)
         self._source = RowSource(dataset, spec, streams, options=options, rows=rows)
         index = dataset.index(spec.split)
         self._chunk_rows = index.chunk_rows if rows.selection is None else rows.selection.chunk_rows

@@ -1,8 +1,8 @@
 """Reads the planned rows of an epoch as batches, in planned order for any timing of the reader threads.
 
-The consuming thread plans; reader threads fetch, verify, decode and augment, several of them a large batch. Finished
-batches wait in a queue that is bounded in bytes, and a fault in any thread is raised in place of its batch. Shape
-legend: N batch, H height, W width, C channels.
+The consuming thread plans; reader threads fetch, verify, decode and augment, several of them a large batch, one of them
+several small ones. Finished batches wait in a queue that is bounded in bytes, and a fault in any thread is raised in
+place of its batch. Shape legend: N batch, H height, W width, C channels.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import collections
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -32,6 +32,7 @@ from shardmill.step_planner import StepPlanner
 from shardmill.values import Batch
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 Finish = Callable[[Batch, Origins], Item]
 """What a reader's thread makes of a batch; it may ask where each row comes from."""
 
@@ -93,21 +94,33 @@ class BatchReader(Generic[Item]):
         self._process = OneProcess()
 
     def __iter__(self) -> Iterator[Item]:
-        waiting: collections.deque[Future[Item]] = collections.deque()
+        together = self._source.steps_together
+        waiting: collections.deque[tuple[range, Future[list[Item]]]] = collections.deque()
         try:
-            for step in range(self._first_step, self._plan.num_steps):
-                waiting.append(self.submit(step))
+            for first in range(self._first_step, self._plan.num_steps, together):
+                steps = range(first, min(first + together, self._plan.num_steps))
+                waiting.append((steps, self._begin(steps, list)))
                 # A finished batch does not wait for the queue to fill.
-                while waiting and (len(waiting) > self._source.max_batches_ahead or waiting[0].done()):
-                    yield waiting.popleft().result()
-                    self._process.check()
+                while waiting and (len(waiting) * together > self._source.max_batches_ahead or waiting[0][1].done()):
+                    yield from self._items(*waiting.popleft())
             while waiting:
-                yield waiting.popleft().result()
-                self._process.check()
+                yield from self._items(*waiting.popleft())
         finally:
             if not self._process.is_another:
-                for future in waiting:
+                for _, future in waiting:
                     future.cancel()
+
+    def _items(self, steps: range, future: Future[list[Item]]) -> Iterator[Item]:
+        """Of steps that were begun together; if one has failed, each alone, so that those before it come."""
+        try:
+            items = iter(future.result())
+        except Exception as error:
+            if len(steps) == 1 or isinstance(error, CancelledError):
+                raise
+            items = (self.submit(step).result() for step in steps)
+        for item in items:
+            yield item
+            self._process.check()
 
     def __enter__(self) -> BatchReader[Item]:
         return self
@@ -137,18 +150,26 @@ class BatchReader(Generic[Item]):
 
         Raises UsageError in a fork of the process that began.
         """
+        return self._begin((step,), lambda items: items[0])
+
+    def _begin(self, steps: Sequence[int], result: Callable[[list[Item]], Result]) -> Future[Result]:
+        """-> what `result` makes of the items of consecutive steps, which are decoded together."""
         self._process.check()
-        rows, selection = self._planner.rows_of_step(step), self._source.rows.selection
-        occurrences_N = np.zeros_like(rows.rows_N)
-        if selection is not None:
-            occurrences_N, rows = selection.occurrences_of(rows), selection.rows_of(rows)
-        futures = self._futures_of(rows.chunks_N)
-        making = StepDecoder(self._source, self._plan, step, StepUses(rows, occurrences_N), self._live, futures)
-        work, finish = partial(self._decode, making), partial(self._finished, making)
+        uses = list(map(self._uses_of, steps))
+        chunks = [each.rows.chunks_N for each in uses]
+        futures = self._futures_of(chunks[0] if len(chunks) == 1 else np.concatenate(chunks))
+        making = StepDecoder(self._source, self._plan, uses, self._live, futures)
+        work, finish = partial(self._decode, making), lambda: result(self._finished(making))
         return share(self._decode_pool, self._source.num_parts, work, finish)
 
+    def _uses_of(self, step: int) -> StepUses:
+        rows, selection = self._planner.rows_of_step(step), self._source.rows.selection
+        if selection is None:
+            return StepUses(step, rows, np.zeros_like(rows.rows_N))
+        return StepUses(step, selection.rows_of(rows), selection.occurrences_of(rows))
+
     def _futures_of(self, chunks_N: np.ndarray) -> Chunks:
-        """Begin to read the chunks of a step that are not in memory. -> those that no earlier step has needed."""
+        """Begin to read the chunks of steps that are not in memory. -> those that no earlier step has needed."""
         planner, selection = self._planner, self._source.rows.selection
         if planner.num_windows == self._num_windows and (self._live.is_complete or self._live.has_all(chunks_N)):
             return {}
@@ -177,9 +198,9 @@ class BatchReader(Generic[Item]):
         making.decode(part)
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
 
-    def _finished(self, making: StepDecoder) -> Item:
+    def _finished(self, making: StepDecoder) -> list[Item]:
         started = time.perf_counter()
-        finished = self._finish(making.batch(), making.origins)
+        finished = [self._finish(batch, origins) for batch, origins in making.batches()]
         self._count(ReaderSeconds(decode=time.perf_counter() - started))
         return finished
 

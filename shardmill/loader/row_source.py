@@ -17,7 +17,8 @@ import numpy as np
 
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.recycled_memory import RecycledMemory, pageable
+from shardmill.options import ENCODINGS
+from shardmill.recycled_memory import ALIGNMENT, RecycledMemory, pageable
 from shardmill.typed_columns import ANNOTATIONS, BOX_COLUMNS
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class ReaderOptions:
     """Gives the memory that batches are decoded into."""
     part_bytes: int = 4_000_000
     """Decoded bytes that are worth a thread of their own: a batch of several times as many is decoded by several."""
+    max_steps_together: int = 16
+    """Of which one thread makes so many bytes if their images are stored as pixels: to begin each alone takes longer
+    than to copy it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,13 @@ class RowSource:
         num_rows = self._batch_shape[0]
         self.num_parts = max(1, min(options.num_threads, num_rows, self._batch_bytes // options.part_bytes))
         """In which a batch is decoded, each by one thread."""
+        self.steps_together = _steps_together(options, self._batch_bytes)
+        """That one thread makes at a time. Of stored pixels only: what is decoded takes longer than to begin it."""
+        if not ENCODINGS[self.normalize.encoding].is_fixed_size or self._batch_bytes % ALIGNMENT:
+            self.steps_together = 1
         self.max_batches_ahead = _max_batches_ahead(options, self._batch_bytes)
-        self._batch_memory = RecycledMemory(_num_batch_arrays(options, self._batch_bytes), options.allocate)
+        num_arrays = -(-_num_batches(options, self._batch_bytes) // self.steps_together)
+        self._batch_memory = RecycledMemory(num_arrays, options.allocate)
         self._kept: Chunks = {}
         self._lock = threading.Lock()
 
@@ -104,9 +113,10 @@ class RowSource:
         """The rows of a chunk. Raises IntegrityError and StorageError."""
         return self._fetcher.read_chunk(chunk)
 
-    def take_batch(self) -> np.ndarray:
-        """Memory for the pixels of a batch, NHWC, that nothing else refers to, with any content."""
-        return self._batch_memory.take(self._batch_bytes).reshape(self._batch_shape)
+    def take_batches(self, num_steps: int) -> np.ndarray:
+        """Memory for the pixels of so many batches, NHWC, that nothing else refers to, with any content."""
+        num_rows, *shape_HWC = self._batch_shape
+        return self._batch_memory.take(num_steps * self._batch_bytes).reshape(num_steps * num_rows, *shape_HWC)
 
     def take_chunks(self) -> Chunks:
         """The chunks that the last reader left, for the next one."""
@@ -138,7 +148,7 @@ def kept_bytes(index: SplitIndex, spec: PlanSpec, num_streams: int, options: Rea
     num_chunks = min(_num_chunk_arrays(num_streams, spec), index.num_chunks)
     batch_bytes = num_streams * spec.rows_per_stream * image_bytes
     chunk_bytes = min(num_chunks * int(index.stored_bytes.max(initial=0)), int(index.stored_bytes.sum()))
-    return chunk_bytes + _num_batch_arrays(options, batch_bytes) * batch_bytes
+    return chunk_bytes + _num_batches(options, batch_bytes) * batch_bytes
 
 
 def _read_columns(schema: RowSchema, columns: tuple[str, ...] | None, augment: AugmentOptions) -> tuple[str, ...]:
@@ -160,6 +170,13 @@ def _max_batches_ahead(options: ReaderOptions, batch_bytes: int) -> int:
     return max(1, options.prefetch_bytes // max(1, batch_bytes))
 
 
-def _num_batch_arrays(options: ReaderOptions, batch_bytes: int) -> int:
+def _steps_together(options: ReaderOptions, batch_bytes: int) -> int:
+    """As many as are worth a thread."""
+    worth = min(options.part_bytes // max(1, batch_bytes), options.max_steps_together)
+    return max(1, min(worth, _max_batches_ahead(options, batch_bytes)))
+
+
+def _num_batches(options: ReaderOptions, batch_bytes: int) -> int:
     """Those in the queue and in the threads, the consumer's and the one before it."""
-    return _max_batches_ahead(options, batch_bytes) + options.num_threads + 2
+    at_once = (options.num_threads + 2) * _steps_together(options, batch_bytes)
+    return _max_batches_ahead(options, batch_bytes) + at_once

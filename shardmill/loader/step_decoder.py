@@ -1,11 +1,12 @@
-"""One step of a reader in the making: its images are decoded in parts, by any threads, and then it becomes a batch.
+"""Steps of a reader in the making: their images are decoded in parts, by any threads, and then each becomes a batch.
 
-Shape legend: N batch, H height, W width, C channels.
+Shape legend: N batch, or all rows of the steps; H height, W width, C channels.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from shardmill.augment.draws import Draws
 from shardmill.augment.mixing import mix_batch
 from shardmill.augment.pixels import change_pixels
 from shardmill.augment.windows import draw_windows
+from shardmill.epoch_plan import StepRows
 from shardmill.loader.annotations import boxes_of_batch, decode_masks, is_annotation
 from shardmill.loader.decode import decode_batch, decode_distinct
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
@@ -22,7 +24,7 @@ from shardmill.typed_columns import BOXES, MASK, label_shape
 from shardmill.values import Batch
 
 if TYPE_CHECKING:
-    from shardmill.epoch_plan import EpochPlan, StepRows
+    from shardmill.epoch_plan import EpochPlan
     from shardmill.loader.row_source import Chunks, RowSource
 
 
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
 class StepUses:
     """The rows of a step, and which use of its row in the epoch each one is."""
 
+    step: int
     rows: StepRows
     occurrences_N: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Begun:
-    """What all parts of a step share."""
+    """What all parts share."""
 
     gathered: GatheredRows
     draws: Draws
@@ -46,23 +49,24 @@ class _Begun:
 
 
 class StepDecoder:
-    """Call `wait` and `decode` for each part, in any threads, and then `batch` in one of them."""
+    """Call `wait` and `decode` for each part, in any threads, and then `batches` in one of them."""
 
     def __init__(
-        self, source: RowSource, plan: EpochPlan, step: int, uses: StepUses, live: LiveRows, futures: Chunks
+        self, source: RowSource, plan: EpochPlan, steps: Sequence[StepUses], live: LiveRows, futures: Chunks
     ) -> None:
         self._source = source
         self._plan = plan
-        self._step = step
-        self._uses = uses
+        self._steps = steps
         self._live = live
         self._futures = futures
-        self._is_real_N = uses.rows.weights_N > 0
+        rows = [each.rows for each in steps]
+        self._rows = rows[0] if len(rows) == 1 else StepRows(*map(np.concatenate, zip(*rows, strict=True)))
+        self._is_real_N = self._rows.weights_N > 0
         self._lock = threading.Lock()
         self._begun: _Begun | None = None
 
     def wait(self) -> None:
-        """Return when the step's chunks are in memory. Raises IntegrityError and StorageError."""
+        """Return when all chunks are in memory. Raises IntegrityError and StorageError."""
         for future in self._futures.values():
             future.result()
 
@@ -84,15 +88,29 @@ class StepDecoder:
             masks_NHW = begun.masks_NHW[rows]
             decode_masks(gathered, self._is_real_N[rows], stored_HW, windows, draws, augment, masks_NHW)
 
-    def batch(self) -> Batch:
-        """The batch, when all parts are decoded: now its rows are mixed with each other."""
-        begun, schema, spec = self._begin(), self._source.schema, self._plan.spec
-        gathered, is_real_N, augment = begun.gathered, self._is_real_N, self._source.rows.augment
+    def batches(self) -> Iterator[tuple[Batch, Origins]]:
+        """The batch of each step, when all parts are decoded, and where its rows come from: now its rows are mixed with
+        each other.
+        """
+        begun, num_rows = self._begin(), len(self._is_real_N) // len(self._steps)
+        for place, uses in enumerate(self._steps):
+            rows = slice(place * num_rows, (place + 1) * num_rows)
+            is_whole = len(self._steps) == 1
+            gathered = begun.gathered if is_whole else begun.gathered.part(rows)
+            draws = begun.draws if is_whole else begun.draws.part(rows)
+            masks_NHW = None if begun.masks_NHW is None else begun.masks_NHW[rows]
+            batch = self._batch(uses, _Begun(gathered, draws, begun.images_NHWC[rows], masks_NHW))
+            yield batch, Origins(uses.occurrences_N, gathered.sources)
+
+    def _batch(self, uses: StepUses, begun: _Begun) -> Batch:
+        schema, spec, augment = self._source.schema, self._plan.spec, self._source.rows.augment
+        gathered, weights_N = begun.gathered, uses.rows.weights_N
+        is_real_N = weights_N > 0
         labels_N, sample_ids_N, is_full = gathered.labels_N, gathered.sample_ids_N, bool(is_real_N.all())
         if not is_full:
             sample_ids_N = sample_ids_N * is_real_N
         if not is_full or labels_N.dtype == object:
-            labels_N = self._labels(labels_N)
+            labels_N = self._labels(labels_N, is_real_N)
         labels_N = mix_batch(
             begun.images_NHWC, labels_N, is_real_N, begun.draws, augment,
             num_classes=len(schema.class_names), rows_per_stream=spec.rows_per_stream,
@@ -108,28 +126,23 @@ class StepDecoder:
                 continue
             values = zip(gathered.extra(column.name), is_real_N.tolist(), strict=True)
             extra[column.name] = [value if is_real else None for value, is_real in values]
-        weights_N = self._uses.rows.weights_N
-        return Batch(begun.images_NHWC, labels_N, weights_N, sample_ids_N, self._plan.epoch, self._step, extra)
-
-    @property
-    def origins(self) -> Origins:
-        """Where the rows of the batch come from."""
-        return Origins(self._uses.occurrences_N, self._begin().gathered.sources)
+        return Batch(begun.images_NHWC, labels_N, weights_N, sample_ids_N, self._plan.epoch, uses.step, extra)
 
     def _begin(self) -> _Begun:
         with self._lock:
             if self._begun is None:
-                gathered = self._live.gather(self._uses.rows, self._futures)
-                spec, occurrences_N = self._plan.spec, self._uses.occurrences_N
+                gathered = self._live.gather(self._rows, self._futures)
+                spec, occurrences = self._plan.spec, [each.occurrences_N for each in self._steps]
+                occurrences_N = occurrences[0] if len(occurrences) == 1 else np.concatenate(occurrences)
                 draws = Draws(spec.seed, self._plan.epoch, gathered.sample_ids_N, occurrences_N)
-                images_NHWC = self._source.take_batch()
+                images_NHWC = self._source.take_batches(len(self._steps))
                 masks_NHW = np.zeros(images_NHWC.shape[:3], np.uint8) if self._source.schema.has_mask else None
                 self._begun = _Begun(gathered, draws, images_NHWC, masks_NHW)
             return self._begun
 
-    def _labels(self, stored_N: np.ndarray) -> np.ndarray:
+    def _labels(self, stored_N: np.ndarray, is_real_N: np.ndarray) -> np.ndarray:
         """The labels of a batch from those of its rows, as in `ChunkRows`; padding has none."""
-        is_real_N, schema = self._is_real_N, self._source.schema
+        schema = self._source.schema
         if stored_N.dtype != object:
             stored_N[~is_real_N] = 0
             return stored_N

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from shardmill.augment.options import AugmentOptions
+from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.epoch_plan import streams_of_rank
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.encodings import decode_stored
+from shardmill.formats.rows import ChunkRows
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.loader.samples import read_samples
+from shardmill.step_planner import StepPlanner
 from shardmill.values import Batch
 from tests.support import make_dataset
 
@@ -87,6 +90,32 @@ def test_reading_from_every_step_gives_the_same_rest(dataset: Dataset):
     whole = read(dataset, augment=AugmentOptions())
     for first_step in range(len(whole)):
         assert_same(read(dataset, first_step=first_step, augment=AugmentOptions()), whole[first_step:])
+
+
+def test_a_fault_comes_in_place_of_its_batch_also_of_one_that_is_made_with_others(dataset, monkeypatch):
+    whole = read(dataset)
+    spec = dataset.plan_spec("train", seed=3, global_batch_size=16, num_streams=4, window_budget_bytes=60_000)
+    plan, sound = dataset.plan_epoch(spec, 1), ChunkFetcher.read_chunk
+    planner = StepPlanner(plan, range(4))
+    first_needed: dict[int, int] = {}
+    for step in range(plan.num_steps):
+        for chunk in planner.rows_of_step(step).chunks_N.tolist():
+            first_needed.setdefault(chunk, step)
+    bad, fault_step = max(first_needed.items(), key=lambda each: each[1])
+    assert fault_step > 0
+
+    def read_chunk(fetcher: ChunkFetcher, chunk: int) -> ChunkRows:
+        if chunk == bad:
+            raise IntegrityError("altered")
+        return sound(fetcher, chunk)
+
+    monkeypatch.setattr(ChunkFetcher, "read_chunk", read_chunk)
+    seen = []
+    with read_batches(dataset, plan) as batches:
+        assert batches._source.steps_together == (16 if dataset.manifest.normalize.encoding == "raw" else 1)
+        with pytest.raises(IntegrityError, match="altered"):
+            seen.extend(batches)
+    assert_same(seen, whole[:fault_step])
 
 
 def test_augmentation_changes_pixels_between_epochs(dataset: Dataset):
