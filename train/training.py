@@ -211,9 +211,10 @@ def _report_plan(
     if plan.chosen_anew:
         observer.event("chosen_anew", {"rank": 0, WARNING: plan.chosen_anew})
     observer.event("plan", {"rank": 0, "chosen": plan.reason, "short": plan.in_short, **memory.as_fields()})
-    for name, why in (("freeze", never_unfrozen(config)), ("one_rank", plan.shares_nothing)):
-        if why:
-            observer.event(name, {"rank": 0, WARNING: why})
+    if never := never_unfrozen(config):
+        observer.event("freeze", {"rank": 0, WARNING: never})
+    if alone := plan.shares_nothing:
+        observer.event("one_rank", {"rank": 0, WARNING: alone})
     if (moves := config.augmentation.moves) and LabelSpec.of(dataset.manifest).are_numbers:
         moved = (
             f"train.augment moves what images show ({', '.join(moves)}), but numeric labels stay unchanged, which is "
