@@ -1,4 +1,4 @@
-"""The settings of section `source.boxes`: which columns hold the boxes of objects, and how."""
+"""The settings of section `source.boxes`: where a source has the boxes of objects, and how."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pydantic import model_validator
 
 from shardmill.section import Section
 
+_WITH_FIELDS = ("table", "parquet", "delta", "webdataset", "tfrecord")
 KINDS_WITH = {
-    "boxes": ("table", "parquet", "delta"),
-    "mask_field": ("table", "parquet", "delta"),
+    "boxes": _WITH_FIELDS,
+    "mask_field": _WITH_FIELDS,
     "coco_images": ("coco",),
     "coco_masks": ("coco",),
 }
@@ -22,12 +23,14 @@ class BoxesConfig(Section):
 
     field: str = ""
     """A column with a list of boxes in each row, four numbers each, in pixels of the upright source; empty: no boxes.
-    `objects.bbox` is a field of a struct."""
+    `objects.bbox` is a field of a struct, `json.boxes` one of a tar's JSON members, and `image/object/bbox` the
+    beginning of the names of four TFRecord features."""
     labels_field: str = ""
-    """A column with the class name of each box; empty: boxes without classes. An image then has the classes of its
-    boxes as labels."""
+    """A column, field or feature with the class name of each box; empty: boxes without classes. An image then has the
+    classes of its boxes as labels."""
     format: Literal["xyxy", "xywh"] = "xyxy"
-    """The four numbers: two corners, or a corner with width and height. Stored boxes are `xyxy`."""
+    """The four numbers: two corners, or a corner with width and height. Stored boxes are `xyxy`, as TFRecords have
+    them."""
 
     @model_validator(mode="after")
     def _labels_are_of_boxes(self) -> BoxesConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -10,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from etl.boxes_config import KINDS_WITH, BoxesConfig
+from etl.download_config import DownloadConfig
 from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
@@ -19,30 +19,6 @@ from shardmill.registry import OneOf
 from shardmill.section import Section, SettingKind
 from shardmill.typed_columns import BOX_COLUMNS, MASK, names_places, parse_extra
 from shardmill.values import SourceLabelKind
-
-
-class DownloadConfig(Section):
-    """How a task downloads images that a table names by `http://` or `https://`."""
-
-    timeout_seconds: float = Field(default=20.0, gt=0)
-    """Time limit of one attempt, including redirects."""
-    num_retries: int = Field(default=2, ge=0, le=20)
-    """Retries after a transient failure, with growing delays."""
-    num_parallel: int = Field(default=16, ge=1, le=256)
-    """Images that a task downloads at once; also applies to files and objects that a table names."""
-    num_parallel_per_host: int = Field(default=4, ge=1)
-    """Maximum number of simultaneous downloads from one host."""
-    allow_private_addresses: bool = False
-    """Also download from private networks and this machine; otherwise such URLs are rejected."""
-    allow_networks: tuple[str, ...] = ()
-    """Private networks that are allowed in any case, such as `10.1.0.0/16`."""
-
-    @field_validator("allow_networks")
-    @classmethod
-    def _are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
-        for network in networks:
-            ipaddress.ip_network(network)
-        return networks
 
 
 class SourceConfig(Section):
@@ -71,7 +47,8 @@ class SourceConfig(Section):
     group_field: str = ""
     """A column of groups (patients, videos); all images of a group are in one split. Empty: `group`."""
     mask_field: str = ""
-    """A column with each image's mask, a PNG of class numbers, or with its file (docs/boxes.md); empty: no masks."""
+    """A column, feature or tar member with each image's mask, a PNG of class numbers, or a column with its file
+    (docs/boxes.md); empty: no masks."""
     key_field: str = ""
     """A table's column with a permanent name for each image; empty: `key`. Without such a column, the URI is the
     name."""
@@ -80,7 +57,7 @@ class SourceConfig(Section):
     extra_columns: tuple[str, ...] = ()
     """Additional columns, fields or features to store with each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
     boxes: BoxesConfig = BoxesConfig()
-    """Boxes of objects, from a table or from Parquet; the kind `coco` has its own."""
+    """Boxes of objects, beside the images; the kind `coco` has its own."""
     coco_images: str = ""
     """Of kind `coco`: the folder or URI of the images; empty: beside the annotation file, or in a usual folder."""
     coco_masks: bool = False
@@ -104,6 +81,8 @@ class SourceConfig(Section):
         for name, kinds in KINDS_WITH.items():
             if (self.boxes.field if name == "boxes" else getattr(self, name)) and self.kind not in kinds:
                 raise ValueError(f"{name} with a kind among {', '.join(kinds)}, not with {self.kind}")
+        if self.kind == "tfrecord" and self.boxes.format != "xyxy":
+            raise ValueError("no boxes.format: the features of a TFRecord are named by the sides of a box")
         ours = {
             *(BOX_COLUMNS if self.boxes.field or self.labels_are_of_boxes else ()),
             *([MASK] if self.mask_field or self.coco_masks else ()),
@@ -120,6 +99,11 @@ class SourceConfig(Section):
     def labels_are_of_boxes(self) -> bool:
         """Whether an image has the classes of its boxes as labels, and no others."""
         return self.boxes.labels_field != "" or (self.kind == "coco" and self.label_kind != "none")
+
+    @property
+    def without_box_labels(self) -> SourceConfig:
+        """As it is listed: labels that are those of the boxes are in no place of their own."""
+        return self.model_copy(update={"label_kind": "none"}) if self.labels_are_of_boxes else self
 
     def uris(self) -> dict[str, str]:
         """Every URI that must be set, by its config key."""

@@ -82,6 +82,12 @@ def _source(source: SourceConfig) -> SourceConfig:
 
     Without boxes and masks, too: predictions have no images that they could lie in.
     """
+    if source.kind == "webdataset" and source.mask_field and not source.image_field:
+        raise UsageError(
+            f"source.mask_field = {source.mask_field!r}, and predictions read no masks: they would be read as images",
+            "expected images that are named",
+            'set source.mask_field = "" and source.image_field, such as "jpg;png"',
+        )
     parts = {name: _source(part) for name, part in source.parts.items()}
     keeps = "label_kind" in source.model_fields_set or source.kind == COMMITTED
     kind = source.label_kind if keeps and not source.labels_are_of_boxes else "none"

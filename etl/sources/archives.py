@@ -13,6 +13,7 @@ from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of, listed_table
+from etl.sources.mask_places import in_member
 from etl.sources.member_signs import MemberSigns, with_found, with_listed_signs
 from etl.sources.names import is_utf8
 from etl.sources.packing import reading
@@ -21,6 +22,7 @@ from etl.sources.tar import ArchiveMember
 from etl.sources.tar_samples import FOLDER_LABELS, TarImage, TarLayout, TarReject, read_samples
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
+from shardmill.typed_columns import MASK
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 # Images of a block are read by one task, one after the other: few jumps, and units stay small.
@@ -117,7 +119,7 @@ class Archives:
                         members = signs.noting(members, file, archive.path)
                     for found in read_samples(members, file, layout):
                         entry = _entry(found, archive, num_images // block_images, split)
-                        yield _with_extra(entry, found, self._extra) if self._extra.given else entry
+                        yield _with_extra(entry, found, self._extra, layout) if self._extra.has_values else entry
                         num_images += isinstance(found, TarImage)
                     self._format.check_end(file)
             except IntegrityError as error:
@@ -147,9 +149,11 @@ def _entry(found: TarImage | TarReject, archive: StoredFile, block: int, split: 
 
 
 def _with_extra(
-    entry: SourceImage | Rejection, found: TarImage | TarReject, extra: ExtraColumns
+    entry: SourceImage | Rejection, found: TarImage | TarReject, extra: ExtraColumns, layout: TarLayout
 ) -> SourceImage | Rejection:
     if isinstance(entry, Rejection) or isinstance(found, TarReject):
         return entry
-    text, problem = extra.of_record(found.extra, entry.container)
+    mask = found.mask
+    place = {} if mask is None else {MASK: in_member(layout.mask_suffix, mask.start, mask.size_bytes)}
+    text, problem = extra.of_record({**found.extra, **place}, entry.container)
     return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)

@@ -1,4 +1,4 @@
-"""Reads the boxes of a table's rows: their four numbers as corners in pixels of the source, and the classes of boxes.
+"""Reads the boxes of rows and records: their four numbers as corners in pixels of the source, and the boxes' classes.
 
 A listing carries them in coordinates of the source; `etl/units/move_annotations.py` moves them with the pixels.
 """
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ANNOTATED_SIZE = "annotated_size"
 """Beside the boxes of a listed image: width and height of the image that they were drawn in, where the source says."""
+SIZE_FIELDS = (f"{ANNOTATED_SIZE}.width", f"{ANNOTATED_SIZE}.height")
+"""Width and height among the values of a record."""
 _SIZE_COLUMNS = ("width", "height")
 
 
@@ -62,14 +64,25 @@ class BoxColumns:
         for row, given in enumerate(boxes):
             values: dict[str, Value] = {}
             try:
-                values = box_values(
-                    _parsed(given), None if labels is None else _named(_parsed(labels[row]), names), self._config.format
-                )
-                values |= _size_of([each[row] for each in sizes if each is not None])
+                named = None if labels is None else _named(_parsed(labels[row]), names)
+                values = self._values(given, named, [each[row] for each in sizes if each is not None])
             except (ValueError, TypeError) as error:
                 problems[row] = problems[row] or str(error)
             found.append(values)
         return found
+
+    def of_record(self, record: Mapping[str, Any]) -> dict[str, Value]:
+        """The values of a record that has its boxes as `BOXES`, their classes as `BOX_LABELS`, and `SIZE_FIELDS`.
+
+        Raises ValueError that says what is wrong with them.
+        """
+        if record.get(BOXES) is None:
+            raise ValueError(f"no {self._config.field}: expected an empty list if the image has no boxes")
+        labels = _parsed(record.get(BOX_LABELS)) if self._has_labels else None
+        return self._values(record[BOXES], labels, [record.get(name) for name in SIZE_FIELDS])
+
+    def _values(self, given: Any, labels: Sequence[Any] | None, size: list[Any]) -> dict[str, Value]:
+        return box_values(_parsed(given), labels, self._config.format) | _size_of(size)
 
 
 def box_types(*, has_labels: bool) -> dict[str, str]:
@@ -78,7 +91,12 @@ def box_types(*, has_labels: bool) -> dict[str, str]:
 
 
 def box_values(boxes: Sequence[Any], labels: Sequence[Any] | None, box_format: str) -> dict[str, Value]:
-    """The values of an image with these boxes. Raises ValueError that says what is wrong with them."""
+    """The values of an image with these boxes: lists of four numbers, or one list of all, as datasets store them.
+
+    Raises ValueError that says what is wrong with them.
+    """
+    if boxes and all(map(_is_number, boxes)):
+        boxes = [boxes[first : first + NUM_SIDES] for first in range(0, len(boxes), NUM_SIDES)]
     sides: list[float] = []
     for number, box in enumerate(boxes):
         if not isinstance(box, list | tuple) or len(box) != NUM_SIDES or not all(map(_is_number, box)):

@@ -171,6 +171,12 @@ class ContainerReader(Generic[Opened]):
         return self._opened
 
 
+def refused_if_large(image: SourceImage, num_bytes: int, max_bytes: int) -> Rejection | None:
+    """Of an image or mask whose size a listing does not know."""
+    detail = f"{num_bytes} bytes; the limit is etl.max_source_bytes"
+    return image.rejected(RejectReason.TOO_LARGE_BYTES, detail) if num_bytes > max_bytes else None
+
+
 def image_file(file: StoredFile) -> SourceImage:
     """A file as a listed input of its own."""
     return SourceImage(file.path, file.size_bytes, file.mtime_ns, file.etag)

@@ -17,7 +17,7 @@ from shardmill.printable import printable
 from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
-    from etl.config import DownloadConfig
+    from etl.download_config import DownloadConfig
 
 HTTP_SCHEMES = ("http", "https")
 _AGENT = "shardmill"

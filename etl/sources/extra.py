@@ -33,7 +33,7 @@ from shardmill.typed_columns import (
 from shardmill.values import SourceLabelKind, Value
 
 if TYPE_CHECKING:
-    from etl.config import BoxesConfig
+    from etl.config import BoxesConfig, SourceConfig
 
 _INT64 = 1 << 63
 _INTEGERS = "int64"
@@ -68,6 +68,12 @@ class ExtraColumns:
         if self.target is not None:
             self.given[LABEL] = self.target.read_as
         self._seen = {name: _Seen(kind, "source.extra_columns") for name, kind in self.given.items() if kind}
+
+    @classmethod
+    def of_source(cls, config: SourceConfig) -> ExtraColumns:
+        """Of all that a source's settings ask for beside the images."""
+        kind = config.without_box_labels.label_kind
+        return cls(config.extra_columns, kind, config.boxes, has_mask=config.mask_field != "")
 
     @property
     def types(self) -> dict[str, str]:
@@ -127,14 +133,22 @@ class ExtraColumns:
     ) -> tuple[str, str | None]:
         """The text of one record, and its problem if it has one. `types` says what the values themselves do not.
 
-        Raises UsageError as `of_rows` does.
+        `values` also has the record's boxes, by the names of `BoxColumns.of_record`, and as `MASK` the place of its
+        mask. Raises UsageError as `of_rows` does.
         """
         problems: list[str | None] = [None]
-        found = {}
+        found: dict[str, Value] = {}
         for name in self.given:
             value = values.get(name)
             kind = (types or {}).get(name) or _type_of(value)
             found[name] = self._values(name, [value], self._type(name, kind, where), problems)[0]
+        try:
+            found |= {} if self.boxes is None else self.boxes.of_record(values)
+        except (ValueError, TypeError) as error:
+            problems[0] = problems[0] or str(error)
+        if self._has_mask:
+            found[MASK] = values.get(MASK)
+            problems[0] = problems[0] or (None if values.get(MASK) else "no mask")
         return encode_values(found), problems[0]
 
     def _column(self, name: str, column: pa.Array, where: str, problems: list[str | None]) -> list[Value]:

@@ -28,7 +28,7 @@ Features = Mapping[str, FeatureList]
 
 
 def image_of(features: Features, name: str) -> tuple[bytes | None, str]:
-    """The encoded image of a record, or None and what is wrong with it."""
+    """The encoded image of a record, or its mask; or None and what is wrong with it."""
     feature = features.get(name) or FeatureList(BYTES_LIST, ())
     if feature.kind != BYTES_LIST or not feature.values:
         return None, f"no feature {name} of bytes"

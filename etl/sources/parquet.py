@@ -28,24 +28,26 @@ from etl.sources.columns import (
     or_else,
     with_constants,
 )
-from etl.sources.containers import ContainerReader, Containers, damaged, gone
+from etl.sources.containers import ContainerReader, Containers, damaged, gone, refused_if_large
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import PARQUET_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column, open_columns
 from etl.sources.parquet_rows import Blocks, BytesRows
 from etl.sources.stored_file import open_file
 from etl.sources.target import class_names_of
 from shardmill.errors import IntegrityError
-from shardmill.storage import Store, StoredFile
+from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+    from etl.sources import SourceReader
 
 _LABEL_COLUMNS = ("label", "labels", "class")
 
@@ -54,17 +56,34 @@ class ParquetSource:
     """Every row of the Parquet files that `source.uri` names: a folder, one file, or a pattern."""
 
     def __init__(self, config: SourceConfig, files: Containers | None = None) -> None:
-        # Labels that the boxes have are in no column of their own.
-        self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
+        self._config = config.without_box_labels
         self._files = files or Containers(config.uri, PARQUET_SUFFIXES)
-        self._extra = ExtraColumns(
-            config.extra_columns, self._config.label_kind, config.boxes, has_mask=config.mask_field != ""
-        )
+        self._extra = ExtraColumns.of_source(config)
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> RowReader:
+    def open(self, max_source_bytes: int) -> SourceReader:
         """Reads rows, each row group once if they come in order."""
-        return RowReader(self._files.store, self._config, max_source_bytes)
+        config = self._config
+        images = self._reader(config.image_field, "image_field", max_source_bytes)
+        if not config.mask_field:
+            return images
+        return ReaderOfMasks(images, self._reader(config.mask_field, "mask_field", max_source_bytes))
+
+    def _reader(self, field: str, key: str, max_bytes: int) -> ContainerReader[BytesRows]:
+        """Of the column that `source.KEY` names."""
+
+        def open_rows(stream: BinaryIO, file: StoredFile) -> BytesRows:
+            with _parsing(file.path):
+                return BytesRows(stream, file.path, field, key)
+
+        def take(rows: BytesRows, image: SourceImage) -> bytes | Rejection:
+            with _parsing(image.container):
+                data = rows.read(image.place)
+            if data is None:
+                return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
+            return refused_if_large(image, len(data), max_bytes) or data
+
+        return ContainerReader(self._files.store, open_rows, take)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
@@ -83,47 +102,6 @@ class ParquetSource:
                 yield ListingBatch.of_rejections(damaged(file, str(error)))
             except FileNotFoundError:
                 yield ListingBatch.of_rejections(gone(file))
-
-
-class RowReader:
-    """Reads the images of rows, and their masks: each column by a reader of its own, in the order of the file."""
-
-    num_parallel = 1
-
-    def __init__(self, store: Store, config: SourceConfig, max_source_bytes: int) -> None:
-        self._store = store
-        self._max_bytes = max_source_bytes
-        self._images = self._reader(config.image_field, "image_field")
-        self._masks = self._reader(config.mask_field, "mask_field")
-
-    def read(self, image: SourceImage) -> bytes | Rejection:
-        """The bytes of an image, or of its mask if its container ends in the name of that column."""
-        path, of_mask, _ = image.container.partition("\0")
-        return self._masks.read(replace(image, container=path)) if of_mask else self._images.read(image)
-
-    def expect(self, image: SourceImage) -> None:
-        """Does nothing: the operating system reads ahead in a file."""
-
-    def is_there(self, path: str) -> bool:
-        """Whether this host sees the file."""
-        return self._images.is_there(path)
-
-    def _reader(self, field: str, key: str) -> ContainerReader[BytesRows]:
-        def open_rows(stream: BinaryIO, file: StoredFile) -> BytesRows:
-            with _parsing(file.path):
-                return BytesRows(stream, file.path, field, key)
-
-        return ContainerReader(self._store, open_rows, self._take)
-
-    def _take(self, rows: BytesRows, image: SourceImage) -> bytes | Rejection:
-        with _parsing(image.container):
-            data = rows.read(image.place)
-        if data is None:
-            return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
-        if len(data) > self._max_bytes:
-            limit = f"{len(data)} bytes; the limit is etl.max_source_bytes"
-            return image.rejected(RejectReason.TOO_LARGE_BYTES, limit)
-        return data
 
 
 @contextmanager
@@ -157,7 +135,7 @@ def _list_file(
     if parquet.metadata.num_rows > file.size_bytes:
         raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
     image = image_column(schema, config.image_field, file.path)
-    mask = f"\0{config.mask_field}" if config.mask_field else ""
+    mask = in_column(config.mask_field) if config.mask_field else ""
     if mask:
         image_column(schema, config.mask_field, file.path, "mask_field")
     names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)] + [*constants]

@@ -42,12 +42,9 @@ class TableSource:
     """
 
     def __init__(self, config: SourceConfig, tables: Containers | None = None) -> None:
-        # Labels that the boxes have are in no column of their own.
-        self._config = config.model_copy(update={"label_kind": "none"}) if config.labels_are_of_boxes else config
+        self._config = config.without_box_labels
         self._tables = tables or Containers(config.uri, TABLE_SUFFIXES)
-        self._extra = ExtraColumns(
-            config.extra_columns, self._config.label_kind, config.boxes, has_mask=config.mask_field != ""
-        )
+        self._extra = ExtraColumns.of_source(config)
         self.uri = self._tables.uri
 
     def open(self, max_source_bytes: int) -> UriReader:

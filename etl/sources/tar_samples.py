@@ -35,6 +35,8 @@ class TarLayout:
     """A member's suffix (`cls`), a field of a JSON member (`json.class.name`), FOLDER_LABELS, or empty for none."""
     extra_fields: Mapping[str, str] = field(default_factory=dict)
     """Other values to read of a sample: a column's name -> its position, as for a label."""
+    mask_suffix: str = ""
+    """Suffix of an image's mask (`mask.png`), which is no image; empty: no masks."""
 
     @property
     def read_suffixes(self) -> frozenset[str]:
@@ -43,9 +45,12 @@ class TarLayout:
         return frozenset(suffix for name in fields for suffix in (name, name.partition(".")[0])) - {"", FOLDER_LABELS}
 
     def is_image(self, member: ArchiveMember) -> bool:
-        if not member.is_file:
+        if not member.is_file or self.is_mask(member):
             return False
         return suffix_of(member.name) in self.image_suffixes if self.image_suffixes else is_image_name(member.name)
+
+    def is_mask(self, member: ArchiveMember) -> bool:
+        return self.mask_suffix != "" and member.name.lower().endswith(f".{self.mask_suffix}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class TarImage:
     """Why it has no label, if it should have one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The values of the extra fields that its sample has."""
+    mask: ArchiveMember | None = None
+    """Its mask, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +145,20 @@ def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout)
         elif not images:
             yield TarReject(member, RejectReason.NOT_AN_IMAGE_NAME, "belongs to no image")
     texts = _Texts(sample)
+    # Of two of one name the first, as with texts.
+    masks = {
+        _mask_stem(member, layout): member
+        for member, _ in reversed(sample)
+        if layout.is_mask(member) and member.is_file
+    }
     for member in images:
         found = {name: texts.value(member.name, place) for name, place in layout.extra_fields.items()}
         extra = {name: value for name, value in found.items() if value is not None}
         label, problem = None, ""
         if layout.label_field not in ("", FOLDER_LABELS):
             label, problem = texts.label(member.name, layout.label_field)
-        yield TarImage(member, label, problem, extra)
+        mask = next((masks[stem] for stem in _stems(member.name) if stem in masks), None)
+        yield TarImage(member, label, problem, extra, mask)
 
 
 class _Texts:
@@ -163,7 +177,9 @@ class _Texts:
         return (None, f"no {place} beside it") if value is None else class_of([value], place)
 
     def value(self, image: str, place: str) -> Any:
-        """Return the value of a member, or of a part of its JSON; None if there is none."""
+        """Return the value of a member, or of a part of its JSON, of each object of a list there; None if there is
+        none.
+        """
         value = self._found(image, place)
         return (text_of(value) or value.decode("utf-8", "replace")).strip() if isinstance(value, bytes) else value
 
@@ -175,15 +191,25 @@ class _Texts:
         try:
             value: Any = json.loads(self._member(image, suffix) or b"")
             for part in path.split("."):
-                value = value[part]
+                value = [each[part] for each in value] if isinstance(value, list) else value[part]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return value
 
     def _member(self, image: str, suffix: str) -> bytes | None:
         """The member beside an image; one that has the image's own name up to the last dot comes first."""
-        stems = (_last_stem(image), _stem_of(image))
+        stems = _stems(image)
         return next((self._texts[stem, suffix] for stem in stems if (stem, suffix) in self._texts), None)
+
+
+def _mask_stem(mask: ArchiveMember, layout: TarLayout) -> str:
+    """What is before its suffix: the name of its image without that one's."""
+    return mask.name[: -len(layout.mask_suffix) - 1]
+
+
+def _stems(image: str) -> tuple[str, str]:
+    """What the names of its other members begin with: its own up to the last dot comes first."""
+    return _last_stem(image), _stem_of(image)
 
 
 def _stem_of(name: str) -> str:

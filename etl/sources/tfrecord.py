@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow as pa
 
 from etl.sources.class_texts import ClassTexts
-from etl.sources.containers import ContainerReader, Containers, damaged, gone
+from etl.sources.containers import ContainerReader, Containers, damaged, gone, refused_if_large
 from etl.sources.extra import ExtraColumns
+from etl.sources.feature_boxes import boxes_of_features
 from etl.sources.features import IMAGE_FEATURES, LABEL_FEATURES, FeatureNames, Features, choose_names, image_of
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch, batches_of
+from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.packing import reading
 from etl.sources.records import Record, packing_of_records, read_record, read_records, unpacked_records
 from etl.sources.spool import in_two_passes
 from etl.sources.stored_file import open_file
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, FeatureList, decode_lists
 from shardmill.storage import Store, StoredFile
-from shardmill.typed_columns import LABEL
+from shardmill.typed_columns import BOXES, LABEL, MASK
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+    from etl.sources import SourceReader
 
 # Records of a block are read by one task, one after the other; a packed file is unpacked from its start for each block.
 _BLOCK_RECORDS, _PACKED_BLOCK_RECORDS = 64, 4_096
@@ -37,31 +40,44 @@ class TfrecordSource:
     """Every record of the TFRecord files that `source.uri` names: a folder, one file, or a pattern."""
 
     def __init__(self, config: SourceConfig) -> None:
-        self._config = config
+        self._config = config.without_box_labels
         self._files = Containers(config.uri, TFRECORD_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
+        self._extra = ExtraColumns.of_source(config)
+        self._has_found_boxes = False
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
+    def open(self, max_source_bytes: int) -> SourceReader:
         """Reads records by their places."""
-        names = frozenset({self._config.image_field} if self._config.image_field else IMAGE_FEATURES)
+        config = self._config
+        images = self._reader((config.image_field,) if config.image_field else IMAGE_FEATURES, max_source_bytes)
+        if not config.mask_field:
+            return images
+        return ReaderOfMasks(images, self._reader((config.mask_field,), max_source_bytes))
+
+    def _reader(self, names: Sequence[str], max_bytes: int) -> ContainerReader[BinaryIO]:
+        """Of the first of these features that a record has."""
 
         def take(file: BinaryIO, image: SourceImage) -> bytes | Rejection:
-            features = _features_of(read_record(file, image.place), names)
-            usual = (name for name in IMAGE_FEATURES if name in features and features[name].values)
-            name = self._config.image_field or next(usual, IMAGE_FEATURES[0])
+            features = _features_of(read_record(file, image.place), frozenset(names))
+            name = next((name for name in names if name in features and features[name].values), names[0])
             data, problem = image_of(features, name)
-            return image.rejected(RejectReason.BAD_ROW, problem) if data is None else data
+            if data is None:
+                return image.rejected(RejectReason.BAD_ROW, problem)
+            return refused_if_large(image, len(data), max_bytes) or data
 
         return ContainerReader(self._files.store, lambda stream, file: unpacked_records(stream), take)
 
     def list(self) -> Iterator[ListingBatch]:
-        """Raises UsageError if there is no file, or no such feature in the first record. Damage is a rejection."""
+        """Raises UsageError if there is no file, no such feature in the first record, or no box in any. Damage is a
+        rejection.
+        """
         found = self._files.find()
         yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
         names = self._names_of_first(found.containers)
         splits = splits_of(file.path for file in found.containers)
-        entries = (entry for file in found.containers for entry in self._entries(file, names, splits.of[file.path]))
+        entries = self._with_boxes(
+            entry for file in found.containers for entry in self._entries(file, names, splits.of[file.path])
+        )
         batches = with_warnings(batches_of(entries, lambda: self._extra.types), splits.look_alikes)
         if names is None or names.text is None or names.label is None:
             yield from batches
@@ -98,7 +114,7 @@ class TfrecordSource:
                 features = decode_lists(memoryview(data), None if names is None else names.wanted)
                 assert names is not None, "a record that is sound has given the names"
                 entry = names.entry(image, features, split)
-                yield self._with_extra(entry, data) if self._extra.given else entry
+                yield self._with_extra(entry, data) if self._extra.has_values else entry
             except IntegrityError as error:
                 yield image.rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
 
@@ -112,12 +128,41 @@ class TfrecordSource:
             for name, own in own_names.items()
             if own in features
         }
+        values = {name: value for name, (value, _) in found.items()}
+        try:
+            values |= self._annotations(features)
+        except ValueError as error:
+            return entry.rejected(RejectReason.BAD_ROW, str(error), "list")
         text, problem = self._extra.of_record(
-            {name: value for name, (value, _) in found.items()},
-            entry.container,
-            {name: kind for name, (_, kind) in found.items()},
+            values, entry.container, {name: kind for name, (_, kind) in found.items()}
         )
         return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
+
+    def _annotations(self, features: Features) -> dict[str, Any]:
+        """The boxes of a record and the place of its mask. Raises ValueError that says what is wrong with them."""
+        values: dict[str, Any] = {}
+        if self._config.boxes.field:
+            values |= boxes_of_features(features, self._config.boxes)
+            self._has_found_boxes |= bool(values[BOXES])
+        if self._config.mask_field:
+            mask, problem = image_of(features, self._config.mask_field)
+            if mask is None:
+                raise ValueError(problem)
+            values[MASK] = in_column(self._config.mask_field)
+        return values
+
+    def _with_boxes(self, entries: Iterator[SourceImage | Rejection]) -> Iterator[SourceImage | Rejection]:
+        """The same entries. Raises UsageError behind them if boxes are asked for, and none of many images has one."""
+        num_images = 0
+        for entry in entries:
+            num_images += not isinstance(entry, Rejection)
+            yield entry
+        field = self._config.boxes.field
+        if field and num_images and not self._has_found_boxes:
+            raise UsageError(
+                f"source.boxes.field = {field!r}, but no record of {self.uri} has a box there",
+                f"expected features {field}/xmin, /ymin, /xmax and /ymax", "correct source.boxes.field",
+            )  # fmt: skip
 
     def _label_feature(self, features: Mapping[str, FeatureList]) -> str:
         usual = (name for name in LABEL_FEATURES if name in features)

@@ -21,7 +21,7 @@ from shardmill.stores import ANY_OTHER, STORES, open_store, scheme_of
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
-    from etl.config import DownloadConfig
+    from etl.download_config import DownloadConfig
 
 _MAX_URI_BYTES = 8_192
 _NOT_OF_ROWS = (*HTTP_SCHEMES, ANY_OTHER)

@@ -9,21 +9,25 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from etl.sources.archives import ArchiveFormat, Archives
-from etl.sources.containers import ContainerReader, Containers
+from etl.sources.boxes import SIZE_FIELDS
+from etl.sources.containers import ContainerReader, Containers, refused_if_large
 from etl.sources.extra import ExtraColumns
 from etl.sources.folder_labels import FolderRule
 from etl.sources.listed import ListingBatch
+from etl.sources.mask_places import ReaderOfMasks
 from etl.sources.names import TAR_SUFFIXES
 from etl.sources.packing import unpacked
 from etl.sources.tar import ArchiveMember, tar_members
 from etl.sources.tar_samples import FOLDER_LABELS, TarLayout, detect_layout
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import StoredFile
-from shardmill.typed_columns import LABEL
-from shardmill.values import SourceImage
+from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL
+from shardmill.values import Rejection, SourceImage
 
 if TYPE_CHECKING:
+    from etl.boxes_config import BoxesConfig
     from etl.config import SourceConfig
+    from etl.sources import SourceReader
 
 # A packed archive is unpacked from its start for each block, so its blocks are large.
 _PACKED_BLOCK_IMAGES = 4_096
@@ -36,14 +40,22 @@ class WebDatasetSource:
     """Every image in the tar archives that `source.uri` names: a folder, one file, or a pattern."""
 
     def __init__(self, config: SourceConfig) -> None:
-        self._config = config
+        self._config = config.without_box_labels
         self._archives = Containers(config.uri, TAR_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
+        self._extra = ExtraColumns.of_source(config)
         self.uri = self._archives.uri
 
-    def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
+    def open(self, max_source_bytes: int) -> SourceReader:
         """Reads members by their places."""
-        return ContainerReader(self._archives.store, lambda stream, archive: unpacked(stream), _take)
+
+        def reader() -> ContainerReader[BinaryIO]:
+            return ContainerReader(self._archives.store, lambda stream, archive: unpacked(stream), take)
+
+        def take(archive: BinaryIO, image: SourceImage) -> bytes | Rejection:
+            # A listing refuses large images, and knows no limit of masks.
+            return refused_if_large(image, image.size_bytes, max_source_bytes) or _take(archive, image)
+
+        return ReaderOfMasks(reader(), reader()) if self._config.mask_field else reader()
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
@@ -52,7 +64,7 @@ class WebDatasetSource:
 
     def _layout(self, members: Iterable[ArchiveMember]) -> TarLayout:
         config = self._config
-        extra_fields = {name: name for name in self._extra.given}
+        extra_fields = {name: name for name in self._extra.given} | _box_fields(config.boxes)
         if self._extra.target is not None:
             # Such a label is one of the values, and has no usual name.
             if not config.label_field:
@@ -69,7 +81,17 @@ class WebDatasetSource:
             if config.label_kind == "none" and label_field != FOLDER_LABELS:
                 label_field = ""
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
-        return TarLayout(suffixes, label_field, extra_fields)
+        return TarLayout(suffixes, label_field, extra_fields, config.mask_field.lower())
+
+
+def _box_fields(boxes: BoxesConfig) -> dict[str, str]:
+    """Where a sample has its boxes, by the names of `BoxColumns.of_record`; the size is beside them in their JSON."""
+    if not boxes.field:
+        return {}
+    suffix = boxes.field.partition(".")[0]
+    labels = {BOX_LABELS: boxes.labels_field} if boxes.labels_field else {}
+    size = dict(zip(SIZE_FIELDS, (f"{suffix}.width", f"{suffix}.height"), strict=True))
+    return {BOXES: boxes.field, **labels, **size}
 
 
 def _take(archive: BinaryIO, image: SourceImage) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from etl.sources.boxes import ANNOTATED_SIZE
+from etl.sources.mask_places import mask_place
 from etl.sources.outlines import OUTLINES, outlines_of
 from etl.units.units import UnitTask
 from shardmill.formats.encodings import encode_mask
@@ -19,7 +20,7 @@ from shardmill.images.outlines import draw_outlines
 from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK, decode_values, encode_values
-from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, SourceImage, Value
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage, Value
 
 Read = Callable[[SourceImage], bytes | Rejection]
 
@@ -53,21 +54,10 @@ class MaskReader:
         values = decode_values(image.extra)
         if OUTLINES in values:
             return data
-        uri = str(values[MASK])
-        if uri.startswith("\0"):
-            # A column beside the image.
-            return self._kept(image, replace(image, container=image.container + uri), f"column {uri[1:]}", data)
-        # A mask is a file of its own, in the part of its image.
-        part, separator, _ = image.key.partition("\0")
-        container = f"{part}{separator}{uri}" if self._is_in_parts else uri
-        place = replace(image, container=container, block=NO_BLOCK, size_bytes=UNKNOWN_SIZE)
-        return self._kept(image, place, uri, data)
-
-    def _kept(self, image: SourceImage, place: SourceImage, name: str, data: bytes) -> bytes | Rejection:
-        """The image's bytes, once its mask is read."""
-        mask = self._read(place)
+        place = mask_place(image, str(values[MASK]), is_in_parts=self._is_in_parts)
+        mask = self._read(place.image)
         if isinstance(mask, Rejection):
-            return image.rejected(RejectReason.BAD_MASK, f"{name}: {mask.detail}")
+            return image.rejected(RejectReason.BAD_MASK, f"{place.name}: {mask.detail}")
         self._masks[image.key] = mask
         return data
 

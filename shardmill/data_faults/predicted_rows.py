@@ -98,7 +98,7 @@ def _check_classes(model: str, predicted: set[str], class_names: tuple[str, ...]
 
 
 def _hash_of(embedding_D: np.ndarray) -> int:
-    return int.from_bytes(hashlib.sha256(embedding_D).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(embedding_D.tobytes()).digest()[:8], "big")
 
 
 def may_be_seen(made_by: PredictedBy, splits_N: np.ndarray) -> np.ndarray:

@@ -201,6 +201,7 @@ def test_columns_that_would_stay_in_the_source_are_refused(name: str) -> None:
         ({"kind": "table", "boxes": {"labels_field": "a"}}, "boxes.field beside boxes.labels_field"),
         ({"kind": "coco", "label_kind": "float"}, "the classes of the boxes are the labels"),
         ({"kind": "table", "coco_images": "a"}, "coco_images with a kind among coco"),
+        ({"kind": "tfrecord", "boxes": {"field": "a", "format": "xywh"}}, "no boxes.format"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], problem: str) -> None:

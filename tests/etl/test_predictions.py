@@ -195,6 +195,11 @@ def test_sources_with_boxes_and_masks_are_predicted_without_them(tmp_path: Path)
     manifest = predict(SourceConfig(kind="several", parts=parts), tmp_path / "out").manifest
     assert (manifest.counts.accepted, manifest.counts.rejected) == (13, 0)
     assert not {"boxes", "mask"} & set(table_of(tmp_path / "out").column_names)
+    tar = SourceConfig(kind="webdataset", uri=str(tmp_path), mask_field="seg.png")
+    with pytest.raises(
+        UsageError, match=r"predictions read no masks.*set source\.mask_field = \"\" and source\.image_field"
+    ):
+        predict(tar, tmp_path / "of_tar")
     # Without labels, COCO's files give masks alone.
     masks = parts["coco"].model_copy(update={"label_kind": "none"})
     assert build(masks, tmp_path / "masks", image_size=16).manifest.columns.keys() >= {"mask"}

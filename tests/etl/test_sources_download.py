@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import pytest
 from pydantic import ValidationError
 
-from etl.config import DownloadConfig
+from etl.download_config import DownloadConfig
 from etl.sources.download import Downloader, NotDownloaded, opt_out_of
 from etl.units.read_ahead import read_ahead
 from shardmill.values import RejectReason, SourceImage
