@@ -16,12 +16,14 @@ from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_sc
 from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
 from tests.services.hosts import two_hosts
+from tests.services.kubernetes import api_server
 from tests.services.s3 import s3_bucket, s3_server
 from tests.services.spark_standalone import spark_cluster
 from tests.services.versitygw import gateway, gateway_bucket, versitygw
 from tests.services.yarn import yarn_cluster
 
 __all__ = [
+    "api_server",
     "demo",
     "faulty",
     "gateway",

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pipeline.config import load_pipeline
+from tests.services.kubernetes import ApiServer
 from tests.services.marked import free_ports
 from tests.services.spark_submit import make_bundle
 from tests.support import make_dataset
@@ -42,6 +43,24 @@ def test_the_published_schema_accepts_it(document: dict[str, Any]):
     kubernetes_validate.validate(document, VERSION, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**document, "unknown": 1}, VERSION, strict=True)
+
+
+@pytest.mark.drill
+# The server is built when it is not there.
+@pytest.mark.timeout(1_150)
+def test_an_api_server_admits_them(api_server: ApiServer):
+    api_server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shardmill"}})
+    with pytest.raises(ValueError, match="unknown field"):
+        api_server.create({**documents("train-job.yaml")["Job"], "unknown": 1}, "shardmill")
+    indexed = documents("train-job.yaml")["Job"]
+    with pytest.raises(ValueError, match="completions"):
+        api_server.create({**indexed, "spec": {**indexed["spec"], "completions": None}}, "shardmill")
+    admitted = {}
+    for document in ALL:
+        if document["kind"] not in OWN_KINDS:
+            admitted[document["kind"]] = api_server.create(document, "shardmill")
+    assert admitted.keys() == {"ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Service", "Job"}
+    assert admitted["Job"]["spec"]["completionMode"] == "Indexed"
 
 
 def config_of(folder: Path | str = "s3://bucket") -> str:
