@@ -46,8 +46,6 @@ def test_the_published_schema_accepts_it(document: dict[str, Any]):
 
 
 @pytest.mark.drill
-# The server is built when it is not there.
-@pytest.mark.timeout(1_150)
 def test_an_api_server_admits_them(api_server: ApiServer):
     api_server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shardmill"}})
     with pytest.raises(ValueError, match="unknown field"):
