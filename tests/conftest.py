@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 from tests.demo import demo
@@ -52,6 +54,14 @@ settings.load_profile("shardmill")
 # would ignore it too. A terminal does not.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`faulthandler_timeout` of pyproject.toml would end a test whose own mark gives it longer."""
+    mark = item.get_closest_marker("timeout")
+    if mark and mark.args and mark.args[0] > float(item.config.getini("faulthandler_timeout")) / 2:
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(2 * mark.args[0], exit=True, file=stderr)
 
 
 _EXIT_STATUS = pytest.StashKey[int]()
