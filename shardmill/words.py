@@ -10,6 +10,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def name_some(names: Sequence[str], limit: int = 5) -> str:
+    """`a, b, c, d, e and 7 more`: the first names, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
 def first_of(names: Sequence[str], limit: int) -> str:
     """`a, b, c, ...`: the first names, and a sign that there are more."""
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from etl.checks.version_warnings import FEW_IN_SPLIT
 from etl.listing.corrections import undone
 from etl.sources.listed import SPLITS
 from shardmill.dataset.index import has_all_files
@@ -15,14 +16,13 @@ from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
 from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, RejectReason
+from shardmill.words import name_some
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
 
 _NUM_EXAMPLES = 3
-# Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.
-FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
-_NUM_NAMED = 5
+_FEW_IN_CLASS = 3
 _NO_CLASSES = "no classes: the dataset has no labels"
 
 
@@ -214,8 +214,3 @@ def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
         return counts
     fraction = getattr(plan.task.config.split_fractions, split)
     return Counter({name: round(fraction * count) for name, count in counts.items()})
-
-
-def name_some(names: tuple[str, ...]) -> str:
-    """The first few names, and how many more there are."""
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from etl.checks.facts import inferred_facts, inferred_warnings, name_some
+from etl.checks.facts import inferred_facts, inferred_warnings
 from etl.checks.limits import Limit, broken_limit
 from etl.checks.version_warnings import lost_by_decoding
 from etl.config import EtlTree
@@ -19,6 +19,7 @@ from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.statistics import SizeCounts, add_sizes
 from shardmill.dataset.unit_result import SplitSums, count_notes
 from shardmill.jobs.observer import FieldValue, Observer
+from shardmill.words import name_some
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from etl.checks.facts import FEW_IN_SPLIT, name_some
 from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest
@@ -13,6 +12,10 @@ from shardmill.images.boxes import DROPPED_NOTE
 from shardmill.options import IMAGE_SIZES
 from shardmill.printable import printable
 from shardmill.storage import Store
+from shardmill.words import name_some
+
+FEW_IN_SPLIT = 30
+"""Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %."""
 
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:

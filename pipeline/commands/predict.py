@@ -57,9 +57,7 @@ def predict(
         from pipeline.commands.predict_batch import BatchJob, predict_batch
 
         if as_csv:
-            raise UsageError(
-                "--csv with --out", f"expected one of them: --out commits Parquet to {out}", "leave --csv out"
-            )
+            raise UsageError("--csv with --out", "expected one of them: --out commits Parquet", "leave --csv out")
         return predict_batch(context.obj, BatchJob(model, tuple(images), out, engine, top, layer, replace_source))
     if engine or layer or replace_source:
         raise UsageError(
