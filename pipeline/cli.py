@@ -30,7 +30,7 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         ),
         "export": Entry(
             "pipeline.commands.export:export",
-            "Export the trained model as a SavedModel and a .keras file, and compare it with the training model.",
+            "Export the trained model (Keras: a SavedModel and a .keras file; PyTorch: model.pt2), and compare it.",
         ),
         "evaluate": Entry(
             "pipeline.commands.evaluate:evaluate", "Compute exact metrics of the trained model on the test split."

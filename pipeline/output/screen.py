@@ -144,7 +144,8 @@ class PlainLines:
         self._next_line = now + PLAIN_LINE_SECONDS
         rate = (num_done - done_before) / (now - started) if num_done > done_before and now > started else 0.0
         left = "" if ends else f", {(num_total - num_done) / max(rate, 1e-9):,.0f} s left"
-        pace = f", {rate:,.0f} a second{left}" if rate else ""
+        a_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        pace = f", {a_second} a second{left}" if rate else ""
         self.say(f"{bar.label}: {num_done:,} of {num_total:,} {bar.unit}{pace}")
 
 

@@ -101,12 +101,12 @@ def test_time_left_is_estimated_from_work_under_way(
 ):
     progress = RunProgress(RunRecord(str(tmp_path), "r"), num_epochs=1)
     # (seconds, images): 500 were kept, Spark takes 20 s to start, then ten images a second are done.
-    for now, num_done in ((0.0, 500), (20.0, 510), (30.0, 610), (40.0, 710)):
+    for now, num_done in ((0.0, 500), (20.0, 510), (30.0, 610), (40.0, 710), (1020.0, 760)):
         monkeypatch.setattr("pipeline.output.screen.time.monotonic", lambda now=now: now)
         progress.event("etl.progress", {"num_done": num_done, "num_images": 1010})
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" images")[2] for line in lines] == [
-        "", "", ", 10 a second, 40 s left", ", 10 a second, 30 s left"
+        "", "", ", 10 a second, 40 s left", ", 10 a second, 30 s left", ", 0.25 a second, 1,000 s left"
     ]  # fmt: skip
 
 

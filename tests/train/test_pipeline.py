@@ -140,7 +140,7 @@ def test_rows_that_do_not_divide_are_refused_before_anything_starts():
 
 
 REFUSED = {
-    f"{MODELS}:stateful": (2, r"1 norms over the batch \(BatchNorm2d in block 2 of 6\).* use nn.GroupNorm"),
+    f"{MODELS}:stateful": (2, r"1 norm over the batch \(BatchNorm2d in block 2 of 6\).* use nn.GroupNorm"),
     f"{MODELS}:routed": (
         2,
         r"a Routed: no nn.Sequential, and without a method stages\(\).* train.strategy = 'torch_fsdp'",

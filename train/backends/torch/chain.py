@@ -14,6 +14,7 @@ from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
+from shardmill.words import counted
 from train.backends.torch.runtime import device, import_torch
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _refuse_batch_norms(config: TrainConfig, blocks: Sequence[Any]) -> None:
     ]
     if found:
         raise UsageError(
-            f"train.model = {config.model!r} has {len(found)} norms over the batch ({found[0]})",
+            f"train.model = {config.model!r} has {counted(len(found), 'norm')} over the batch ({found[0]})",
             "a pipeline computes microbatches one after the other: a batch norm would have the moments of one, and "
             "only one rank its moving statistics",
             f"use nn.GroupNorm or nn.LayerNorm, {ANOTHER}",
