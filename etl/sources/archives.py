@@ -154,6 +154,8 @@ def _with_extra(
     if isinstance(entry, Rejection) or isinstance(found, TarReject):
         return entry
     mask = found.mask
+    if mask is None and layout.mask_suffix:
+        return entry.rejected(RejectReason.BAD_ROW, f"no {layout.mask_suffix} beside it", "list")
     place = {} if mask is None else {MASK: in_member(layout.mask_suffix, mask.start, mask.size_bytes)}
     text, problem = extra.of_record({**found.extra, **place}, entry.container)
     return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)

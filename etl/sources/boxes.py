@@ -77,7 +77,7 @@ class BoxColumns:
         Raises ValueError that says what is wrong with them.
         """
         if record.get(BOXES) is None:
-            raise ValueError(f"no {self._config.field}: expected an empty list if the image has no boxes")
+            raise ValueError(f"no {self._config.field} beside it; an image without boxes has an empty list")
         labels = _parsed(record.get(BOX_LABELS)) if self._has_labels else None
         return self._values(record[BOXES], labels, [record.get(name) for name in SIZE_FIELDS])
 

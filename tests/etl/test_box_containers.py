@@ -90,7 +90,7 @@ def test_a_tar_with_bad_boxes_has_rejections(tmp_path: Path) -> None:
     }  # fmt: skip
     problems = {each.key.rpartition("\0")[2].partition(".")[0]: each.detail for each in listing.rejections}
     for name, problem in {
-        "lacks": "no json.boxes: expected an empty list if the image has no boxes", "alone": "no json.boxes",
+        "lacks": "no json.boxes beside it; an image without boxes has an empty list", "alone": "no json.boxes",
         "three": "expected four numbers", "turned": "ends before it begins", "shares": "expected pixels, not shares",
         "unnamed": "a box without a label",
     }.items():  # fmt: skip
