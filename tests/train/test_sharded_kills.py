@@ -42,7 +42,8 @@ def test_no_kill_of_a_rank_costs_a_complete_checkpoint(tiny_uri, tmp_path, monke
         rank = pick.randrange(2)
         monkeypatch.setenv(KILLED_IN, f"{rank} {pick.choice(PLACES[rank])}")
         task = task_of(tiny_uri, tmp_path / "killed", num_workers=2, launcher="local", **config)
-        with pytest.raises(RankLost, match=f"rank {rank} .*SIGKILL"):
+        # In so short a grace, and under load, the driver may not have heard of the signal yet.
+        with pytest.raises(RankLost, match=f"rank {rank} .*(SIGKILL|killed by an unknown signal)"):
             launch_forked(task, watcher := Watcher(), f"{WORKERS}:one_rank_dies_in_a_checkpoint")
         assert watcher.losses.items() <= whole.losses.items(), "it went on with other numbers"
         begun_at = newest.marker.progress.cursor if newest else None
