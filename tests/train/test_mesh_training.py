@@ -24,6 +24,7 @@ from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, read_index, r
 from train.config import TrainConfig
 from train.contracts.values import Blocks, TrainResult
 from train.planning.auto import resolve
+from train.planning.memory import model_size
 from train.planning.scaling_run import scaling_of_run
 from train.planning.trial_build import try_build
 from train.published.export import export_training
@@ -87,6 +88,10 @@ def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_pat
             # Under zero1 a rank updates a third of what it holds; each weight's number of steps is everywhere.
             share = 0.36 if name == "zero1" and part == OPTIMIZER_PART else SHARES.get(name, SHARE_OF_TWO_STAGES)
             assert sum(math.prod(each.shape) for each in shards if each.part == part) <= share * whole
+    weights = sum(4 * math.prod(shard.shape) for shard in index.whole(WEIGHTS_PART))
+    said = re.match(r"trained weights take ([\d.]+) KiB, ", model_size(open_store(tmp_path), result.checkpoint))
+    # With the headers of the files' arrays.
+    assert said is not None and 1 < float(said[1]) * 1024 / weights < 1.5
     assert_the_report_has_its_curve(tmp_path, {**BASE, **LAYOUTS[name]}, result)
 
 

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from shardmill.errors import IntegrityError
-from train.checkpoints.checkpoint import SavedFiles
+from train.checkpoints.checkpoint import FoundCheckpoint, SavedFiles
 from train.checkpoints.state import INDEX, OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.checkpoints.stored_arrays import ArrayLike
 from train.contracts.values import from_json, to_json
@@ -197,6 +197,11 @@ def read_whole_model(saved: SavedFiles) -> WholeModel:
     """The model in a checkpoint of either layout; needs no ranks."""
     files = {name: saved.read(name) for name in whole_files(saved.read, saved.names, WEIGHTS_PART)}
     return WholeModel(whole_arrays(files, WEIGHTS_PART, "the checkpoint"), load_arrays(saved.read(rank_file(0))))
+
+
+def weight_bytes(found: FoundCheckpoint) -> int:
+    """The size of all weights in a checkpoint: of a replicated one a file has them, of a sharded one each rank's."""
+    return sum(each.size_bytes for each in found.marker.files if each.path.rpartition("/")[2].startswith(WEIGHTS_PART))
 
 
 def dump_index(index: ShardIndex) -> list[np.ndarray]:

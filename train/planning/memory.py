@@ -11,7 +11,7 @@ from shardmill.errors import ShardmillError
 from shardmill.storage import Store
 from train.backends.backend import model_spec
 from train.checkpoints.checkpoint import open_checkpoint
-from train.checkpoints.state import WEIGHTS
+from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.launching.devices import gpus_here
 from train.models.user import imported_packages
@@ -124,12 +124,11 @@ def look_at_memory(
 def model_size(store: Store, checkpoint: str) -> str:
     """Return the size of the model, from the files of a checkpoint; empty if they no longer exist."""
     try:
-        files = open_checkpoint(store, checkpoint).marker.files
+        found = open_checkpoint(store, checkpoint)
     except ShardmillError:
         return ""
-    weights_bytes = sum(file.size_bytes for file in files if file.path.endswith(WEIGHTS))
-    all_bytes = sum(file.size_bytes for file in files)
-    return f"trained weights take {size_of(weights_bytes)}, {size_of(all_bytes)} with the optimizer's state"
+    all_bytes = sum(file.size_bytes for file in found.marker.files)
+    return f"trained weights take {size_of(weight_bytes(found))}, {size_of(all_bytes)} with the optimizer's state"
 
 
 def measured(

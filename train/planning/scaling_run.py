@@ -9,7 +9,7 @@ from typing import Any
 from shardmill.errors import ShardmillError
 from shardmill.storage import Store
 from train.checkpoints.checkpoint import open_checkpoint
-from train.checkpoints.shards import WEIGHTS_PART
+from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.contracts.values import Blocks
 from train.planning.images_at_once import pipeline_microbatches
@@ -34,8 +34,9 @@ def scaling_of_run(
     is_known = config.strategy in STRATEGIES_BY_WEIGHTS or (blocks and config.strategy in STRATEGIES_BY_BLOCKS)
     if not is_known or min((each.num_steps for each in rows), default=0) < MIN_STEPS:
         return None
-    weight_bytes = _weight_bytes(store, checkpoint)
-    if not weight_bytes:
+    try:
+        num_bytes = weight_bytes(open_checkpoint(store, checkpoint))
+    except ShardmillError:
         return None
     mesh = mesh_of(config)
     computing, exchanging = (
@@ -44,7 +45,7 @@ def scaling_of_run(
     # One rank alone exchanges nothing: what several would do is of interest.
     of_one = "torch_ddp" if config.backend == "torch" else "horovod"
     strategy = of_one if config.strategy == "single" else config.strategy
-    work = work_of(config, computing * mesh.tensor * mesh.pipeline, weight_bytes, blocks or Blocks())
+    work = work_of(config, computing * mesh.tensor * mesh.pipeline, num_bytes, blocks or Blocks())
     document = scaling_table(
         Planned(strategy, work, "measured in this run", MeshShape(**mesh.sizes), NETWORK_GBIT)
     ).document()
@@ -52,26 +53,17 @@ def scaling_of_run(
     return {**document, "this_run": here}
 
 
-def work_of(config: TrainConfig, step_seconds: float, weight_bytes: int, blocks: Blocks) -> Work:
-    """The `Work` of a planned training, whose step takes one rank with the whole model so long."""
+def work_of(config: TrainConfig, step_seconds: float, num_bytes: int, blocks: Blocks) -> Work:
+    """The `Work` of a planned training, whose step takes one rank with the whole model so long. `num_bytes`: of its weights."""
     local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
     return Work(
         step_seconds,
         local_batch_size,
-        gradient_bytes=weight_bytes,
-        weight_bytes=weight_bytes,
+        gradient_bytes=num_bytes,
+        weight_bytes=num_bytes,
         block_bytes=blocks.image_bytes * local_batch_size,
         num_blocks=blocks.num_blocks,
         num_passes=config.num_microbatches,
         num_microbatches=pipeline_microbatches(config),
         schedule=config.options(PipelineOptions).schedule,
     )
-
-
-def _weight_bytes(store: Store, checkpoint: str) -> int:
-    """Of a replicated checkpoint one file has them; of a sharded one each rank's."""
-    try:
-        files = open_checkpoint(store, checkpoint).marker.files
-    except ShardmillError:
-        return 0
-    return sum(file.size_bytes for file in files if file.path.rpartition("/")[2].startswith(WEIGHTS_PART))
