@@ -17,7 +17,17 @@ from train.planning.scaling import (
     ring_allreduce,
     tree_allreduce,
 )
-from train.planning.scaling_step import EXCHANGES, SIZES, Assumed, MeshShape, Work, curve, mesh_for, predict
+from train.planning.scaling_step import (
+    DIVIDED_AXES,
+    EXCHANGES,
+    SIZES,
+    Assumed,
+    MeshShape,
+    Work,
+    curve,
+    mesh_for,
+    predict,
+)
 from train.planning.scaling_table import Planned, assumptions_of, scaling_table
 from train.strategies import STRATEGIES
 
@@ -136,7 +146,11 @@ def test_a_table_says_where_its_inputs_come_from():
     of_batch = [step["images_per_second_at_this_batch"] for step in document["steps"]]
     assert of_batch[2] == pytest.approx(document["steps"][2]["images_per_second"]) and of_batch[-1] is None
     rows = dict(table.rows())
-    assert "efficiency" in rows["4 ranks"] and "0.90 on 512" in rows["published"]
+    assert (
+        rows["4 ranks"].startswith("fsdp 4: ")
+        and "efficiency" in rows["4 ranks"]
+        and "0.90 on 512" in rows["published"]
+    )
 
 
 @pytest.mark.parametrize("wrong", ["speed=3", "latency_us=fast", "overlap=2", "allreduce=star", "ranks_per_host=0"])
@@ -148,6 +162,17 @@ def test_an_assumption_that_is_none_is_refused(wrong: str):
 def test_a_strategy_without_a_model_is_refused():
     with pytest.raises(UsageError, match="expected a strategy whose exchanges are known"):
         scaling_table(Planned("my.own:STRATEGY", WORK, "", ALONE, 10.0))
+
+
+@pytest.mark.parametrize("strategy", DIVIDED_AXES)
+def test_a_curve_of_ranks_that_divide_nothing_is_refused(strategy: str):
+    axis = DIVIDED_AXES[strategy]
+    for mesh in (ALONE, MeshShape(data=3)):
+        with pytest.raises(UsageError, match=rf"{strategy}' on [13] rank.* expected train.mesh.{axis} of 2 or more"):
+            scaling_table(Planned(strategy, WORK, "", mesh, 10.0))
+    rows = dict(scaling_table(Planned(strategy, WORK, "", replace(ALONE, **{axis: 2}), 10.0)).rows())
+    assert "1 rank" not in rows and rows["2 ranks"].startswith(f"{axis} 2: ")
+    assert f"{axis} 2" in rows["4 ranks"] and " x " in rows["4 ranks"]
 
 
 def test_copies_of_shards_keep_their_size():

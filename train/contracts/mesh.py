@@ -167,6 +167,11 @@ class Mesh:
         return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.data})" if named else "")
 
 
+def axes_in_words(sizes: Mapping[str, int]) -> str:
+    """`fsdp 4 x tensor 2`: the axes with several ranks, from the outermost to the innermost."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"
+
+
 def _without_copies(config: TrainConfig) -> UsageError:
     return UsageError(
         f"train.mesh.data = {config.mesh.data} with train.strategy = {config.strategy!r}, which has no such axis",

@@ -32,7 +32,7 @@ from train.planning.probe import ProbeTask, StepCost, probe
 from train.planning.scaling import Link, Network
 from train.planning.scaling_run import work_of
 from train.planning.scaling_step import Assumed, MeshShape, Work, seconds_of_exchanges
-from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, scaling_table
+from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import ParameterServerOptions, silos_of
 from train.tree import TrainTree
@@ -125,12 +125,15 @@ def estimate_training(
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
+    mesh = _mesh(config)
+    if assumptions is not None:
+        check_scaling(config.strategy, mesh)
     local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
-    mesh, work = _mesh(config), _work(config, cost)
+    work = _work(config, cost)
     exchange_seconds = _exchange_seconds(config.strategy, work, mesh, network_gbit)
     planned = Planned(config.strategy, work, _MEASURED, mesh, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
+from train.contracts.mesh import axes_in_words
 from train.planning.images_at_once import images_at_once, most_microbatches
 from train.planning.memory_fit import Fit, MemoryFacts, fit, size_of
 from train.planning.state_bytes import StateBytes
@@ -96,7 +96,7 @@ class MemoryRow:
 
 def row_of(config: TrainConfig, state: StateBytes, room: Room) -> MemoryRow:
     """The row of a config, whose strategy is set, with the fewest microbatches that fit."""
-    mesh = in_words(mesh_of(config))
+    mesh = axes_in_words(mesh_of(config).sizes)
     if state.refused:
         return MemoryRow(config.strategy, mesh, refused=state.refused)
     facts = _facts(config, state, room)
@@ -135,11 +135,6 @@ def why_refused(config: TrainConfig) -> str:
     except UsageError as error:
         return str(error)
     return ""
-
-
-def in_words(mesh: Mesh) -> str:
-    """`fsdp 4 x tensor 2`: the axes with several ranks, from the outermost to the innermost."""
-    return " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1) or "data 1"
 
 
 def _facts(config: TrainConfig, state: StateBytes, room: Room) -> MemoryFacts:

@@ -13,7 +13,7 @@ from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.contracts.values import Blocks
 from train.planning.images_at_once import pipeline_microbatches
-from train.planning.scaling_step import MeshShape, Work
+from train.planning.scaling_step import MeshShape, Work, undivided_axis
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
 from train.strategies import mesh_of
@@ -42,19 +42,27 @@ def scaling_of_run(
     computing, exchanging = (
         statistics.mean(each.seconds[part] / each.num_steps for each in rows) for part in ("compute", "allreduce")
     )
-    # One rank alone exchanges nothing: what several would do is of interest.
-    of_one = "torch_ddp" if config.backend == "torch" else "horovod"
-    strategy = of_one if config.strategy == "single" else config.strategy
+    shape = MeshShape(**mesh.sizes)
     work = work_of(config, computing * mesh.tensor * mesh.pipeline, num_bytes, blocks or Blocks())
     document = scaling_table(
-        Planned(strategy, work, "measured in this run", MeshShape(**mesh.sizes), NETWORK_GBIT)
+        Planned(_acts_as(config, shape), work, "measured in this run", shape, NETWORK_GBIT)
     ).document()
     here = {"num_ranks": mesh.num_ranks, "efficiency": computing / (computing + exchanging)}
     return {**document, "this_run": here}
 
 
+def _acts_as(config: TrainConfig, mesh: MeshShape) -> str:
+    """The strategy whose exchanges its ranks make. One rank alone exchanges nothing: what several would do is of
+    interest."""
+    if config.strategy == "single":
+        return "torch_ddp" if config.backend == "torch" else "horovod"
+    if undivided_axis(config.strategy, mesh):
+        return "torch_fsdp" if mesh.fsdp > 1 else "torch_ddp"
+    return config.strategy
+
+
 def work_of(config: TrainConfig, step_seconds: float, num_bytes: int, blocks: Blocks) -> Work:
-    """The `Work` of a planned training, whose step takes one rank with the whole model so long. `num_bytes`: of its weights."""
+    """The `Work` of a planned training, whose step takes one rank with all `num_bytes` of the model so long."""
     local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
     return Work(
         step_seconds,

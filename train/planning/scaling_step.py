@@ -248,6 +248,16 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
 """Numbers of ranks of a curve."""
 
 
+DIVIDED_AXES = {"tensor_parallel": "tensor", "hybrid": "tensor", "pipeline_parallel": "pipeline"}
+"""The axis along which ranks divide a copy of the model, and read the same rows."""
+
+
+def undivided_axis(strategy: str, mesh: MeshShape) -> str:
+    """The axis that makes the strategy what it is, if it has one rank; else empty."""
+    axis = DIVIDED_AXES.get(strategy, "")
+    return axis if axis and mesh.sizes[axis] == 1 else ""
+
+
 def mesh_for(strategy: str, num_ranks: int, asked: MeshShape) -> MeshShape | None:
     """The mesh of so many ranks. `asked`: sizes of its inner axes, which stay the same; None if they do not divide.
 

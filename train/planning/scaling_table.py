@@ -7,9 +7,21 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from shardmill.errors import UsageError
+from train.contracts.mesh import axes_in_words
 from train.planning.memory_fit import size_of
 from train.planning.scaling import ALLREDUCES, Link, Network
-from train.planning.scaling_step import EXCHANGES, PUBLISHED, SIZES, Assumed, MeshShape, Step, Work, mesh_for, predict
+from train.planning.scaling_step import (
+    EXCHANGES,
+    PUBLISHED,
+    SIZES,
+    Assumed,
+    MeshShape,
+    Step,
+    Work,
+    mesh_for,
+    predict,
+    undivided_axis,
+)
 
 FASTEST = "fastest"
 
@@ -83,9 +95,10 @@ class ScalingTable:
         return [("scaling", f"{self.strategy}; {inputs}"), *curve, ("published", published)]
 
     def _row(self, step: Step, fixed: Step | None) -> str:
+        axes = axes_in_words(step.mesh.sizes)
         bubble = f", idle {1000 * step.bubble_seconds:,.1f}" if step.bubble_seconds else ""
         parts = (
-            f"{1000 * step.seconds:,.1f} ms a step (computes {1000 * step.compute_seconds:,.1f}, exchanges "
+            f"{axes}: {1000 * step.seconds:,.1f} ms a step (computes {1000 * step.compute_seconds:,.1f}, exchanges "
             f"{1000 * step.exchange_seconds:,.1f}{bubble}), {step.images_per_second:,.0f} images/s, efficiency "
             f"{step.efficiency(self.alone):.2f}"
         )
@@ -138,15 +151,29 @@ class Planned:
         return self.work.local_batch_size * self.mesh.data * self.mesh.fsdp
 
 
-def scaling_table(planned: Planned, given: Sequence[str] = ()) -> ScalingTable:
-    """Raises UsageError for an invalid assumption, and for a strategy whose exchanges are not modelled."""
-    assumptions, names = assumptions_of(given)
-    if planned.strategy not in EXCHANGES:
+def check_scaling(strategy: str, mesh: MeshShape) -> None:
+    """Raises UsageError for a strategy whose exchanges are not modelled, and for one of several ranks for each copy of
+    the model whose mesh has one: its curve would be that of data parallelism."""
+    if strategy not in EXCHANGES:
         raise UsageError(
-            f"--scaling with train.strategy = {planned.strategy!r}",
+            f"--scaling with train.strategy = {strategy!r}",
             f"expected a strategy whose exchanges are known: {', '.join(EXCHANGES)}",
             "leave out --scaling, or choose one of them",
         )
+    axis = undivided_axis(strategy, mesh)
+    if axis:
+        given = "1 rank" if mesh.num_ranks == 1 else f"{mesh.num_ranks} ranks ({axes_in_words(mesh.sizes)})"
+        raise UsageError(
+            f"--scaling with train.strategy = {strategy!r} on {given}",
+            f"expected train.mesh.{axis} of 2 or more, which all numbers of ranks keep: 1 divides nothing",
+            f"set train.mesh.{axis}, for example --set train.mesh.{axis}=2",
+        )
+
+
+def scaling_table(planned: Planned, given: Sequence[str] = ()) -> ScalingTable:
+    """Raises UsageError for an invalid assumption, and as `check_scaling` does."""
+    assumptions, names = assumptions_of(given)
+    check_scaling(planned.strategy, planned.mesh)
     work = replace(planned.work, step_seconds=assumptions.step_ms / 1000 or planned.work.step_seconds)
     assumed = _assumed(assumptions, planned.network_gbit)
     # Shards over all ranks stay so; shards in several copies keep their number.
