@@ -33,7 +33,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     assert planned.fit is not None and rows["fit"] == planned.fit.reason and "8 images at once" in planned.fit.reason
     assert planned.exchange is not None and rows["exchange"] == planned.exchange.reason
     assert f"{1000 * planned.exchange_seconds:.1f} ms of a step of" in rows["exchange"]
-    assert planned.cost.sent_bytes == planned.cost.weights_bytes and rows["step"].count("ms (of 9.0 KiB)") == 1
+    assert planned.cost.sent_bytes == planned.cost.weights_bytes and rows["step"].count("ms (13.5 KiB by each") == 1
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
     computing = planned.cost.step_seconds + planned.exchange_seconds
     assert planned.speed.computed_images_per_second == pytest.approx(24 / computing)
@@ -57,6 +57,25 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert "validation; excluding the start of the ranks" in dict(planned.rows())["speed"]
     # Servers have each worker take a batch of its own: as many updates in a fraction of the time.
     assert Pace(5.0, 2.0, 0.0, 2.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
+    # Two ranks that compute the model together share the 1.5 seconds of computation, not the 0.5 of reading.
+    assert Pace(0.0, 2.0, 0.5, 1.5).training_seconds(1, 10, 0.25, part=0.5) == 10 * (0.5 + 0.75 + 0.25)
+
+
+def test_a_step_of_ranks_that_share_layers_is_theirs(tiny_uri, tmp_path):
+    train = {"global_batch_size": 24, "num_workers": 2, "model": "tests.train.torch_models:tiny_vit"}
+    tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
+    train |= {"strategy": "pipeline_parallel", "pipeline_parallel": {"num_microbatches": 6}}
+    planned = estimate_training(TrainTree.model_validate({**tree, "train": train}), assumptions=())
+    assert planned.step.compute_seconds == planned.cost.step_seconds / 2
+    assert planned.scaling is not None
+    [there] = [step for step in planned.scaling.steps if step.mesh.num_ranks == 2]
+    assert there.compute_seconds == planned.step.compute_seconds
+    assert planned.step.seconds == pytest.approx(there.seconds, abs=0.01)
+    assert planned.speed.computed_images_per_second == pytest.approx(24 / planned.step.seconds)
+    # Seven slots, each with the activations of four images and their gradients.
+    assert planned.link_bytes == pytest.approx(2 * 7 * 4 * planned.cost.block_bytes)
+    step = dict(planned.rows())["step"]
+    assert f"a part of 2 of the {1000 * planned.cost.step_seconds:.1f} ms of one rank, idle" in step
 
 
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):

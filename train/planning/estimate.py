@@ -31,7 +31,7 @@ from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.planning.scaling import Link, Network
 from train.planning.scaling_run import work_of
-from train.planning.scaling_step import Assumed, MeshShape, Work, seconds_of_exchanges
+from train.planning.scaling_step import Assumed, MeshShape, Step, Work, predict
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import ParameterServerOptions, silos_of
@@ -54,9 +54,10 @@ class Estimate:
     """Local batch size of the rank with most streams."""
     window_bytes_per_rank: int
     cost: StepCost
-    exchange_seconds: float
-    """All exchanges of its strategy in a step, at the given bandwidth, 0 for one worker; with servers, what one worker
-    reads and sends (train/planning/scaling_step.py)."""
+    step: Step
+    """Predicted at the given bandwidth, of ranks that each compute their part of it."""
+    link_bytes: float
+    """What passes a rank's link in a step; 0 for one worker, and with servers what one worker reads and sends."""
     speed: Speed
     host: str
     fit: Fit | None
@@ -73,20 +74,30 @@ class Estimate:
         """Memory needed on the device of a rank."""
         return self.cost.state_bytes + self.cost.work_bytes
 
+    @property
+    def exchange_seconds(self) -> float:
+        """All exchanges of its strategy in a step."""
+        return self.step.exchange_seconds
+
     def document(self) -> dict[str, Any]:
         """The document of `--json`."""
         return {
             **asdict(replace(self, scaling=None)),
             "scaling": self.scaling.document() if self.scaling else None,
             "needed_bytes": self.needed_bytes,
+            "exchange_seconds": self.exchange_seconds,
             "images_per_second": self.speed.images_per_second,
         }
 
     def rows(self) -> list[tuple[str, str]]:
         """The rows for people."""
-        cost = self.cost
-        exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms (of {size_of(cost.sent_bytes)})"
-        exchange = exchange if self.exchange_seconds else ""
+        cost, step = self.cost, self.step
+        idle = f", idle {1000 * step.bubble_seconds:.1f} ms" if step.bubble_seconds else ""
+        exchange = f", exchange {1000 * step.exchange_seconds:.1f} ms ({size_of(int(self.link_bytes))} by each rank)"
+        exchange = exchange if step.exchange_seconds else ""
+        whole = 1000 * cost.step_seconds
+        parts = round(cost.step_seconds / step.compute_seconds)
+        of_whole = f", a part of {parts} of the {whole:.1f} ms of one rank" if parts > 1 else ""
         return [
             ("dataset", self.dataset),
             ("choice", f"{counted(self.num_workers, 'worker')}, backend {self.backend}; {self.reason}"),
@@ -100,7 +111,9 @@ class Estimate:
                 f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's device; "
                 f"{size_of(self.window_bytes_per_rank)} of read windows in its host's memory"
             )),
-            ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
+            ("step", (
+                f"{1000 * step.compute_seconds:.1f} ms computation{of_whole}{idle}{exchange} (measured on {self.host})"
+            )),
             ("speed", str(self.speed)),
             *([("fit", self.fit.reason)] if self.fit else []),
             *([("exchange", self.exchange.reason)] if self.exchange else []),
@@ -134,7 +147,10 @@ def estimate_training(
     spec = model_spec(dataset.manifest, paced.config)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
     work = _work(config, cost)
-    exchange_seconds = _exchange_seconds(config.strategy, work, mesh, network_gbit)
+    # At that bandwidth alone: without latency, and with rings.
+    link = Link(0.0, network_gbit * 1e9 / 8)
+    step = predict(config.strategy, work, mesh, Assumed(Network(link, link), allreduce="ring"))
+    link_bytes = step.exchange_seconds * link.bytes_per_second
     planned = Planned(config.strategy, work, _MEASURED, mesh, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
     return Estimate(
@@ -149,11 +165,12 @@ def estimate_training(
         local_batch_size=local_batch_size,
         window_bytes_per_rank=windows.bytes_per_rank,
         cost=cost,
-        exchange_seconds=exchange_seconds,
-        speed=speed_of(paced, epoch, cost, exchange_seconds),
+        step=step,
+        link_bytes=link_bytes,
+        speed=speed_of(paced, epoch, step, cost),
         host=socket.gethostname(),
         fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset),
-        exchange=_weighed(config, cost, exchange_seconds, network_gbit),
+        exchange=_weighed(config, step, link_bytes, network_gbit),
         mesh=mesh.sizes,
         scaling=None if assumptions is None else scaling_table(planned, assumptions),
     )
@@ -188,17 +205,10 @@ def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: 
     return Memory(record, spark, partial(input_bytes, dataset=dataset), division=division).fitted(config).fit
 
 
-def _exchange_seconds(strategy: str, work: Work, mesh: MeshShape, network_gbit: float) -> float:
-    """At that bandwidth alone: without latency, and with rings."""
-    link = Link(0.0, network_gbit * 1e9 / 8)
-    return seconds_of_exchanges(strategy, work, mesh, Assumed(Network(link, link), allreduce="ring"))
-
-
-def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, network_gbit: float) -> Weighed | None:
-    """None if no gradients are exchanged."""
+def _weighed(config: TrainConfig, step: Step, link_bytes: float, network_gbit: float) -> Weighed | None:
+    """None if nothing is exchanged between equal ranks."""
     if config.num_workers == 1 or has_chief(config):
         return None
-    step_seconds = cost.step_seconds + exchange_seconds
-    sent = size_of(cost.sent_bytes)
-    how = f"computed for {sent} at {network_gbit:g} Gbit/s, without overlap with computation"
-    return weigh(ExchangeFacts(step_seconds, exchange_seconds, config.num_workers, how))
+    of_link = f"{size_of(int(link_bytes))} by each rank at {network_gbit:g} Gbit/s"
+    how = f"computed for {of_link}, without overlap with computation"
+    return weigh(ExchangeFacts(step.seconds, step.exchange_seconds, config.num_workers, how))

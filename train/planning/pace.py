@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardmill.epoch_plan import EpochPlan
     from train.backends.backend import Learner
     from train.planning.probe import StepCost
+    from train.planning.scaling_step import Step
 
 MEASURED_SECONDS = 6.0
 """Duration of measured steps, over as many epochs as needed; the same limit applies to validation."""
@@ -84,9 +85,17 @@ class Pace:
         """Part of a step that its input costs."""
         return max(0.0, 1 - self.cached_step_seconds / self.step_seconds)
 
-    def training_seconds(self, num_epochs: int, steps_per_epoch: float, exchange_seconds: float) -> float:
-        """Return the time of so many epochs, counted like `train.seconds` but without checkpoints."""
-        epoch_seconds = steps_per_epoch * (self.step_seconds + exchange_seconds) + self.validation_seconds
+    def training_seconds(
+        self, num_epochs: int, steps_per_epoch: float, waiting_seconds: float, part: float = 1.0
+    ) -> float:
+        """Return the time of so many epochs, counted like `train.seconds` but without checkpoints.
+
+        `waiting_seconds`: of a step, for other ranks. `part`: of the computation, which a rank has of a model that
+        several compute together; all of them read, and validation counts as that of the whole model.
+        """
+        computing = min(self.step_seconds, self.cached_step_seconds)
+        step_seconds = self.step_seconds - (1 - part) * computing + waiting_seconds
+        epoch_seconds = steps_per_epoch * step_seconds + self.validation_seconds
         return self.compile_seconds + num_epochs * epoch_seconds + self.first_validation_seconds
 
 
@@ -126,15 +135,17 @@ class Speed:
         )
 
 
-def speed_of(task: PaceTask, epoch: EpochPlan, cost: StepCost, exchange_seconds: float) -> Speed:
-    """Measure the pace of a rank, and what follows for all epochs. Raises what `pace_of` raises."""
+def speed_of(task: PaceTask, epoch: EpochPlan, step: Step, cost: StepCost) -> Speed:
+    """Measure the pace of a rank, and what follows for all epochs. `step`: predicted from `cost`, which is that of the
+    whole model. Raises what `pace_of` raises."""
     config = task.config
     # Each worker of a parameter server takes a whole batch of its own.
     batches_at_once = config.num_workers if has_chief(config) else 1
-    computed = config.global_batch_size * batches_at_once / (cost.step_seconds + exchange_seconds)
+    computed = config.global_batch_size * batches_at_once / step.seconds
     pace = None if silos_of(config) else pace_of(task)
     steps_in_turn = epoch.num_steps / batches_at_once
-    seconds = pace.training_seconds(config.epochs, steps_in_turn, exchange_seconds) if pace else None
+    waiting, part = step.seconds - step.compute_seconds, step.compute_seconds / cost.step_seconds
+    seconds = pace.training_seconds(config.epochs, steps_in_turn, waiting, part) if pace else None
     return Speed(config.epochs, epoch.num_rows, computed, pace, seconds)
 
 

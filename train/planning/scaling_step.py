@@ -107,8 +107,11 @@ Exchanges = Callable[[Work, MeshShape, Assumed], tuple[float, float]]
 
 
 def predict(strategy: str, work: Work, mesh: MeshShape, assumed: Assumed) -> Step:
-    """`mesh`: with axes that the strategy has; the local batch of a rank that reads rows of its own stays the same."""
-    hideable, exposed = EXCHANGES[strategy](work, mesh, assumed)
+    """`mesh`: with axes that the strategy has; the local batch of a rank that reads rows of its own stays the same.
+
+    A strategy that is not ours counts as one that adds up gradients.
+    """
+    hideable, exposed = EXCHANGES.get(strategy, _gradients)(work, mesh, assumed)
     computing = work.step_seconds / mesh.tensor / mesh.pipeline
     bubble = _idle_share(work, mesh)
     idle = computing * bubble / (1 - bubble)
@@ -132,11 +135,6 @@ def _idle_share(work: Work, mesh: MeshShape) -> float:
 def _idle_share_of(name: str, num_ranks: int, num_microbatches: int) -> float:
     """Many numbers of ranks have pipelines of one length."""
     return idle_share_alike(schedule_named(name, num_ranks), num_ranks, num_microbatches)
-
-
-def seconds_of_exchanges(strategy: str, work: Work, mesh: MeshShape, assumed: Assumed) -> float:
-    """All exchanges of a step; a strategy that is not ours counts as one that adds up gradients."""
-    return sum(EXCHANGES.get(strategy, _gradients)(work, mesh, assumed))
 
 
 def _allreduce(work_bytes: float, num_ranks: int, stride: int, assumed: Assumed) -> float:
