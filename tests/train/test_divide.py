@@ -101,8 +101,16 @@ def test_a_row_says_how_it_fits():
 
 def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
     error = str(nothing_holds(CONFIG, all_of(3)))
-    assert "on 2 ranks needs parameters 1.0 GiB" in error and "hybrid (tensor 2) needs 3.2 GiB, the least" in error
+    assert (
+        "on 2 ranks needs parameters 1.0 GiB" in error
+        and "hybrid (tensor 2) needs 3.2 GiB, the least of the strategies that auto" in error
+    )
     assert "set train.num_workers higher" in error
+    assert "set train.strategy" not in error
+    stages = replace(SMALLER, image=GIB // 4)
+    chosen = str(nothing_holds(CONFIG, all_of(3, pipeline_parallel=stages)))
+    assert "auto chooses; expected" in chosen
+    assert "set train.strategy = 'pipeline_parallel' with train.accumulation_steps = 8, which fits; or set" in chosen
     alone = str(nothing_holds(CONFIG, facts(3, torch_ddp=STATE)))
     assert "num_workers" not in alone and "use a smaller model or larger devices" in alone
 
@@ -138,10 +146,12 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
     assert divided.in_short == "torch_fsdp on 2 ranks by local (one device does not hold the model)"
     assert planned(between, strategy="torch_ddp").config.strategy == "torch_ddp", "what is set stays"
     assert plan_memory(tree, between).choice == "torch_fsdp"
-    with pytest.raises(UsageError, match=r"'vit_tiny' on 2 ranks needs parameters .*, the least of all strategies;"):
+    with pytest.raises(
+        UsageError, match=r"'vit_tiny' on 2 ranks needs parameters .*, the least of the strategies that auto chooses;"
+    ):
         planned(2**20)
     nothing = plan_memory(tree, 2**20)
-    assert nothing.choice == "" and "the least of all strategies" in nothing.reason
+    assert nothing.choice == "" and "the least of the strategies that auto chooses" in nothing.reason
 
 
 def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError, UsageError
@@ -18,6 +18,7 @@ from train.planning.memory_table import MemoryRow, Room, row_of, why_refused
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import check_spread
 from train.planning.state_bytes import count_state
+from train.strategies import STRATEGIES
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
@@ -103,14 +104,15 @@ def with_room(plan: TrainingPlan, spark: SparkConfig, dataset: Dataset) -> Train
     limit = limit_of(plan.config, spark)
     if limit is None or not _may_outgrow(plan, limit, spark):
         return plan
-    facts = _facts(plan.config, limit, spark, dataset)
+    facts = _facts(plan.config, limit, spark, dataset, (REPLICATED, *DIVIDED))
     if facts is None:
         return plan
     rule = next(rule for rule in DIVISION_RULES if rule.applies(facts))
     if rule.choice == "whole":
         return plan
     if rule.choice == "refused":
-        raise nothing_holds(plan.config, facts)
+        others = _facts(plan.config, limit, spark, dataset, _others())
+        raise nothing_holds(plan.config, replace(facts, rows={**(others.rows if others else {}), **facts.rows}))
     divided = plan.with_strategy(rule.choice, rule.because(facts))
     check_spread(divided.config, spark)
     return divided
@@ -138,13 +140,19 @@ def nothing_holds(config: TrainConfig, facts: ModelFacts) -> UsageError:
     """The error for a model that is too large for its ranks, however they divide it."""
     whole, best = facts.rows[REPLICATED], _smallest(facts)
     together = (
-        f"{best.strategy} ({best.mesh}) needs {size_of(best.total)}, the least of all strategies; " if best else ""
+        f"{best.strategy} ({best.mesh}) needs {size_of(best.total)}, the least of the strategies that auto chooses; "
+        if best
+        else ""
+    )
+    others = [row for name, row in facts.rows.items() if row.fits and name not in (REPLICATED, *DIVIDED)]
+    set_it = "".join(
+        f"set train.strategy = {row.strategy!r}{row.verdict.removeprefix('yes')}, which fits; or " for row in others[:1]
     )
     ranks = "" if best is None else "set train.num_workers higher, or "
     return UsageError(
         f"train.model = {config.model!r} on {config.num_workers} ranks needs {whole.arithmetic}, {facts.limit}",
         f"{together}expected a model that fits, or that the ranks can divide",
-        f"{ranks}use a smaller model or larger devices; train.strategy = {REPLICATED!r} tries it all the same",
+        f"{set_it}{ranks}use a smaller model or larger devices; train.strategy = {REPLICATED!r} tries it all the same",
     )
 
 
@@ -162,9 +170,16 @@ def _may_outgrow(plan: TrainingPlan, limit: Limit, spark: SparkConfig) -> bool:
     return MODELS.is_own(config.model) or bytes_of_a_rank(limit, config, spark) < LARGEST_NAMED_BYTES
 
 
-def _facts(config: TrainConfig, limit: Limit, spark: SparkConfig, dataset: Dataset) -> ModelFacts | None:
+def _others() -> tuple[str, ...]:
+    """Whose ranks share a model, too, and which only the user chooses."""
+    return tuple(name for name, each in STRATEGIES.installed().items() if each.needs_module and name not in DIVIDED)
+
+
+def _facts(
+    config: TrainConfig, limit: Limit, spark: SparkConfig, dataset: Dataset, strategies: tuple[str, ...]
+) -> ModelFacts | None:
     """None if the model cannot be counted: its ranks will say why."""
-    configs = [config.model_copy(update={"strategy": name}) for name in (REPLICATED, *DIVIDED)]
+    configs = [config.model_copy(update={"strategy": name}) for name in strategies]
     configs = [each for each in configs if not why_refused(each)]
     try:
         states = count_state(tuple(configs), model_spec(dataset.manifest, config))

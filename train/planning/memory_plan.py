@@ -70,7 +70,7 @@ class MemoryPlan:
     @property
     def decision(self) -> str:
         """The choice with its reason, for people."""
-        return f"{self.choice or 'no strategy'}: {self.reason}"
+        return f"{self.choice or 'no strategy that auto chooses'}: {self.reason}"
 
     @property
     def title(self) -> str:
