@@ -48,6 +48,29 @@ def test_processes_and_readers_are_two_numbers():
         mesh.data_index(16)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "sizes", "advised"),
+    [
+        ("torch_ddp", 16, {}, 8),
+        ("torch_fsdp", 16, {}, 8),
+        ("torch_fsdp", 18, {"fsdp": 3}, 6),
+        ("torch_fsdp", 16, {"fsdp": 16}, None),
+        ("tensor_parallel", 32, {"tensor": 2}, 16),
+        ("pipeline_parallel", 36, {"pipeline": 4}, 32),
+        ("hybrid", 32, {}, 16),
+    ],
+)
+def test_the_advised_number_of_ranks_works(strategy: str, num_ranks: int, sizes: dict[str, int], advised: int | None):
+    """Eight images are read by at most eight ranks."""
+    config = TrainConfig(strategy=strategy, num_workers=num_ranks, mesh=MeshConfig(**sizes), global_batch_size=8)
+    fix = f"set train.num_workers = {advised} or less" if advised else "set smaller sizes of train.mesh"
+    with pytest.raises(UsageError) as refused:
+        STRATEGIES[strategy].mesh(config)
+    assert refused.value.fix == f"{fix}, or raise train.global_batch_size, which starts a new run"
+    if advised:
+        assert STRATEGIES[strategy].mesh(config.model_copy(update={"num_workers": advised})).num_ranks == advised
+
+
 def test_sizes_that_ranks_do_not_have_are_refused_with_those_that_they_have():
     config = TrainConfig(strategy="torch_fsdp", num_workers=8, mesh=MeshConfig(data=2, fsdp=2))
     with pytest.raises(UsageError, match=r"mesh.data = 2 .* set train.num_workers = 4, or train.mesh.data = 0 for 4"):

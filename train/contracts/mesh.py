@@ -91,11 +91,14 @@ class Mesh:
             )
         data = num_ranks // ranks_per_copy
         if not config.num_streams and data * fsdp > config.global_batch_size:
+            # Of what is left open there may be any number.
+            set_readers = max(1, config.mesh.data) * max(1, config.mesh.fsdp)
+            most = config.global_batch_size // set_readers * set_readers * tensor * pipeline
+            fewer = f"set train.num_workers = {most} or less" if most else "set smaller sizes of train.mesh"
             raise UsageError(
                 f"train.num_workers = {num_ranks} with train.global_batch_size = {config.global_batch_size}",
                 "expected at least one sample of each global batch for each rank that reads rows of its own",
-                f"set train.num_workers = {config.global_batch_size // fsdp * ranks_per_copy} or less, or raise "
-                "train.global_batch_size, which starts a new run",
+                f"{fewer}, or raise train.global_batch_size, which starts a new run",
             )
         sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline}
         for axis, asked in config.mesh.sizes.items():
