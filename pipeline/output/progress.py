@@ -39,6 +39,10 @@ SENTENCES = {
         "train: the existing result was computed on {world_size} ranks and is valid for {num_workers} too; use "
         "--fresh to train again"
     ),
+    "train.other_strategy": (
+        "train: the existing result was computed with train.strategy = {trained_by!r} and is valid for {strategy!r} "
+        "too; use --fresh to train again"
+    ),
     "train.building": "train: checking that {model} builds for images of {images} and {labels}",
     "train.plan": "train: {short}",
     "train.profile": "train: recording a profile in {path}; steps: {steps}",

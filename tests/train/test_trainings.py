@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.output.progress import SENTENCES
 from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
@@ -296,5 +297,14 @@ def test_another_number_of_ranks_is_no_other_training_and_that_is_reported(finis
     more = finished.train.model_copy(update={"num_workers": 2, "strategy": "horovod", "launcher": "local"})
     assert train_model(finished.model_copy(update={"train": more}), observer).skipped
     assert [(told["world_size"], told["num_workers"]) for told in observer.named("other_world_size")] == [(1, 2)]
+    [told] = observer.named("other_strategy")
+    assert SENTENCES["train.other_strategy"].format(**told) == (
+        "train: the existing result was computed with train.strategy = 'single' and is valid for 'horovod' too; use "
+        "--fresh to train again"
+    )
     again = Observer()
-    assert train_model(finished, again).skipped and not again.named("other_world_size")
+    assert (
+        train_model(finished, again).skipped
+        and not again.named("other_world_size")
+        and not again.named("other_strategy")
+    )

@@ -121,6 +121,9 @@ class TrainingChoice:
         if self.result is not None and config.num_workers not in (0, self.result.world_size):
             sizes = {"world_size": self.result.world_size, "num_workers": config.num_workers}
             observer.event("other_world_size", {"rank": 0, **sizes})
+        if self.result is not None and config.strategy not in ("auto", self.result.strategy):
+            names = {"trained_by": self.result.strategy, "strategy": config.strategy}
+            observer.event("other_strategy", {"rank": 0, **names})
 
     def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
         """Build the task for the ranks, after they have read back the driver's nonce from the models' root."""
