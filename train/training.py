@@ -215,6 +215,8 @@ def _report_plan(
         observer.event("freeze", {"rank": 0, WARNING: never})
     if alone := plan.shares_nothing:
         observer.event("one_rank", {"rank": 0, WARNING: alone})
+    if missing := plan.lacks:
+        observer.event("undivided", {"rank": 0, WARNING: missing})
     if (moves := config.augmentation.moves) and LabelSpec.of(dataset.manifest).are_numbers:
         moved = (
             f"train.augment moves what images show ({', '.join(moves)}), but numeric labels stay unchanged, which is "

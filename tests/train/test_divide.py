@@ -165,6 +165,25 @@ def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):
         train_model(tree, Recorder())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "sizes", "words"),
+    [
+        ("hybrid", 2, {}, "the mesh tensor 2, so that no weights are sharded: set train.mesh.fsdp = 2"),
+        ("hybrid", 3, {}, "on 3 ranks has the mesh fsdp 3, so that no layer is divided: set train.mesh.tensor = 2"),
+        ("hybrid", 9, {"fsdp": 3}, "the mesh data 3 x fsdp 3, so that no layer is divided"),
+        ("hybrid", 9, {"fsdp": 3, "tensor": 1}, ""),
+        ("hybrid", 4, {}, ""),
+        ("tensor_parallel", 3, {}, ""),
+        ("tensor_parallel", 2, {"data": 2}, "the mesh data 2, so that no layer is divided"),
+        ("torch_ddp", 3, {}, ""),
+    ],
+)
+def test_an_axis_that_ranks_leave_empty_is_told(strategy, num_ranks, sizes, words):
+    config = TrainConfig(strategy=strategy, num_workers=num_ranks, mesh=MeshConfig(**sizes), model="vit")
+    told = resolve(config, SparkConfig()).lacks
+    assert words in told and bool(words) == bool(told)
+
+
 def test_one_rank_that_nobody_has_asked_for_is_told(tiny_uri, tmp_path):
     """Nothing is shared then, whatever the strategy promises."""
     for name, strategy in STRATEGIES.installed().items():

@@ -158,7 +158,7 @@ def estimate_training(
         strategy=config.strategy,
         launcher=config.launcher,
         backend=config.backend,
-        reason="; ".join(filter(None, (plan.reason, plan.shares_nothing))),
+        reason="; ".join(filter(None, (plan.reason, plan.shares_nothing, plan.lacks))),
         num_workers=config.num_workers,
         steps_per_epoch=epoch.num_steps,
         global_batch_size=config.global_batch_size,

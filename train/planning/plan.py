@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING
 
 from shardmill.words import counted
 from train.config import TrainConfig
+from train.contracts.mesh import STRATEGIES_WITH_AXIS, axes_in_words
+from train.strategies import mesh_of
 
 if TYPE_CHECKING:
     from train.planning.memory import Fitted, Memory
+
+
+WITHOUT_AXIS = {"fsdp": "no weights are sharded", "tensor": "no layer is divided", "pipeline": "there are no stages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,26 @@ class TrainingPlan:
         return (
             f"train.strategy = {self.spread.strategy!r} has one rank, which holds the whole model "
             f"({self.ranks_reason}): set train.num_workers, or sizes of train.mesh, to share it"
+        )
+
+    @property
+    def lacks(self) -> str:
+        """What a strategy with several ranks does not share because they left an axis of its mesh one rank, if nobody
+        has asked for one; else empty."""
+        config = self.spread
+        sizes = mesh_of(config).sizes
+        missing = [
+            axis
+            for axis, strategies in STRATEGIES_WITH_AXIS.items()
+            if config.strategy in strategies and sizes[axis] == 1 and self.asked.mesh.sizes[axis] != 1
+        ]
+        if not missing or config.num_workers == 1:
+            return ""
+        [axis] = missing
+        return (
+            f"train.strategy = {config.strategy!r} on {config.num_workers} ranks has the mesh "
+            f"{axes_in_words(sizes)}, so that {WITHOUT_AXIS[axis]}: set train.mesh.{axis} = 2 or more, or another "
+            "train.num_workers"
         )
 
     @property
