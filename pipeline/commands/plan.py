@@ -80,11 +80,11 @@ def _compare(tree: TrainTree, memory_bytes: int, common: Common) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GB`, `1.5 GiB`, `512MB`, or a number of bytes. Raises UsageError for anything else, and for nothing."""
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    """`80GB`, `1.5 GiB`, `512MB` or `1000 B`. Raises UsageError for anything else, also without a unit, and for 0."""
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-    parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?B)?", text.strip(), re.IGNORECASE)
-    num_bytes = int(float(parsed[1]) * units[(parsed[2] or "").upper()]) if parsed else 0
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *((?:[KMGT]I?)?B)", text.strip(), re.IGNORECASE)
+    num_bytes = int(float(parsed[1]) * units[parsed[2].upper()]) if parsed else 0
     if num_bytes < 1:
         raise UsageError(
             f"--memory {text}", "expected a size in B, KB, MB, GB, TB, KiB, MiB, GiB or TiB", "give for example 80GB"

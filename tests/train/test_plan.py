@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from pipeline.commands.plan import parse_bytes
 from shardmill.dataset.open import open_dataset
+from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
 from train.planning.estimate import estimate_training
@@ -142,9 +144,16 @@ def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_u
 
     heads = shardmill(*huge[:3], "6", "--memory", "80GB", cwd=tmp_path)
     assert "16 heads, and 6 ranks divide each layer" in heads.stdout
-    for wrong in ("80 giga", "0"):
-        refused = shardmill(*huge, "--memory", wrong, cwd=tmp_path)
-        assert refused.returncode == 2 and "expected a size in B, KB" in refused.stderr.splitlines()[-1]
+    refused = shardmill(*huge, "--memory", "80 giga", cwd=tmp_path)
+    assert refused.returncode == 2 and "expected a size in B, KB" in refused.stderr.splitlines()[-1]
+
+
+def test_a_size_has_a_unit():
+    for text, num_bytes in {"80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, "1000 B": 1000, " 2kb ": 2000}.items():
+        assert parse_bytes(text) == num_bytes
+    for wrong in ("80", "0 GB", "80 giga", "GB", ""):
+        with pytest.raises(UsageError, match=f"--memory {wrong}; expected a size in B, KB.* give for example 80GB"):
+            parse_bytes(wrong)
 
 
 def test_a_keras_model_is_measured_for_the_comparison(tiny_uri, tmp_path):
