@@ -178,7 +178,11 @@ def test_without_it_ranks_train_otherwise(tiny_uri, tmp_path, at_one_rank, strat
         ),
         (
             {"strategy": "local_sgd", "local_sgd": {"local_steps": 2}},
-            "'local_sgd'; its ranks do not share one global batch; set",
+            "'local_sgd'; expected a strategy that sums statistics of batch norms over ranks within a step; set",
+        ),
+        (
+            {"strategy": "torch_fsdp", "num_workers": 2, "launcher": "local", "model": "vit"},
+            r"'torch_fsdp'; .*; set train.strategy to 'torch_ddp', or train.sync_batch_norm = false",
         ),
         ({"accumulation_steps": 2}, r"accumulation_steps = 2; .*; set train.accumulation_steps = 1"),
     ],

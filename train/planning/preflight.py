@@ -23,7 +23,7 @@ from train.planning.row_shares import follows_plan, row_shares
 from train.planning.unused_settings import check_unused
 from train.readers import reader_of
 from train.settings.gate import GateConfig
-from train.strategies import STRATEGIES, find_strategy, has_chief, mesh_of, roles_of
+from train.strategies import STRATEGIES, find_strategy, fitting_strategies, has_chief, mesh_of, roles_of
 from train.strategies.nics import ipv4_of
 from train.strategies.options import silos_of
 
@@ -203,11 +203,13 @@ def _check_batch_norm(config: TrainConfig) -> None:
     if not config.sync_batch_norm:
         return
     if not STRATEGIES[config.strategy].syncs_batch_norm:
+        fitting = set(fitting_strategies(framework_of(config), config.num_workers))
+        offered = [name for name, each in STRATEGIES.installed().items() if each.syncs_batch_norm and name in fitting]
+        others = f"train.strategy to {' or '.join(map(repr, offered))}, or " if offered else ""
         raise UsageError(
             f"train.sync_batch_norm = true with train.strategy = {config.strategy!r}",
-            "its ranks do not share one global batch",
-            f"set train.strategy to {_strategies(lambda each: each.syncs_batch_norm)}, "
-            "or train.sync_batch_norm = false",
+            "expected a strategy that sums statistics of batch norms over ranks within a step",
+            f"set {others}train.sync_batch_norm = false",
         )
     if config.accumulation_steps > 1:
         raise UsageError(
