@@ -83,6 +83,11 @@ def test_sizes_that_ranks_do_not_have_are_refused_with_those_that_they_have():
             elif strategy.allows_world_size(4):
                 with pytest.raises(UsageError, match=rf"mesh.{axis} = 2 .* no such axis; .* '{takers[0]}'"):
                     strategy.mesh(asked)
+    for strategy in ("auto", "pipeline_parallel", "torch_fsdp"):
+        both = TrainConfig(strategy=strategy, model="vit", mesh=MeshConfig(pipeline=2, tensor=2))
+        wanted = r"^train.mesh.tensor = 2 with train.mesh.pipeline = 2; .* leave train.mesh.tensor or train.mesh.pipel"
+        with pytest.raises(UsageError, match=wanted):
+            resolve(both, SparkConfig())
     servers = TrainConfig(strategy="parameter_server", num_workers=2, mesh=MeshConfig(data=2))
     with pytest.raises(UsageError, match=r"mesh.data = 2 with .*'parameter_server'.*; leave train.mesh.data at 0"):
         resolve(servers, SparkConfig())

@@ -186,6 +186,13 @@ def _without_copies(config: TrainConfig) -> UsageError:
 def _not_of_this_size(config: TrainConfig, axis: str, sizes: Mapping[str, int]) -> UsageError:
     """`sizes`: those that the strategy's mesh has. Other axes than `data` are as they were set, if it has them."""
     asked = config.mesh.sizes[axis]
+    several = {name: size for name, size in config.mesh.sizes.items() if size > 1 and name != "data"}
+    if axis != "data" and not set.intersection(*(set(STRATEGIES_WITH_AXIS[name]) for name in several)):
+        return UsageError(
+            " with ".join(f"train.mesh.{name} = {size}" for name, size in several.items()),
+            "expected axes that one strategy has: no strategy combines these",
+            f"leave {' or '.join(f'train.mesh.{name}' for name in several)} at 0",
+        )
     given = f"train.mesh.{axis} = {asked} with train.strategy = {config.strategy!r}"
     if axis != "data":
         taken_by = " or ".join(map(repr, STRATEGIES_WITH_AXIS[axis]))
