@@ -90,7 +90,6 @@ def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_pat
             assert sum(math.prod(each.shape) for each in shards if each.part == part) <= share * whole
     weights = sum(4 * math.prod(shard.shape) for shard in index.whole(WEIGHTS_PART))
     said = re.match(r"trained weights take ([\d.]+) KiB, ", model_size(open_store(tmp_path), result.checkpoint))
-    # With the headers of the files' arrays.
     assert said is not None and 1 < float(said[1]) * 1024 / weights < 1.5
     assert_the_report_has_its_curve(tmp_path, {**BASE, **LAYOUTS[name]}, result)
 

@@ -128,18 +128,15 @@ def estimate_training(
 
     `assumptions`: what the prediction for other numbers of ranks assumes (`NAME=VALUE`); None: none is wanted.
     """
-    if assumptions is not None:
-        # Before seconds are spent on measurements.
-        assumptions_of(assumptions)
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     plan = with_room(plan_training(tree.train, tree.spark, dataset), tree.spark, dataset)
     config = plan.config
     check_initial(config)
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
-    windows = window_memory(config, dataset)
-    mesh = _mesh(config)
+    windows, mesh = window_memory(config, dataset), _mesh(config)
     if assumptions is not None:
+        assumptions_of(assumptions)
         check_scaling(config.strategy, mesh)
     local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
@@ -147,10 +144,8 @@ def estimate_training(
     spec = model_spec(dataset.manifest, paced.config)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
     work = _work(config, cost)
-    # At that bandwidth alone: without latency, and with rings.
-    link = Link(0.0, network_gbit * 1e9 / 8)
-    step = predict(config.strategy, work, mesh, Assumed(Network(link, link), allreduce="ring"))
-    link_bytes = step.exchange_seconds * link.bytes_per_second
+    step = _step(config.strategy, work, mesh, network_gbit)
+    link_bytes = step.exchange_seconds * network_gbit * _BYTES_PER_GBIT
     planned = Planned(config.strategy, work, _MEASURED, mesh, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
     return Estimate(
@@ -158,7 +153,7 @@ def estimate_training(
         strategy=config.strategy,
         launcher=config.launcher,
         backend=config.backend,
-        reason="; ".join(filter(None, (plan.reason, plan.shares_nothing, plan.lacks))),
+        reason="; ".join((plan.reason, *plan.warnings.values())),
         num_workers=config.num_workers,
         steps_per_epoch=epoch.num_steps,
         global_batch_size=config.global_batch_size,
@@ -177,6 +172,15 @@ def estimate_training(
 
 
 _MEASURED = "measured here, in one process with its share of the processors"
+
+
+_BYTES_PER_GBIT = 1e9 / 8
+
+
+def _step(strategy: str, work: Work, mesh: MeshShape, network_gbit: float) -> Step:
+    """At that bandwidth alone: without latency, and with rings."""
+    link = Link(0.0, network_gbit * _BYTES_PER_GBIT)
+    return predict(strategy, work, mesh, Assumed(Network(link, link), allreduce="ring"))
 
 
 def _mesh(config: TrainConfig) -> MeshShape:

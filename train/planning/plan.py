@@ -121,6 +121,12 @@ class TrainingPlan:
         )
 
     @property
+    def warnings(self) -> dict[str, str]:
+        """Event -> what ranks do not share although the strategy promises it."""
+        found = {"one_rank": self.shares_nothing, "undivided": self.lacks}
+        return {event: told for event, told in found.items() if told}
+
+    @property
     def in_short(self) -> str:
         """Summarize the choice with its main reason, for people."""
         num_ranks = self.spread.num_workers

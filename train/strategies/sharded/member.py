@@ -7,6 +7,7 @@ is used, hashed, or exported from the files of a checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -101,6 +102,16 @@ class ShardedMember(ReplicatedMember):
         self._draws_as = data.index if sharding.draws_alike else self.rank
         drawing = [int(each) for each in self.gather_bytes(str(self._draws_as).encode())]
         self._own_rank = drawing.index(self._draws_as)
+
+    @property
+    def share_of_weights(self) -> float:
+        """Of the elements of all weights the part that this rank holds."""
+        index = self._index
+        mine, whole = (
+            sum(math.prod(each.shape) for each in shards)
+            for shards in (index.of_rank(self.rank, WEIGHTS_PART), index.whole(WEIGHTS_PART))
+        )
+        return mine / whole
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         from train.backends.torch.collectives import Moved, blocked, traced

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from shardmill.errors import UsageError
+from shardmill.jobs.observer import WARNING
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -28,6 +29,9 @@ from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
+
+LITTLE_DIVIDED = 0.9
+"""Share of the weights that a rank holds, beyond which tensor parallelism saves it next to nothing."""
 
 
 def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
@@ -46,9 +50,20 @@ def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
         sharding = Sharding(place, ShardedTensors(mesh.num_ranks, sum_over_all), partial(_add_up, meshes))
         if meshes.fsdp is not None:
             sharding = replace(sharding, exchange=_exchange)
-        return ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
+        member = ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
+        if world.rank == 0 and mesh.tensor > 1 and member.share_of_weights > LITTLE_DIVIDED:
+            reporter.event("little_divided", {"rank": 0, WARNING: _what_stays(config, mesh, member.share_of_weights)})
+        return member
 
     return join
+
+
+def _what_stays(config: TrainConfig, mesh: Mesh, share: float) -> str:
+    return (
+        f"train.model = {config.model!r}: each of {mesh.tensor} ranks that divide its layers holds {share:.0%} of the "
+        "weights, because of what is no vision transformer only the last linear layer is divided: give it a method "
+        "`parallelize(mesh)`, or set train.strategy = 'torch_fsdp', which shards every weight"
+    )
 
 
 def held_on(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], Held]:
