@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardmill.errors import UsageError
+from train.contracts.values import Blocks
 from train.planning.scaling import (
     Link,
     Network,
@@ -17,6 +18,7 @@ from train.planning.scaling import (
     ring_allreduce,
     tree_allreduce,
 )
+from train.planning.scaling_run import has_curve
 from train.planning.scaling_step import (
     DIVIDED_AXES,
     EXCHANGES,
@@ -93,6 +95,11 @@ def test_one_rank_has_the_measured_step_and_no_strategy_beats_it(strategy: str):
 
 def test_every_strategy_has_a_model_of_its_exchanges():
     assert set(STRATEGIES) <= set(EXCHANGES)
+    # docs/training/parallelism.md names those whose reports have no curve.
+    assert {name for name in STRATEGIES if not has_curve(name, Blocks(2, 8))} == {
+        "mirrored", "parameter_server", "local_sgd"
+    }  # fmt: skip
+    assert not has_curve("hybrid", None) and has_curve("torch_fsdp", None)
 
 
 def test_computation_hides_gradients_but_not_sums_of_activations():

@@ -13,7 +13,7 @@ from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.contracts.values import Blocks
 from train.planning.images_at_once import pipeline_microbatches
-from train.planning.scaling_step import MeshShape, Work, undivided_axis
+from train.planning.scaling_step import DIVIDED_AXES, EXCHANGES, MeshShape, Work, undivided_axis
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
 from train.strategies import mesh_of
@@ -21,9 +21,8 @@ from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
 NETWORK_GBIT = 10.0
 """As `shardmill plan` assumes it."""
-# Their exchanges follow from the size of the model alone; those of the others also from what its blocks hand on.
-STRATEGIES_BY_WEIGHTS = ("single", "horovod", "multi_worker_mirrored", "torch_ddp", "zero1", "torch_fsdp")
-STRATEGIES_BY_BLOCKS = ("tensor_parallel", "hybrid", "pipeline_parallel")
+WITHOUT_CURVE = ("mirrored", "parameter_server", "local_sgd")
+"""A process of theirs does not time the exchanges of a step, or they do not follow from the weights and the blocks."""
 
 
 def scaling_of_run(
@@ -31,8 +30,7 @@ def scaling_of_run(
 ) -> dict[str, Any] | None:
     """The document of a `ScalingTable` with a point for this run; None if too few steps were timed, or if what its
     strategy exchanges is not known."""
-    is_known = config.strategy in STRATEGIES_BY_WEIGHTS or (blocks and config.strategy in STRATEGIES_BY_BLOCKS)
-    if not is_known or min((each.num_steps for each in rows), default=0) < MIN_STEPS:
+    if not has_curve(config.strategy, blocks) or min((each.num_steps for each in rows), default=0) < MIN_STEPS:
         return None
     try:
         num_bytes = weight_bytes(open_checkpoint(store, checkpoint))
@@ -49,6 +47,12 @@ def scaling_of_run(
     ).document()
     here = {"num_ranks": mesh.num_ranks, "efficiency": computing / (computing + exchanging)}
     return {**document, "this_run": here}
+
+
+def has_curve(strategy: str, blocks: Blocks | None) -> bool:
+    """Whether its exchanges follow from what a run knows; those of divided layers need what blocks hand on."""
+    is_known = strategy in EXCHANGES and strategy not in WITHOUT_CURVE
+    return is_known and (bool(blocks) or strategy not in DIVIDED_AXES)
 
 
 def _acts_as(config: TrainConfig, mesh: MeshShape) -> str:
