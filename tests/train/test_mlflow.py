@@ -241,5 +241,5 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_it_may(tmp_p
 
 @pytest.mark.parametrize("uri", ["file:/tmp/x", "mlruns", "http://me:secret@host", "http://"])
 def test_other_addresses_are_refused(uri: str):
-    with pytest.raises(UsageError, match="mlflow_uri = .*; expected (the address of a tracking server|no user in it)"):
+    with pytest.raises(UsageError, match="mlflow_uri = .*; expected (an address that MLflow takes|no user in it)"):
         load_tree(TrainTree, None, (f"train.log.mlflow_uri={uri}",))
