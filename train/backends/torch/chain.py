@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardmill.errors import UsageError
 from shardmill.words import counted
 from train.backends.torch.runtime import device, import_torch
@@ -195,6 +197,12 @@ def _refuse_batch_norms(config: TrainConfig, blocks: Sequence[Any]) -> None:
         )
 
 
+def tried_images(shape_HWC: tuple[int, int, int]) -> np.ndarray:
+    """Two images_NHWC. Not black: what is added to nothing would not be missed."""
+    shape = (2, *shape_HWC)
+    return (np.arange(math.prod(shape)) % 251).astype(np.uint8).reshape(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     border: Border
@@ -209,9 +217,7 @@ def _measured(config: TrainConfig, learner: TorchLearner, blocks: Sequence[Any])
     from torch.utils.flop_counter import FlopCounterMode
 
     torch, parts = import_torch(), learner.parts
-    shape = (2, *parts.image_shape_HWC)
-    # Not black: what is added to nothing would not be missed.
-    images_NHWC = (torch.arange(math.prod(shape), device=device()) % 251).to(torch.uint8).view(shape)
+    images_NHWC = torch.from_numpy(tried_images(parts.image_shape_HWC)).to(device())
     parts.classifier.eval()
     measured = []
     with torch.no_grad(), parts.precision.computing():

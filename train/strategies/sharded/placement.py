@@ -39,6 +39,7 @@ def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
 
     def join(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
         from train.backends.torch.layout import ShardedTensors
+        from train.strategies.sharded.first_outputs import check_outputs, outputs_of_whole
 
         mesh = mesh_from(config)
         # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
@@ -46,11 +47,16 @@ def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
         check_layers(mesh_from)(config, learner.module)
         collective = AnnouncedCollective(TorchCollective, world, reporter)
         meshes = DeviceMeshes.of(mesh)
-        place = partial(_place, meshes, config.mixed_precision == "bfloat16")
+        is_bfloat16 = config.mixed_precision == "bfloat16"
+        place = partial(_place, meshes, is_bfloat16)
         sharding = Sharding(place, ShardedTensors(mesh.num_ranks, sum_over_all), partial(_add_up, meshes))
         if meshes.fsdp is not None:
             sharding = replace(sharding, exchange=_exchange)
+        is_own = meshes.tensor is not None and hasattr(learner.module, "parallelize")
+        of_whole = outputs_of_whole(learner) if is_own and world.rank == 0 else b""
         member = ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
+        if is_own:
+            check_outputs(config, member, learner, of_whole, rounds=is_bfloat16 and meshes.fsdp is not None)
         if world.rank == 0 and mesh.tensor > 1 and member.share_of_weights > LITTLE_DIVIDED:
             reporter.event("little_divided", {"rank": 0, WARNING: _what_stays(config, mesh, member.share_of_weights)})
         return member
