@@ -134,17 +134,21 @@ def test_a_module_without_a_linear_layer_has_no_plan():
 
 def test_heads_that_ranks_do_not_divide_are_refused_with_the_sizes_that_fit():
     for num_ranks in (1, 2, 3, 4, 6, 12):
-        check_heads("vit_base", {12}, num_ranks, 12)
-    check_heads("torchvision.models:resnet18", set(), 5, 5)
+        check_heads("vit_base", {12}, num_ranks, 12, is_set=False)
+    check_heads("torchvision.models:resnet18", set(), 5, 5, is_set=False)
     wanted = (
         "train.model = 'vit_base' has attention with 12 heads, and 5 ranks divide each layer; "
         "expected a number of ranks that divides 12; set train.num_workers to a multiple of 2 or 3 or 4 or 6 or 12"
     )
     with pytest.raises(UsageError, match=wanted):
-        check_heads("vit_base", {12}, 5, 5)
+        check_heads("vit_base", {12}, 5, 5, is_set=False)
+    # With a size that is set, another number of workers alone would only be refused by the mesh.
+    wanted = "divides 4; set train.mesh.tensor to 2 or 4, and train.num_workers to a multiple of it"
+    with pytest.raises(UsageError, match=wanted):
+        check_heads("vit_tiny", {4}, 3, 3, is_set=True)
     with pytest.raises(
         UsageError, match="with 8 and 12 heads, and 8 ranks .* divides 4; set train.mesh.tensor to 2 or 4"
     ):
-        check_heads("mine", {12, 8}, 8, 8)
+        check_heads("mine", {12, 8}, 8, 8, is_set=True)
     with pytest.raises(UsageError, match="divides 1; choose another strategy"):
-        check_heads("mine", {3, 4}, 2, 2)
+        check_heads("mine", {3, 4}, 2, 2, is_set=False)

@@ -54,11 +54,11 @@ def heads_of(module: nn.Module) -> frozenset[int]:
     return frozenset(each.num_heads for each in attention)
 
 
-def check_heads(model: str, heads: Collection[int], num_ranks: int, num_workers: int) -> None:
+def check_heads(model: str, heads: Collection[int], num_ranks: int, num_workers: int, *, is_set: bool) -> None:
     """Raises UsageError unless each of `num_ranks` ranks gets equally many heads; PyTorch would fail in the first step.
 
     `heads`: numbers of heads of the layers of `train.model`. `num_workers`: all ranks, which the groups that divide
-    layers must divide, too.
+    layers must divide, too. `is_set`: whether `train.mesh.tensor` says how large a group is.
     """
     if not any(number % num_ranks for number in heads):
         return
@@ -66,6 +66,8 @@ def check_heads(model: str, heads: Collection[int], num_ranks: int, num_workers:
     allowed = [size for size in range(2, common + 1) if common % size == 0]
     here = [size for size in allowed if num_workers % size == 0]
     how = f"set train.mesh.tensor to {_or(here)}" if here else f"set train.num_workers to a multiple of {_or(allowed)}"
+    if is_set and not here:
+        how = f"set train.mesh.tensor to {_or(allowed)}, and train.num_workers to a multiple of it"
     raise UsageError(
         f"train.model = {model!r} has attention with {' and '.join(map(str, sorted(heads)))} heads, and "
         f"{num_ranks} ranks divide each layer",

@@ -106,7 +106,8 @@ def check_layers(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainCon
         from train.models.tensor_plans import check_heads, heads_of
 
         if (num_ranks := mesh_from(config).tensor) > 1:
-            check_heads(config.model, heads_of(module), num_ranks, config.num_ranks_asked)
+            is_set = config.mesh.tensor > 0
+            check_heads(config.model, heads_of(module), num_ranks, config.num_ranks_asked, is_set=is_set)
 
     return check
 
