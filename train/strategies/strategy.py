@@ -97,7 +97,8 @@ class Strategy:
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it does not support, without importing a framework."""
     check_learner: Callable[[TrainConfig, Any], None] = _takes_any
-    """Raises UsageError for a learner whose module its ranks cannot divide; called before the ETL, and on each rank."""
+    """Raises UsageError for a learner whose module its ranks cannot divide; called by the process that tries a model
+    (train/planning/trial_build.py). `join` refuses the same, for a training that nobody has tried."""
     compressions: tuple[str, ...] = ("none",)
     """Supported values of `train.compression`."""
     less_work: str = "give it less work with train.rank_weights, or remove it"
