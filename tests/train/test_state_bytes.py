@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -20,10 +21,11 @@ from tests.train.training import task_of
 from train.backends.backend import InputScale, ModelSpec, model_spec
 from train.config import TrainConfig
 from train.contracts.epochs import evaluation_spec, row_source
+from train.planning.count_state import count
 from train.planning.input_memory import input_bytes
 from train.planning.memory_fit import decided
 from train.planning.probe import ProbeTask, probe
-from train.planning.state_bytes import StateBytes, count_state
+from train.planning.state_bytes import StateBytes, StateTask, count_state
 from train.settings.mesh import MeshConfig
 from train.settings.reading import ReadingConfig
 from train.strategies.sharded.pipeline_schedules import PipelineOptions
@@ -122,6 +124,25 @@ def test_what_ranks_cannot_divide_is_refused_and_other_strategies_are_counted():
     configs = [TrainConfig(model=MODEL, num_workers=3, backend="torch", strategy=name) for name in SHARDED[1:3]]
     fsdp, tensor = count_state(tuple(configs), SPEC)
     assert fsdp.state > 0 == tensor.state and "4 heads, and 3 ranks" in tensor.refused
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("Misspelt", r"names the layer 'wyde', which the model has not; expected .*: wide, head; correct the name"),
+        ("Raising", r"parallelize\(mesh\) of Raising failed: KeyError: .*no such layer.* \(.*divided_models.py:\d+\)"),
+        (
+            "Half",
+            r"does not compute with its layers divided: RuntimeError: .*divided_models.py:\d+\); expected sizes th",
+        ),
+        ("Odd", r"does not compute with its layers divided: "),
+    ],
+)
+def test_a_module_that_divides_itself_wrongly_is_refused_and_other_strategies_are_counted(model, why):
+    named = {"model": f"tests.train.divided_models:{model}", "num_workers": 2, "backend": "torch"}
+    configs = tuple(TrainConfig(**named, strategy=name) for name in ("tensor_parallel", "torch_fsdp"))
+    tensor, fsdp = count(StateTask(configs, SPEC)).of_configs
+    assert fsdp.state > 0 == tensor.state and re.search(why, tensor.refused), tensor.refused
 
 
 def test_a_module_that_looks_at_numbers_is_counted_without_activations():

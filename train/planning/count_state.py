@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.user_module import line_of_user, with_line_of_user
 from train.backends.backend import ModelSpec
+from train.backends.torch.chain import ANOTHER
 from train.backends.torch.empty import empty_classifier, empty_module, optimizer_bytes
 from train.backends.torch.imagined_ranks import imagined_ranks
 from train.backends.torch.live_bytes import step_bytes
@@ -43,17 +45,46 @@ class _Step:
 def _of_rank(config: TrainConfig, spec: ModelSpec, steps: dict[bytes, _Step]) -> StateBytes:
     """`steps`: those that were followed before. Raises UsageError for a model that does not build."""
     module = empty_module(config, spec)
+    try:
+        held, step = _placed(config, module, spec, steps)
+    except UsageError as error:
+        return StateBytes(refused=str(error))
+    return _counted(config, module, held, step)
+
+
+def check_divided(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises UsageError for a model that its ranks cannot divide, or that does not compute then."""
+    _placed(config, empty_module(config, spec), spec, {})
+
+
+def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[bytes, _Step]) -> tuple[Held, _Step]:
+    """Raises as `check_divided` does."""
     with imagined_ranks(mesh_of(config).num_ranks):
         try:
             held = STRATEGIES[config.strategy].held(config, module)
-        except UsageError as error:
-            return StateBytes(refused=str(error))
+        except ShardmillError:
+            raise
+        except Exception as error:
+            # A user's module says how it is divided, and may raise anything.
+            raise UsageError(
+                f"train.model = {config.model!r} cannot be divided: {with_line_of_user(error)}",
+                "its methods parallelize(mesh) and stages(), if it has them, say how",
+                f"correct them, {ANOTHER}",
+            ) from error
         # Ranks with undivided layers take the same step.
         key = b"" if held.module is not module else _undivided(config)
         step = steps.get(key) or _step(config, held.module, spec)
         if key:
             steps[key] = step
-    return _counted(config, module, held, step)
+        # As a whole it may look at numbers, which it has not here.
+        elif step.why_not_stepped and not _step(config, module, spec).why_not_stepped:
+            raise UsageError(
+                f"train.model = {config.model!r} does not compute with its layers divided: {step.why_not_stepped}",
+                f"expected sizes that {mesh_of(config).tensor} ranks divide, and layers that take what the ones before "
+                "them leave on a rank",
+                f"correct its parallelize(mesh): a ColwiseParallel layer goes with a RowwiseParallel one, {ANOTHER}",
+            )
+    return held, step
 
 
 def _undivided(config: TrainConfig) -> bytes:
@@ -92,7 +123,9 @@ def _step(config: TrainConfig, module: Any, spec: ModelSpec) -> _Step:
         step, image = step_bytes(config, classifier, spec.image_shape_HWC)
     except Exception as error:
         # A user's module may raise anything if its tensors have no numbers.
-        return _Step(why_not_stepped=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        line = line_of_user(error)
+        where = f" ({line})" if line else ""
+        return _Step(why_not_stepped=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}")
     found = _Step(step, image)
     if config.memory.activation_checkpointing == "on":
         return found

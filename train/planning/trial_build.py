@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from train.backends import BACKENDS
@@ -90,8 +90,12 @@ def build(task: BuildTask) -> int:
     """Build in this process, with a fresh framework. -> the number of trainable weights."""
     backend = BACKENDS[task.config.backend]
     backend.start(World(), task.config.seed)
-    learner = backend.build(task.config, task.spec)
+    learner: Any = backend.build(task.config, task.spec)
     STRATEGIES[task.config.strategy].check_learner(task.config, learner)
+    if mesh_of(task.config).tensor > 1 and hasattr(learner.module, "parallelize"):
+        from train.planning.count_state import check_divided
+
+        check_divided(task.config, task.spec)
     learner.check_exportable()
     return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))
 

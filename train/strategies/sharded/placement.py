@@ -8,13 +8,17 @@ ZeRO stage 3, arXiv:1910.02054; shards in several copies (`data` > 1) are called
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from shardmill.errors import UsageError
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.observer import WARNING
+from shardmill.user_module import with_line_of_user
+from train.backends.torch.chain import ANOTHER
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 LITTLE_DIVIDED = 0.9
 """Share of the weights that a rank holds, beyond which tensor parallelism saves it next to nothing."""
+_UNKNOWN_LAYER = re.compile(r"plan key '(.*)' could not be resolved")
 
 
 def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
@@ -155,7 +160,7 @@ def _place(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collectio
 
 
 def _divide_layers(device_mesh: Any, module: Any) -> None:
-    """A module with a method `parallelize(mesh)` divides itself."""
+    """A module with a method `parallelize(mesh)` divides itself. Raises UsageError if that fails."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -163,7 +168,7 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     from train.models.tensor_plans import attention_in, tensor_plan
 
     if hasattr(module, "parallelize"):
-        module.parallelize(device_mesh)
+        _divide_by_its_own(device_mesh, module)
         return
     styles = {
         "column": ColwiseParallel(),
@@ -174,6 +179,31 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     parallelize_module(module, device_mesh, {name: styles[split] for name, split in plan.items()})
     for each in attention_in(module):
         each.register_forward_pre_hook(partial(_share_input, device_mesh))
+
+
+def _divide_by_its_own(device_mesh: Any, module: Any) -> None:
+    name = f"parallelize(mesh) of {type(module).__name__}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            module.parallelize(device_mesh)
+        except ShardmillError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{name} failed: {with_line_of_user(error)}",
+                "expected it to divide layers of the model, in place",
+                f"correct it, {ANOTHER}",
+            ) from error
+    # PyTorch goes on without the layer.
+    if unknown := [each for found in caught for each in _UNKNOWN_LAYER.findall(str(found.message))]:
+        raise UsageError(
+            f"{name} names the layer {unknown[0]!r}, which the model has not",
+            f"expected one of its layers, or part of one: {', '.join(dict(module.named_children()))}",
+            "correct the name in its plan",
+        )
+    for found in caught:
+        warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
 
 
 def _check_whole(module: Any, frozen: Collection[str]) -> None:
