@@ -188,7 +188,7 @@ def _try_build(
     """
     mesh = mesh_of(plan.config)
     is_divided = mesh.num_ranks > mesh.data_size
-    if (is_divided or is_on_spark(plan.config.launcher)) and not choice.has_begun(models):
+    if (is_divided or is_on_spark(plan.config.launcher)) and not choice.has_steps(models):
         try_build(plan.config, dataset.manifest.row_schema, observer)
 
 

@@ -46,3 +46,24 @@ def test_ranks_that_shard_a_model_try_it_themselves_and_none_waits_for_the_other
     task = task_of(tiny_uri, tmp_path, model=model, strategy="torch_fsdp", num_workers=2, launcher="local")
     with pytest.raises(UsageError, match=r"shape \(2, 4\) for 2 images \(rank 0, .*; expected 3 outputs"):
         launch_forked(task, Watcher())
+
+
+def test_what_divides_itself_wrongly_is_refused_before_the_first_step(tiny_uri, tmp_path):
+    """In float32, so that what bfloat16 rounds hides nothing."""
+    config = {"model": "tests.train.divided_models:Averaging", "mixed_precision": "bfloat16", "num_workers": 2}
+    task = task_of(tiny_uri, tmp_path, strategy="tensor_parallel", launcher="local", **config)
+    watcher = Watcher()
+    with pytest.raises(
+        UsageError, match=r"divides, rank 0 computes outputs that differ by 0\.\d+ from those of the und"
+    ):
+        launch_forked(task, watcher)
+    assert not watcher.losses
+
+
+def test_what_does_not_compute_when_divided_starts_no_ranks_also_if_a_new_training_is_asked_for(tiny_uri, tmp_path):
+    model = "tests.train.divided_models:Half"
+    tree = tree_of(tiny_uri, tmp_path, model=model, strategy="tensor_parallel", num_workers=2, launcher="local")
+    recorder = Recorder()
+    with pytest.raises(UsageError, match="Half' does not compute with its layers divided: RuntimeError"):
+        train_model(tree, recorder, fresh_for="a run")
+    assert recorder.events == ["building"]
