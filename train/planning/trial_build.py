@@ -9,21 +9,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.values import to_json
-from train.contracts.world import World
 from train.labels import LabelSpec
 from train.launching.devices import CUDA_VARIABLE
-from train.launching.side_process import Question, answer, ask
+from train.launching.side_process import Question, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
 from train.planning.memory_fit import decided
-from train.strategies import STRATEGIES, mesh_of
+from train.strategies import mesh_of
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
@@ -79,25 +77,11 @@ def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -
         observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
         started = time.monotonic()
         timeout = {"timeout_seconds": config.watch.start_timeout_seconds, "key": "train.watch.start_timeout_seconds"}
-        question = Question("train.planning.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
+        question = Question("train.planning.build_model", task, {CUDA_VARIABLE: "-1"}, **timeout)
         num_trained = ask(question, int, partial(_does_not_build, config.model))
         _built[task] = Built(num_trained, time.monotonic() - started)
         observer.event("built", {"rank": 0, "weights": num_trained, "seconds": _built[task].seconds})
     return _built[task]
-
-
-def build(task: BuildTask) -> int:
-    """Build in this process, with a fresh framework. -> the number of trainable weights."""
-    backend = BACKENDS[task.config.backend]
-    backend.start(World(), task.config.seed)
-    learner: Any = backend.build(task.config, task.spec)
-    STRATEGIES[task.config.strategy].check_learner(task.config, learner)
-    if mesh_of(task.config).tensor > 1 and hasattr(learner.module, "parallelize"):
-        from train.planning.count_state import check_divided
-
-        check_divided(task.config, task.spec)
-    learner.check_exportable()
-    return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))
 
 
 def _spec(config: TrainConfig, schema: RowSchema) -> ModelSpec:
@@ -116,7 +100,3 @@ def _does_not_build(model: str, how: str) -> UsageError:
         "the process imported it, called its factory, and called the model once on the CPU",
         "call the factory in a Python shell for the full traceback",
     )
-
-
-if __name__ == "__main__":
-    answer(BuildTask, build)
