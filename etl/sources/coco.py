@@ -31,6 +31,7 @@ from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.typed_columns import MASK, MASK_TYPE, encode_values
 from shardmill.values import NO_BLOCK, Value
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -121,7 +122,8 @@ class CocoSource:
         paths = pa.array([posixpath.join(folder, image.file_name) for image in images], pa.string())
         columns: dict[str, pa.Array] = {
             "key": paths,
-            "place": pa.array(np.arange(first, first + len(images), dtype=np.int64)),
+            # As rows of a table, images of a file are counted from 1.
+            "place": pa.array(np.arange(first + 1, first + 1 + len(images), dtype=np.int64)),
             "extra": pa.array(texts, pa.string()),
             "split": pa.repeat(pa.scalar(split, pa.string()), len(images)),
         }
@@ -140,6 +142,8 @@ class CocoSource:
         """The text of what moves with the pixels. Raises ValueError that says what is wrong with it."""
         values: dict[str, Value] = {}
         if self._config.labels_are_of_boxes:
+            if image.problem:
+                raise ValueError(image.problem)
             values |= box_values(image.boxes, image.labels, "xywh")
         if self._config.coco_masks:
             values[OUTLINES] = joined(image.outlines)
@@ -161,8 +165,11 @@ def _splits_of(paths: Sequence[str]) -> Mapping[str, str | None]:
 
 def _warnings(found: CocoFile, where: str) -> Iterator[str]:
     if found.num_crowds:
-        yield f"{found.num_crowds} annotations of {printable(where)} are of crowds, and their boxes are left out"
+        yield f"crowds: the boxes of {counted(found.num_crowds, 'annotation')} of {printable(where)} are left out"
     if found.num_strays:
-        yield f"{found.num_strays} annotations of {printable(where)} are of images that it does not list"
+        strays = counted(found.num_strays, "annotation")
+        yield f"left out: {strays} of {printable(where)}, of images that it does not list"
     if found.num_without_outline:
-        yield f"{found.num_without_outline} annotations of {printable(where)} have no outline, so no mask shows them"
+        has = "has" if found.num_without_outline == 1 else "have"
+        annotations = counted(found.num_without_outline, "annotation")
+        yield f"{annotations} of {printable(where)} {has} no outline, so no mask shows them"

@@ -32,7 +32,9 @@ class CocoImage:
     boxes: list[Any] = field(default_factory=list)
     """Corner, width and height, as the file has them."""
     labels: list[Any] = field(default_factory=list)
-    """The category's name of each box; None for a category that the file does not have."""
+    """The category's name of each box."""
+    problem: str = ""
+    """What is wrong with the first annotation that gives no box."""
     outlines: list[str] = field(default_factory=list)
     """If they are read: the text of each outline, those of crowds included."""
 
@@ -117,17 +119,24 @@ def _size_of(image: Mapping[str, Any]) -> list[int]:
 def _add_boxes(
     images: Mapping[Any, CocoImage], names: Mapping[Any, Any], annotations: list[dict[str, Any]]
 ) -> tuple[int, int]:
-    """Returns how many annotations are of crowds, and of no image."""
+    """Returns how many annotations are of crowds, and of no image. Raises KeyError if none has a box."""
     num_crowds = num_strays = 0
+    if annotations and not any(each.get("bbox") for each in annotations):
+        raise KeyError("bbox")
     for each in annotations:
         image = images.get(each["image_id"])
         if image is None:
             num_strays += 1
         elif each.get("iscrowd"):
             num_crowds += 1
+        elif not each.get("bbox"):
+            image.problem = image.problem or f"annotation {printable(str(each.get('id')))} has no bbox"
+        elif each["category_id"] not in names:
+            problem = f"annotation {printable(str(each.get('id')))} has the category_id {each['category_id']!r}"
+            image.problem = image.problem or f"{printable(problem)}, which is none of the file's categories"
         else:
             image.boxes.append(each["bbox"])
-            image.labels.append(names.get(each["category_id"]))
+            image.labels.append(names[each["category_id"]])
     return num_crowds, num_strays
 
 

@@ -17,7 +17,9 @@ from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.value_text import are_inexact, plain_texts, value_texts, whole_texts
 from shardmill.errors import UsageError
 from shardmill.printable import printable
+from shardmill.typed_columns import names_places
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
+from shardmill.words import first_of
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -90,6 +92,18 @@ def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -
                 f"source.{usual}_field"
             )
     return tuple(found)
+
+
+def unread_places(names: Sequence[str], used: Sequence[str], table: str) -> tuple[str, ...]:
+    """A warning for columns that are called as boxes or points in the image usually are, and are not read as such."""
+    found = [printable(name) for name in names if names_places(name) and name not in used]
+    if not found:
+        return ()
+    return (
+        f"{printable(table)} has the columns {first_of(found, 4)}, which are not read: for boxes, write a column of "
+        'lists such as "[[xmin, ymin, xmax, ymax], ...]", one row for an image, and name it in source.boxes.field '
+        "(docs/boxes.md)",
+    )
 
 
 def as_splits(texts: pa.Array) -> tuple[pa.Array, pa.Array]:

@@ -14,7 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.columns import as_names, as_splits, as_texts, listed_rows, misspelt, or_else, with_constants
+from etl.sources.columns import (
+    as_names,
+    as_splits,
+    as_texts,
+    listed_rows,
+    misspelt,
+    or_else,
+    unread_places,
+    with_constants,
+)
 from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import look_alikes, with_warnings
@@ -93,6 +102,8 @@ class TableSource:
         """Find signs of labels in unused columns, by their names and by the values of a table's first rows."""
         used = {"split": columns.split, "group": columns.group}
         warnings, signs = misspelt(names, used, table), ()
+        if not self._config.boxes.field:
+            warnings += unread_places(names, (*columns.names, *self._extra.own_names), table)
         if columns.label is None and self._config.label_kind == "class":
             unused = set(names) - {*columns.names, *self._extra.own_names}
             # Of a column that comes later, values beside those of earlier rows say nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,28 @@ def test_coco_needs_whole_sizes_and_distinct_ids(tmp_path: Path) -> None:
         twice = content | {name: [*content[name], content[name][0]]}
         with pytest.raises(UsageError, match=f"has 2 {name} of the id"):
             read_coco(io.BytesIO(json.dumps(twice).encode()), "a.json")
+
+
+def test_coco_rejects_only_the_image_of_an_annotation_without_a_box(tmp_path: Path) -> None:
+    source = as_coco(tmp_path, ROWS)
+    content = json.loads(Path(source.uri).read_text())
+    first, second = (next(each for each in content["annotations"] if each["image_id"] == number) for number in (0, 1))
+    first |= {"id": 71, "category_id": 999}
+    second |= {"id": 72}
+    del second["bbox"]
+    Path(source.uri).write_text(json.dumps(content))
+    listing = list_images(source)
+    assert len(images_of(listing)) == len(ROWS) - 2
+    details = [each.detail for each in listing.rejections]
+    assert re.search("row 1: .* annotation 71 has the category_id 999", details[0])
+    assert re.search("row 2: .* annotation 72 has no bbox", details[1])
+
+
+def test_columns_of_a_table_that_look_like_boxes_are_not_lost_without_a_word(tmp_path: Path) -> None:
+    as_csv(tmp_path, ROWS)
+    (tmp_path / "flat.csv").write_text("uri,xmin,ymin,xmax,ymax,label\n0.png,1,2,3,4,cat\n")
+    [warning] = list_images(SourceConfig(uri=str(tmp_path / "flat.csv"), kind="table")).warnings
+    assert "xmin, ymin, xmax, ymax" in warning and "source.boxes.field" in warning
 
 
 def test_coco_names_what_is_missing(tmp_path: Path) -> None:
