@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from etl.config import EtlConfig, EtlTree
-from shardmill.data_faults.drift import Drift, baseline_of, measure_drift
+from shardmill.data_faults.drift import Drift, amount_words, baseline_of, measure_drift
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import DriftLimitExceeded, ShardmillError, UsageError
@@ -37,7 +37,7 @@ def check_drift(store: Store, config: EtlConfig, draft: Manifest) -> None:
         return
     next_baseline = ", then set etl.drift_baseline to the new version" if config.drift_baseline else ""
     raise DriftLimitExceeded(
-        f"the new version of {store.uri} has drifted by {drift.amount:.2f} from @{drift.against_version}: "
+        f"the new version of {store.uri} has drifted by {amount_words(drift.amount)} from @{drift.against_version}: "
         f"{drift.words_above(config.max_drift)}",
         f"etl.max_drift allows {config.max_drift:g}; nothing was published",
         "restore what the source has lost or changed; if the change is meant, run it once with --set etl.max_drift=1"

@@ -22,7 +22,7 @@ def lineage(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export."),
+        typer.Argument(metavar="MODEL", help="Models folder or URI, one export of it, or models:/NAME@ALIAS."),
     ],
 ) -> None:
     common: Common = context.obj
@@ -33,13 +33,13 @@ def lineage(
 
 def describe_lineage(model: str) -> dict[str, Any]:
     """From the export back to the images. Raises UsageError if there is no such model."""
-    from pipeline.config import existing_models
+    from pipeline.config import absolute_uri, existing_models
     from shardmill.stores import open_store
     from train.published.current import read_history
     from train.published.exported import read_export
     from train.published.predict import exact_name
 
-    exact = exact_name(existing_models(model))
+    exact = exact_name(absolute_uri(existing_models(model)))
     uri, _, number = exact.rpartition("@")
     record = read_export(uri, int(number)).record
     history = read_history(open_store(uri))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def predict(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export.")
+        str, typer.Argument(metavar="MODEL", help="Models folder or URI, one export of it, or models:/NAME@ALIAS.")
     ],
     images: Annotated[
         list[str],

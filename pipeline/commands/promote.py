@@ -45,6 +45,12 @@ def promote(
             f"{' and '.join(name for name, is_given in named.items() if is_given)} exclude each other",
             "expected only one of them",
         )
+    if models.startswith("models:/"):
+        raise UsageError(
+            f"promote {models}",
+            "expected the models folder or URI: its promotions register models, not the reverse",
+            f"`shardmill lineage {models}` names the export; promote that MODELS@N",
+        )
     flags = {"require": require_promotion, "replace_current": replace_current}
     with open_run(models, common, load=load_for_models) as run:
         is_config, gate = uri.endswith(".toml"), run.tree.gate

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.output.printing import Rows
-from shardmill.data_faults.drift import AspectDrift, Drift
+from shardmill.data_faults.drift import AspectDrift, Drift, amount_words
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import DriftLimitExceeded, ShardmillError
 from shardmill.jobs.run_files import StageRecord, dataset_section, failed_stage
@@ -65,7 +65,7 @@ class DriftComparison:
         is_same = self.against_uri == self.dataset.pin.uri
         rows = f"`shardmill inspect {shlex.quote(named)} --diff {self.drift.against_version}` lists the rows; "
         raise DriftLimitExceeded(
-            f"{named} has drifted by {self.drift.amount:.2f} from {self._against}: "
+            f"{named} has drifted by {amount_words(self.drift.amount)} from {self._against}: "
             f"{self.drift.words_above(self.limit)}",
             f"the limit (etl.max_drift, --max-drift) is {self.limit:g}",
             f"{rows if is_same else ''}use another version, or a higher limit if the change is meant",
@@ -84,5 +84,5 @@ class DriftComparison:
 
 
 def _row(found: AspectDrift) -> tuple[str, ...]:
-    amount = "not compared" if found.amount is None else f"{found.amount:.3f}"
+    amount = "not compared" if found.amount is None else amount_words(found.amount)
     return found.aspect.words, amount, found.why_not or found.moves

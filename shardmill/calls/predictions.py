@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.formats.rows import VECTOR
 from shardmill.html import table, text
 from shardmill.jobs.summary_rows import Rows
 
@@ -44,6 +45,8 @@ class Predictions:
         import pyarrow as pa
 
         dataset = self.dataset
+        if columns is not None and VECTOR in columns:
+            raise UsageError(f"the column {VECTOR!r}", "expected others", "`embeddings()` gives it as one array")
         return pa.concat_tables([dataset.metadata(split, columns) for split in dataset.manifest.splits])
 
     def to_pandas(self, columns: Collection[str] | None = None) -> pd.DataFrame:

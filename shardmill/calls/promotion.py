@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.html import table
-from shardmill.jobs.summary_rows import Rows
+from shardmill.jobs.summary_rows import Rows, lines_of
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionResult:
-    """A decision. It shows itself as a table in a notebook."""
+    """A decision. It shows itself as a table in a notebook, and with `print`."""
 
     run_id: str
     models: str
@@ -33,7 +33,13 @@ class PromotionResult:
         names = ("models", "decision", "reason", "current", "previous", "registered")
         return cls(run_id, **{name: section[name] for name in names})
 
-    def _repr_html_(self) -> str:
+    def _rows(self) -> Rows:
         rows: Rows = [("models", self.models), ("model", f"{self.decision}: {self.reason}")]
         rows.append(("current", "none" if self.current is None else f"export {self.current}"))
-        return table([*rows, *([("registered", self.registered)] if self.registered else [])])
+        return [*rows, *([("registered", self.registered)] if self.registered else [])]
+
+    def __str__(self) -> str:
+        return lines_of(self._rows())
+
+    def _repr_html_(self) -> str:
+        return table(self._rows())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError
 from shardmill.html import table, text
-from shardmill.jobs.summary_rows import Rows, summary_rows
+from shardmill.jobs.summary_rows import Rows, lines_of, summary_rows
 
 if TYPE_CHECKING:
     from shardmill.loader.dataset import LoadableDataset
@@ -86,9 +86,7 @@ class RunResult:
         return f"<run {self.run_id}: {self.summary['status']}{accuracy}>"
 
     def __str__(self) -> str:
-        rows = self._rows()
-        width = max(len(name) for name, *_ in rows)
-        return "\n".join(f"{name:<{width}}  {'  '.join(values)}" for name, *values in rows)
+        return lines_of(self._rows())
 
     def _repr_html_(self) -> str:
         from shardmill.loader.dataset_html import thumbnails

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -11,6 +12,11 @@ from typing import Any
 from shardmill.errors import UsageError
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+# Of `shardmill.run` and its neighbours, which take what they do not know as settings.
+_ARGUMENTS = (
+    "workdir", "run_id", "replace_source", "fresh", "allow_change", "quiet", "rollback", "require_promotion",
+    "replace_current", "out", "top", "layer", "engine",
+)  # fmt: skip
 
 
 def as_options(settings: Mapping[str, Any]) -> list[str]:
@@ -20,10 +26,13 @@ def as_options(settings: Mapping[str, Any]) -> list[str]:
     """
     for name, value in settings.items():
         if "." not in name and not isinstance(value, Mapping):
+            near = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.75)
             raise UsageError(
                 f"{name} = {value!r} names no section of the config",
                 "expected a section with its keys, such as train={'epochs': 3}",
-                f"write SECTION={{{name!r}: {value!r}}}; `shardmill config show` prints every key",
+                f"did you mean {near[0]}={value!r}?"
+                if near
+                else f"write SECTION={{{name!r}: {value!r}}}; `shardmill config show` prints every key",
             )
     return [
         option for name, value in settings.items() for key, leaf in _leaves(name, value)

@@ -23,6 +23,12 @@ _NUM_MOVED = 5
 _CHANNEL_NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
+def amount_words(amount: float) -> str:
+    """Three decimals; of an amount that would be 0 with these, its first digit."""
+    text = f"{amount:.3f}"
+    return text if float(text) or not amount else f"{amount:.1g}"
+
+
 class Aspect(StrEnum):
     """What is compared of two versions."""
 
@@ -62,7 +68,7 @@ class AspectDrift(Section):
         """`class shares 0.31 (cat 33.3 % -> 0.0 %, ...)`."""
         if self.amount is None:
             return f"{self.aspect.words}: not compared, {self.why_not}"
-        return f"{self.aspect.words} {self.amount:.2f}" + (f" ({self.moves})" if self.figures else "")
+        return f"{self.aspect.words} {amount_words(self.amount)}" + (f" ({self.moves})" if self.figures else "")
 
     @property
     def moves(self) -> str:

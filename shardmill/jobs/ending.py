@@ -17,6 +17,8 @@ from shardmill.printable import printable
 from shardmill.registry import install_hint
 
 _CONTINUE = "run the same command again{but}: it resumes after the last complete work unit or checkpoint"
+# Commands that have nothing to resume.
+_READING = ("config", "doctor", "drift", "gate", "inspect", "lineage", "mislabels", "plan", "verify")
 # Python calls the handlers of signals that came together by their numbers. If a whole group is signalled, SIGTERM comes
 # first in truth: after it this one asks for nothing more, before it the SIGTERM would be a second request.
 _PARENT_IS_GONE = signal.SIGRTMIN
@@ -72,7 +74,7 @@ def error_line(error: BaseException) -> str:
     """Why a command ends, in one line for people."""
     error = why_ended(error)
     if isinstance(error, KeyboardInterrupt):
-        line = f"interrupted; no partial result is visible; {_how_to_go_on()}"
+        line = f"interrupted; {_how_to_go_on('no partial result is visible; ')}"
     elif isinstance(error, Terminated):
         line = f"{error}; {_how_to_go_on()}"
     elif isinstance(error, ShardmillError):
@@ -86,9 +88,11 @@ def error_line(error: BaseException) -> str:
     return redacted_text(printable(" ".join(line.split())))
 
 
-def _how_to_go_on() -> str:
+def _how_to_go_on(visible: str = "") -> str:
+    if sys.argv[1:2] and sys.argv[1] in _READING:
+        return "nothing was changed; run the same command again"
     # A fresh training is another one each time, but for a run that is named.
-    return _CONTINUE.format(but=", without --fresh" if "--fresh" in sys.argv else "")
+    return visible + _CONTINUE.format(but=", without --fresh" if "--fresh" in sys.argv else "")
 
 
 def _hiding_file(error: ModuleNotFoundError) -> str:

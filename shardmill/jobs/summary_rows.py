@@ -15,6 +15,12 @@ Rows = list[tuple[str, ...]]
 _DRIFT_SHOWN = 0.005
 
 
+def lines_of(rows: Rows) -> str:
+    """Rows as text, their names in one column."""
+    width = max(len(name) for name, *_ in rows)
+    return "\n".join(f"{name:<{width}}  {'  '.join(values)}" for name, *values in rows)
+
+
 def summary_rows(summary: Mapping[str, Any]) -> Rows:
     """A whole run: the sections of its summary that people need first."""
     evaluation = _evaluation_rows(summary) or [("evaluation", "no split for it")]

@@ -199,8 +199,9 @@ class LoadableDataset(Dataset):
 
     def show(self, num_samples: int = 12, split: str | None = None) -> Image:
         """A contact sheet: samples from all over a split (`train` by default), as a PIL image."""
-        if num_samples < 1:
-            raise UsageError(f"num_samples = {num_samples}", "expected at least one", "omit it for 12")
+        if isinstance(num_samples, str) or num_samples < 1:
+            fix = f"show(split={num_samples!r})" if isinstance(num_samples, str) else "omit it for 12"
+            raise UsageError(f"num_samples = {num_samples!r}", "expected at least one", fix)
         splits = list(self.manifest.splits)
         samples = self.samples(split or ("train" if "train" in splits else splits[0]))
         # Equal distances; all of a split that is smaller.

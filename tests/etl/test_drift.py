@@ -37,7 +37,7 @@ def test_a_darkened_folder_is_refused_until_it_is_accepted(folder: Path):
         build(folder, max_drift=0.1)
     assert caught.value.exit_code == 7 and not caught.value.is_worth_retrying
     line = str(caught.value)
-    assert re.search(r"drifted by 0\.\d\d from @1: pixels 0\.\d\d \(green mean [\d.]+ -> [\d.]+", line)
+    assert re.search(r"drifted by 0\.\d+ from @1: pixels 0\.\d+ \(green mean [\d.]+ -> [\d.]+", line)
     assert "class shares" not in line and "etl.max_drift allows 0.1; nothing was published" in line
     assert latest_version(open_store(folder / "dataset")) == 1
     assert Drift.model_validate(caught.value.detail["drift"]).above(0.1)
@@ -55,7 +55,7 @@ def test_a_darkened_folder_is_refused_until_it_is_accepted(folder: Path):
 
 def test_a_class_that_has_vanished_is_named_with_its_share(folder: Path):
     shutil.rmtree(folder / "images" / "class_2")
-    with pytest.raises(DriftLimitExceeded, match=r"class shares 0\.33 \(class_2 33\.3% -> 0\.0%"):
+    with pytest.raises(DriftLimitExceeded, match=r"class shares 0\.333 \(class_2 33\.3% -> 0\.0%"):
         build(folder, max_drift=0.3)
     assert build(folder, max_drift=0.55).manifest.counts.accepted == 60
 
@@ -66,7 +66,7 @@ def test_what_has_not_changed_has_no_drift_and_passes_any_limit(folder: Path):
     # A copy of every image at twice the size: neither the classes nor the pixels have changed, the sizes have.
     for file in [*(folder / "images").rglob("*.png")]:
         assert cv2.imwrite(str(file), cv2.imread(str(file)).repeat(2, axis=0).repeat(2, axis=1))
-    with pytest.raises(DriftLimitExceeded, match=r"source sizes 1\.00 \(16-31 100\.0% -> 0\.0%, 32-63") as caught:
+    with pytest.raises(DriftLimitExceeded, match=r"source sizes 1\.000 \(16-31 100\.0% -> 0\.0%, 32-63") as caught:
         build(folder, max_drift=0.1)
     assert "class shares" not in str(caught.value)
 

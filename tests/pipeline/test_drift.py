@@ -63,7 +63,7 @@ def test_with_a_config_it_is_a_stage_of_the_run(folder: Path):
     refused = shardmill("drift", *arguments, "--dataset-version", "2", cwd=folder)
     summary = json.loads((folder / "work/runs/r/summary.json").read_text())
     assert (refused.returncode, summary["exit_code"], summary["stages"]["drift"]["status"]) == (7, 7, "failed")
-    assert "class shares 0.33 (class_1 33.3% -> 0.0%" in summary["error"]
+    assert "class shares 0.333 (class_1 33.3% -> 0.0%" in summary["error"]
     assert shardmill("report", *arguments, cwd=folder).returncode == 0
     assert "class_1 33.3% -&gt; 0.0%" in (folder / "work/runs/r/report.html").read_text()
 

@@ -139,9 +139,16 @@ def test_settings_are_those_of_the_command_line():
     for wrong, said in (
         ({"epochs": 3}, r"write SECTION=\{'epochs': 3\}"),
         ({"train.epochs": None}, "train.epochs = None"),
+        ({"wrokdir": "work"}, "did you mean workdir='work'"),
     ):
         with pytest.raises(UsageError, match=said):
             as_options(wrong)
+
+
+def test_what_is_imported_late_is_listed_and_a_decision_is_printed_as_rows():
+    assert set(shardmill.__all__) <= set(dir(shardmill))
+    decided = shardmill.PromotionResult("r", "/models", "kept", "too few", None, None, None)
+    assert str(decided).splitlines() == ["models   /models", "model    kept: too few", "current  none"]
 
 
 def test_the_functions_have_the_options_of_their_commands():

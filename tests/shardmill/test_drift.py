@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from shardmill.data_faults.drift import Aspect, AspectDrift, measure_drift, previous_content
+from shardmill.data_faults.drift import Aspect, AspectDrift, amount_words, measure_drift, previous_content
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
@@ -121,3 +121,7 @@ def test_what_cannot_be_compared_says_why_and_counts_for_nothing(manifest: Manif
         "one version is in colour, the other is grey",
     ]
     assert drift_in(Aspect.PIXELS, with_pixels(manifest, np.zeros((0, 3), int)), manifest).amount is None
+
+
+def test_a_small_drift_is_not_shown_as_none():
+    assert [amount_words(each) for each in (0.0, 0.00042, 0.104, 1.0)] == ["0.000", "0.0004", "0.104", "1.000"]

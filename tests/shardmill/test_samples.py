@@ -127,6 +127,8 @@ def test_a_contact_sheet_shows_samples_from_all_over_the_split(dataset):
     assert dataset.show(10**6, "validation").width > sheet.width
     with pytest.raises(UsageError, match="num_samples = 0; expected at least one"):
         dataset.show(0)
+    with pytest.raises(UsageError, match=r"show\(split='train'\)"):
+        dataset.show("train")
 
 
 def test_extra_columns_have_their_types_in_metadata(tmp_path):
