@@ -153,7 +153,7 @@ def estimate_training(
         strategy=config.strategy,
         launcher=config.launcher,
         backend=config.backend,
-        reason="; ".join((plan.reason, *plan.warnings.values())),
+        reason="; ".join((plan.reason, *plan.warnings)),
         num_workers=config.num_workers,
         steps_per_epoch=epoch.num_steps,
         global_batch_size=config.global_batch_size,

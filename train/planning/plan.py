@@ -121,10 +121,9 @@ class TrainingPlan:
         )
 
     @property
-    def warnings(self) -> dict[str, str]:
-        """Event -> what ranks do not share although the strategy promises it."""
-        found = {"one_rank": self.shares_nothing, "undivided": self.lacks}
-        return {event: told for event, told in found.items() if told}
+    def warnings(self) -> tuple[str, ...]:
+        """What ranks do not share although the strategy promises it."""
+        return tuple(told for told in (self.shares_nothing, self.lacks) if told)
 
     @property
     def in_short(self) -> str:
