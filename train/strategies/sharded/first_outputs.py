@@ -45,11 +45,12 @@ def check_outputs(config: TrainConfig, member: Member, learner: TorchLearner, of
     mine = float(np.abs(found_NK - expected_NK).max()) if found_NK.shape == expected_NK.shape else math.inf
     differences = [float(each) for each in member.gather_bytes(str(mine).encode())]
     tolerance = (TOLERANCE_OF_BFLOAT16 if rounds else TOLERANCE) * (1 + float(np.abs(expected_NK).max()))
-    wrong = [rank for rank, difference in enumerate(differences) if not difference <= tolerance]
+    wrong = [difference for difference in differences if not difference <= tolerance]
     if wrong:
         raise UsageError(
-            f"train.model = {config.model!r}: with layers that its parallelize(mesh) divides, rank {wrong[0]} computes "
-            f"outputs that differ by {differences[wrong[0]]:.3g} from those of the undivided module",
+            f"train.model = {config.model!r}: with its layers divided by parallelize(mesh), {len(wrong)} of "
+            f"{len(differences)} ranks compute outputs that differ by up to {max(wrong):.3g} from those of the "
+            "undivided module",
             f"expected the same outputs on every rank, within {tolerance:.1g}: ColwiseParallel leaves a part of what a "
             "layer computes on each",
             "pass that part on to a RowwiseParallel layer, gather it by ColwiseParallel(output_layouts=Replicate()), "
