@@ -213,10 +213,7 @@ def _report_plan(
     observer.event("plan", {"rank": 0, "chosen": plan.reason, "short": plan.in_short, **memory.as_fields()})
     if never := never_unfrozen(config):
         observer.event("freeze", {"rank": 0, WARNING: never})
-    if plan.shares_nothing:
-        observer.event("one_rank", {"rank": 0, WARNING: plan.shares_nothing})
-    if plan.lacks:
-        observer.event("undivided", {"rank": 0, WARNING: plan.lacks})
+    plan.warn(observer)
     if (moves := config.augmentation.moves) and LabelSpec.of(dataset.manifest).are_numbers:
         moved = (
             f"train.augment moves what images show ({', '.join(moves)}), but numeric labels stay unchanged, which is "

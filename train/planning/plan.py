@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardmill.jobs.observer import WARNING
 from shardmill.words import counted
 from train.config import TrainConfig
 from train.contracts.mesh import STRATEGIES_WITH_AXIS, axes_in_words
 from train.strategies import mesh_of
 
 if TYPE_CHECKING:
+    from shardmill.jobs.observer import Observer
     from train.planning.memory import Fitted, Memory
 
 
@@ -124,6 +126,13 @@ class TrainingPlan:
     def warnings(self) -> tuple[str, ...]:
         """What ranks do not share although the strategy promises it."""
         return tuple(told for told in (self.shares_nothing, self.lacks) if told)
+
+    def warn(self, observer: Observer) -> None:
+        """Each as an event of the run."""
+        if self.shares_nothing:
+            observer.event("one_rank", {"rank": 0, WARNING: self.shares_nothing})
+        if self.lacks:
+            observer.event("undivided", {"rank": 0, WARNING: self.lacks})
 
     @property
     def in_short(self) -> str:
