@@ -48,9 +48,10 @@ class ReaderOptions:
     """Gives the memory that batches are decoded into."""
     part_bytes: int = 4_000_000
     """Decoded bytes that are worth a thread of their own: a batch of several times as many is decoded by several."""
+    copied_bytes: int = 12_000_000
+    """The same of images that are stored as pixels: several small batches of them are made at once."""
     max_steps_together: int = 16
-    """Of which one thread makes so many bytes if their images are stored as pixels: to begin each alone takes longer
-    than to copy it."""
+    """At most so many; more do not save more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def _max_batches_ahead(options: ReaderOptions, batch_bytes: int) -> int:
 
 def _steps_together(options: ReaderOptions, batch_bytes: int) -> int:
     """As many as are worth a thread."""
-    worth = min(options.part_bytes // max(1, batch_bytes), options.max_steps_together)
+    worth = min(options.copied_bytes // max(1, batch_bytes), options.max_steps_together)
     return max(1, min(worth, _max_batches_ahead(options, batch_bytes)))
 
 
