@@ -59,16 +59,16 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
     config, settings = task.config, json.loads(os.environ[SETTINGS])
     BACKENDS["torch"].start(world, config.seed)
-    learners: list[TorchLearner] = []
+    built: list[tuple[TorchLearner, Any]] = []
 
     def build(*, has_numbers: bool = True) -> Any:
-        learners.append(cast("TorchLearner", BACKENDS["torch"].build(config, SPEC)))
-        return learners[-1]
+        learner = cast("TorchLearner", BACKENDS["torch"].build(config, SPEC))
+        # Before it is divided. All ranks build it from the same seed, with numbers.
+        built.append((learner, copy.deepcopy(learner.module)))
+        return learner
 
     member = STRATEGIES[config.strategy].join(world, config, build, SilentReporter())
-    [learner] = learners
-    # All ranks have built it from the same seed, with numbers.
-    model = copy.deepcopy(learner.module)
+    [(learner, model)] = built
     member.start({}, 0, "")
     held, optimizer, by_hand = BY_HAND[config.strategy](model)
     batch = random_batch(config.global_batch_size // member.data.count, member.data.index)
