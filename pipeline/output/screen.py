@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_LINE_SECONDS = 5.0
+# Two units that end together give no rate.
+_MIN_TIMED_SECONDS = 0.5
 RELAYED_SECONDS = 0.1
 """Between two states of a bar that another process draws."""
 
@@ -142,7 +144,8 @@ class PlainLines:
         else:
             self._begun.discard(bar.label)
         self._next_line = now + PLAIN_LINE_SECONDS
-        rate = (num_done - done_before) / (now - started) if num_done > done_before and now > started else 0.0
+        is_timed = now - started >= _MIN_TIMED_SECONDS
+        rate = (num_done - done_before) / (now - started) if is_timed and num_done > done_before else 0.0
         left = "" if ends else f", {(num_total - num_done) / max(rate, 1e-9):,.0f} s left"
         a_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         pace = f", {a_second} a second{left}" if rate else ""

@@ -110,6 +110,16 @@ def test_time_left_is_estimated_from_work_under_way(
     ]  # fmt: skip
 
 
+def test_no_rate_is_computed_from_two_units_that_ended_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    progress = RunProgress(RunRecord(str(tmp_path), "r"), num_epochs=1)
+    for now, num_done in ((0.0, 0), (1.9, 250), (1.902, 500)):
+        monkeypatch.setattr("pipeline.output.screen.time.monotonic", lambda now=now: now)
+        progress.event("etl.progress", {"num_done": num_done, "num_images": 500})
+    assert capsys.readouterr().err.splitlines() == ["etl: 0 of 500 images", "etl: 500 of 500 images"]
+
+
 @pytest.fixture
 def signal_handlers_restored() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
