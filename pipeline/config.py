@@ -84,7 +84,8 @@ def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
     sections = {name: getattr(tree, name).model_copy(update={"uri": absolute_uri(uri)}) for name, uri in uris.items()}
     source = tree.source.at({key: absolute_uri(uri) for key, uri in tree.source.uris().items()})
     train = tree.train.model_copy(update={"init_from": absolute_uri(tree.train.init_from)})
-    return tree.model_copy(update={"source": source, "train": train, **sections})
+    etl = tree.etl.model_copy(update={"corrections": absolute_uri(tree.etl.corrections)})
+    return tree.model_copy(update={"source": source, "train": train, "etl": etl, **sections})
 
 
 def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .toml file") -> str:

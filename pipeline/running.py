@@ -57,8 +57,10 @@ def open_run(
     common: Common,
     *,
     load: Callable[[str, tuple[str, ...], str], PipelineTree] = load_pipeline,
+    builder: str = "etl",
 ) -> Iterator[Run]:
-    """A run record around the work inside; an error is recorded before it is raised on.
+    """A run record around the work inside; an error is recorded before it is raised on. `builder`: whose name the lines
+    of a build begin with.
 
     One of the config is recorded only if the run was named: a scheduler looks there for the reason. A mistyped command
     leaves nothing.
@@ -73,7 +75,7 @@ def open_run(
         tree = resolved or resolve()
         record.store.put(f"{record.folder}/config.toml", to_toml(without_secrets(tree)).encode())
         record.summarize(RUNNING)
-        with RunProgress(record, tree.train.epochs) as progress:
+        with RunProgress(record, tree.train.epochs, builder) as progress:
             yield Run(tree, record, progress)
 
 

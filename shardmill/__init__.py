@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardmill.augment.options import AugmentOptions
     from shardmill.calls.commands import etl, predict, promote, run, train
+    from shardmill.calls.findings import check_source, doctor, drift, inspect, lineage, mislabels, plan
     from shardmill.calls.predictions import Predictions
     from shardmill.calls.promotion import PromotionResult
     from shardmill.calls.result import RunResult
+    from shardmill.calls.stages import compact, evaluate, export, export_tar, gate, gc, report, rollback
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
@@ -39,11 +41,26 @@ _HOMES = {
     "PromotionResult": "calls.promotion",
     "RunResult": "calls.result",
     "ShardmillError": "errors",
+    "check_source": "calls.findings",
+    "compact": "calls.stages",
+    "doctor": "calls.findings",
+    "drift": "calls.findings",
     "etl": "calls.commands",
+    "evaluate": "calls.stages",
+    "export": "calls.stages",
+    "export_tar": "calls.stages",
+    "gate": "calls.stages",
+    "gc": "calls.stages",
+    "inspect": "calls.findings",
+    "lineage": "calls.findings",
+    "mislabels": "calls.findings",
     "open_dataset": "loader.dataset",
+    "plan": "calls.findings",
     "predict": "calls.commands",
     "process_image": "images.process",
     "promote": "calls.commands",
+    "report": "calls.stages",
+    "rollback": "calls.stages",
     "run": "calls.commands",
     "train": "calls.commands",
     "verify_dataset": "dataset.verify",
@@ -58,11 +75,26 @@ __all__ = [
     "PromotionResult",
     "RunResult",
     "ShardmillError",
+    "check_source",
+    "compact",
+    "doctor",
+    "drift",
     "etl",
+    "evaluate",
+    "export",
+    "export_tar",
+    "gate",
+    "gc",
+    "inspect",
+    "lineage",
+    "mislabels",
     "open_dataset",
+    "plan",
     "predict",
     "process_image",
     "promote",
+    "report",
+    "rollback",
     "run",
     "train",
     "verify_dataset",

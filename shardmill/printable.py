@@ -10,7 +10,9 @@ _NEEDED = frozenset({0x200C, 0x200D, *range(0xE0020, 0xE0080)})
 
 
 def printable(text: str) -> str:
-    r"""`text` with every control, bidirectional or otherwise invisible character escaped, such as `\x1b`."""
+    r"""`text` with every control, bidirectional or otherwise invisible character escaped, such as `\x1b`. NUL, which
+    separates an archive from its member, is `\0`, as in a CSV of keys: the number of a row may follow it.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escaped(character) for character in text)
@@ -29,4 +31,4 @@ def _escaped(character: str) -> str:
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     if not hidden or ord(character) in _NEEDED:
         return character
-    return character.encode("unicode_escape").decode()
+    return r"\0" if character == "\0" else character.encode("unicode_escape").decode()

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -17,13 +18,15 @@ import yaml
 from pipeline.config import load_pipeline
 from tests.services.kubernetes import ApiServer
 from tests.services.marked import free_ports
+from tests.services.servers import wait_until_up
+from tests.services.spark_operator import definition, strict_schema
 from tests.services.spark_submit import make_bundle
 from tests.support import make_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "kubernetes"
 VERSION = "1.31"
-# The operator's own, of which the package has no schema.
+# The operator's own, of which the package has no schema: `tests.services.spark_operator` fetches it.
 OWN_KINDS = {"SparkApplication"}
 
 
@@ -45,19 +48,38 @@ def test_the_published_schema_accepts_it(document: dict[str, Any]):
         kubernetes_validate.validate({**document, "unknown": 1}, VERSION, strict=True)
 
 
+def test_the_operators_schema_accepts_each_application():
+    """Strictly, too."""
+    validator = jsonschema.Draft202012Validator(strict_schema(definition()))
+    applications = [each for each in ALL if each["kind"] in OWN_KINDS]
+    assert len(applications) == 2
+    for each in applications:
+        assert [error.message for error in validator.iter_errors(each)] == []
+        for wrong in (
+            {"drivr": {}},
+            {"type": "Pyton"},
+            {"driver": {"cores": "one"}},
+            {"restartPolicy": {"retries": 3}},
+        ):
+            assert not validator.is_valid({**each, "spec": {**each["spec"], **wrong}}), wrong
+
+
 @pytest.mark.drill
-def test_an_api_server_admits_them(api_server: ApiServer):
+def test_an_api_server_admits_them(api_server: ApiServer, tmp_path: Path):
     api_server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shardmill"}})
     with pytest.raises(ValueError, match="unknown field"):
         api_server.create({**documents("train-job.yaml")["Job"], "unknown": 1}, "shardmill")
     indexed = documents("train-job.yaml")["Job"]
     with pytest.raises(ValueError, match="completions"):
         api_server.create({**indexed, "spec": {**indexed["spec"], "completions": None}}, "shardmill")
-    admitted = {}
-    for document in ALL:
-        if document["kind"] not in OWN_KINDS:
-            admitted[document["kind"]] = api_server.create(document, "shardmill")
-    assert admitted.keys() == {"ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Service", "Job"}
+    api_server.create(definition())
+    group = documents("etl.yaml")["SparkApplication"]["apiVersion"]
+    wait_until_up(group, lambda: api_server.serves(group), (), tmp_path, 30)
+    with pytest.raises(ValueError, match="unknown field"):
+        api_server.create({**documents("etl.yaml")["SparkApplication"], "unknown": 1}, "shardmill")
+    admitted = {document["kind"]: api_server.create(document, "shardmill") for document in ALL}
+    own = {"ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Service", "Job"}
+    assert admitted.keys() == own | OWN_KINDS
     assert admitted["Job"]["spec"]["completionMode"] == "Indexed"
 
 

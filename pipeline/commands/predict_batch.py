@@ -62,7 +62,7 @@ def predict_batch(common: Common, job: BatchJob) -> None:
         return tree.model_copy(update={"dataset": DatasetConfig(uri=absolute_uri(job.out))})
 
     [source] = job.sources
-    with open_run(source, common, load=load) as run:
+    with open_run(source, common, load=load, builder="predict") as run:
         require(run.tree, "source")
         tree = run.tree.part(EtlTree)
         run.stage(

@@ -51,11 +51,15 @@ SENTENCES = {
 
 
 class RunProgress:
-    """The observer of a run's stages. Use it as a context manager around them."""
+    """The observer of a run's stages. Use it as a context manager around them.
 
-    def __init__(self, record: Observer, num_epochs: int) -> None:
+    `builder`: the command that builds: a line of the ETL begins with its name.
+    """
+
+    def __init__(self, record: Observer, num_epochs: int, builder: str = "etl") -> None:
         self._record = record
         self._num_epochs = num_epochs
+        self._builder = builder
         self._screen: Screen = PlainLines()
 
     def __enter__(self) -> RunProgress:
@@ -88,9 +92,9 @@ class RunProgress:
         match name:
             case "list.progress":
                 # Its end is not known.
-                self._advance("etl, listing", int(numbers["num_listed"]), None, "inputs")
+                self._advance(f"{self._builder}, listing", int(numbers["num_listed"]), None, "inputs")
             case "etl.progress":
-                self._advance("etl", int(numbers["num_done"]), int(numbers["num_images"]), "images")
+                self._advance(self._builder, int(numbers["num_done"]), int(numbers["num_images"]), "images")
             case "verify.progress":
                 self._advance("verify", int(numbers["num_done"]), int(numbers["num_shards"]), "shards")
             case "train.progress":
@@ -103,9 +107,12 @@ class RunProgress:
                     self.finish(_epoch_line(self._epoch(numbers), numbers))
                 elif name in SENTENCES and fields.get("rank", 0) == 0:
                     shown = {"epoch": self._epoch(numbers), "step": int(numbers.get("step", 0)) + 1}
-                    self.say(_sentence(name, {**fields, **shown}))
+                    self._say_of(*_sentence(name, {**fields, **shown}).split(": ", 1))
                 elif WARNING in fields:
-                    self.say(f"{name.partition('.')[0]}: WARNING: {fields[WARNING]}")
+                    self._say_of(name.partition(".")[0], f"WARNING: {fields[WARNING]}")
+
+    def _say_of(self, stage: str, words: str) -> None:
+        self.say(f"{self._builder if stage == 'etl' else stage}: {words}")
 
     def _epoch(self, numbers: Mapping[str, int | float]) -> str:
         """People count from 1, all others from 0."""

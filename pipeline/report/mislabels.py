@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from pipeline.report.data import Picture
-from pipeline.report.page import environment
+from pipeline.report.page import as_html_file, environment
 from pipeline.report.thumbnail import thumbnail
 from shardmill.data_faults.mislabels import ClassFaults, ConfidentMistake, Mislabels, SuspectLabel
 from shardmill.dataset.dataset import Dataset
-from shardmill.loader.metadata import read_metadata
-from shardmill.loader.samples import Samples
-from shardmill.printable import without_surrogates
+from shardmill.loader.samples import samples_by_id
 
 MAX_SUSPECTS, MAX_MISTAKES = 120, 48
 MAX_CLASSES, IMAGES_PER_CLASS = 12, 6
@@ -49,7 +45,7 @@ def mislabels_page(found: Mislabels, name: str, images: Dataset) -> str:
             ClassPictures(each, tuple(pictures[one.sample_id] for one in of_class[each.class_name])) for each in classes
         ],
     )  # fmt: skip
-    return without_surrogates(page)
+    return as_html_file(page)
 
 
 def _of_class(found: Mislabels, class_name: str) -> tuple[Found, ...]:
@@ -58,17 +54,12 @@ def _of_class(found: Mislabels, class_name: str) -> tuple[Found, ...]:
 
 
 def _pictures(images: Dataset, wanted: Iterable[Found]) -> dict[int, Picture]:
-    """By sample id, each chunk of the dataset read once."""
+    """By sample id."""
+    by_id = {each.sample_id: each for each in wanted}
     pictures: dict[int, Picture] = {}
-    by_split: dict[str, dict[int, Found]] = {}
-    for each in wanted:
-        by_split.setdefault(each.split, {})[each.sample_id] = each
-    for split, found in by_split.items():
-        ids_N = read_metadata(images, split, ("sample_id",)).column("sample_id").to_numpy()
-        rows = np.flatnonzero(np.isin(ids_N, list(found)))
-        for sample in Samples(images, split)[rows.tolist()]:
-            png, is_small = thumbnail(sample.image_HWC)
-            each = found[sample.sample_id]
-            answer = each.suggested_label if isinstance(each, SuspectLabel) else each.prediction
-            pictures[sample.sample_id] = Picture(f"{each.given_label} → {answer}", sample.source, png, is_small)
+    for sample_id, sample in samples_by_id(images, by_id.values()).items():
+        png, is_small = thumbnail(sample.image_HWC)
+        each = by_id[sample_id]
+        answer = each.suggested_label if isinstance(each, SuspectLabel) else each.prediction
+        pictures[sample_id] = Picture(f"{each.given_label} → {answer}", sample.source, png, is_small)
     return pictures

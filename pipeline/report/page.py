@@ -69,7 +69,14 @@ def render(data: ReportData) -> str:
             **sections,
         )
     )
-    return without_surrogates(page)
+    return as_html_file(page)
+
+
+def as_html_file(page: str) -> str:
+    """What HTML has no form for, escaped: bytes of names that are not UTF-8, and the NUL between an archive and its
+    member.
+    """
+    return without_surrogates(page).replace("\0", r"\0")
 
 
 @cache

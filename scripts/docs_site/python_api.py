@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import shardmill
+from shardmill.calls import data_findings, model_findings
 
 HEAD = """# Python API
 
@@ -19,6 +22,15 @@ ALSO = (
     "shardmill.loader.samples.StoredSample",
     "shardmill.epoch_plan.streams_of_rank",
     "shardmill.loader.reader.ReaderOptions",
+    "shardmill.calls.result.EpochFigures",
+    "shardmill.data_faults.drift.AspectDrift",
+    "shardmill.data_faults.mislabels.SuspectLabel",
+    "shardmill.data_faults.mislabels.ConfidentMistake",
+    "shardmill.data_faults.mislabels.ClassFaults",
+    "shardmill.data_faults.quality.SuspectImage",
+    "shardmill.data_faults.quality.Telltale",
+    "shardmill.data_faults.near_duplicates.SimilarImages",
+    "shardmill.dataset.tar_progress.TarShard",
 )
 
 
@@ -26,4 +38,10 @@ def python_api() -> str:
     """The page, in Markdown for mkdocstrings."""
     objects = {name: getattr(shardmill, name) for name in shardmill.__all__}
     homes = [f"{value.__module__}.{name}" for name, value in objects.items()]
-    return "\n".join([HEAD, *(f"::: {home}\n" for home in (*homes, *ALSO))])
+    results = [home for module in (data_findings, model_findings) for home in _classes(module)]
+    return "\n".join([HEAD, *(f"::: {home}\n" for home in (*homes, *results, *ALSO))])
+
+
+def _classes(module: ModuleType) -> list[str]:
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    return [f"{module.__name__}.{value.__name__}" for value in own]

@@ -49,8 +49,8 @@ def upside_down(draws: Draws, options: AugmentOptions) -> np.ndarray:
 def cut_mask(mask_HW: np.ndarray, windows: Windows, row: int, *, is_upside_down: bool) -> np.ndarray:
     """The window of one row: each pixel has the value of the one at its centre, beyond an edge of the nearest one."""
     height, width = windows.size_HW
-    rows = _nearest(int(windows.top_N[row]), int(windows.height_N[row]), height, mask_HW.shape[0])
-    columns = _nearest(int(windows.left_N[row]), int(windows.width_N[row]), width, mask_HW.shape[1])
+    rows = _nearest_stored(int(windows.top_N[row]), int(windows.height_N[row]), height, mask_HW.shape[0])
+    columns = _nearest_stored(int(windows.left_N[row]), int(windows.width_N[row]), width, mask_HW.shape[1])
     if is_upside_down:
         rows = rows[::-1]
     if windows.is_flipped_N[row]:
@@ -58,7 +58,7 @@ def cut_mask(mask_HW: np.ndarray, windows: Windows, row: int, *, is_upside_down:
     return mask_HW[np.ix_(rows, columns)]
 
 
-def _nearest(start: int, length: int, num_pixels: int, stored_length: int) -> np.ndarray:
+def _nearest_stored(start: int, length: int, num_pixels: int, stored_length: int) -> np.ndarray:
     places = start + (2 * np.arange(num_pixels, dtype=np.int64) + 1) * length // (2 * num_pixels)
     return np.clip(places, 0, stored_length - 1)
 

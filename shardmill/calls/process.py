@@ -30,6 +30,7 @@ _MAIN = (
     "from shardmill.applications import main; main()"
 )
 _POLL_MILLISECONDS = 200
+_INTERRUPTED = 130
 
 
 class Watcher(Protocol):
@@ -57,8 +58,9 @@ class Command:
     name: str
     arguments: Sequence[str]
 
-    def run(self, watcher: Watcher) -> dict[str, Any]:
-        """The document that the command prints with `--json`.
+    def run(self, watcher: Watcher) -> Any:
+        """The document that the command prints with `--json`. One that has found what it looks for (a drift beyond a
+        limit, say) says so in its document and by its exit code: that is a result.
 
         Raises the ShardmillError that the command ended with; its message is the command's line.
         """
@@ -74,13 +76,13 @@ class Command:
             has_failed = True
             try:
                 _follow(process, watcher)
-                has_failed = process.returncode != 0
+                stdout.seek(0)
+                document = _document(stdout.read())
+                has_failed = _has_failed(process.returncode, document)
             finally:
                 watcher.end(has_failed=has_failed)
-            stdout.seek(0)
-            document = _document(stdout.read())
-        if has_failed or document is None:
-            self._fail(process.returncode, document or {}, watcher.unseen)
+        if has_failed:
+            self._fail(process.returncode, document, watcher.unseen)
         return document
 
     def _start(self, stdout: IO[bytes], watcher: Watcher) -> subprocess.Popen[bytes]:
@@ -93,9 +95,9 @@ class Command:
             start_new_session=True,
         )
 
-    def _fail(self, status: int, document: dict[str, Any], unseen: Sequence[str]) -> NoReturn:
-        failure = document.get("error")
-        if status == 130:
+    def _fail(self, status: int, document: Any, unseen: Sequence[str]) -> NoReturn:
+        failure = _error_of(document)
+        if status == _INTERRUPTED:
             raise KeyboardInterrupt
         if failure is None:
             how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
@@ -157,7 +159,19 @@ def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
         yield pending.decode("utf-8", "replace")
 
 
-def _document(stdout: bytes) -> dict[str, Any] | None:
+def _document(stdout: bytes) -> Any:
     with suppress(ValueError):
         return json.loads(stdout)
     return None
+
+
+def _has_failed(status: int, document: Any) -> bool:
+    if document is None or status < 0 or status == _INTERRUPTED:
+        return True
+    return status != 0 and _error_of(document) is not None
+
+
+def _error_of(document: Any) -> dict[str, Any] | None:
+    """Of the document of a failure; what a command has found has none."""
+    error = document.get("error") if isinstance(document, dict) else None
+    return error if isinstance(error, dict) else None

@@ -1,14 +1,21 @@
-"""What a run did, as a value: its figures, its dataset and model, and how it shows itself in a notebook."""
+"""What a run did, or one stage of it, as a value: its figures, its dataset and model, and how it shows itself in a
+notebook.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardmill.errors import ShardmillError
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.html import table, text
+from shardmill.jobs.run_files import SUMMARY, read_stage_record, run_folder
 from shardmill.jobs.summary_rows import Rows, lines_of, summary_rows
+from shardmill.storage import join_uri
+from shardmill.stores import open_store
 
 if TYPE_CHECKING:
     from shardmill.loader.dataset import LoadableDataset
@@ -30,7 +37,9 @@ class EpochFigures:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunResult:
-    """What `shardmill.run` or `shardmill.train` did. It shows itself as a table in a notebook, and with `print`."""
+    """What `shardmill.run`, `train`, `export` or `evaluate` did, or what `report` reads again. It shows itself as a
+    table in a notebook, and with `print`.
+    """
 
     run_id: str
     folder: str
@@ -91,6 +100,8 @@ class RunResult:
     def _repr_html_(self) -> str:
         from shardmill.loader.dataset_html import thumbnails
 
+        if not self.summary.get("dataset"):
+            return f"<div>{table(self._rows())}</div>"
         try:
             dataset = self.dataset
             images = thumbnails(dataset, dataset.show, num_samples=6)
@@ -99,10 +110,26 @@ class RunResult:
         return f"<div>{table(self._rows())}{images}</div>"
 
 
+def run_result(workdir: str | os.PathLike[str], run_id: str) -> RunResult:
+    """From the run's record, which has more than its command prints."""
+    folder = os.fspath(workdir)
+    store, record = open_store(folder), read_stage_record(folder, run_id, "train")
+    return RunResult(
+        run_id=run_id,
+        folder=join_uri(store.uri, run_folder(run_id)),
+        summary=json.loads(store.read(f"{run_folder(run_id)}/{SUMMARY}")),
+        epochs=tuple(map(epoch_figures, record.detail["history"])) if record is not None else (),
+    )
+
+
 def version_of(sections: Mapping[str, Any]) -> LoadableDataset:
-    """The dataset version that the sections of a summary name."""
+    """The dataset version that the sections of a summary name. Raises UsageError if they name none."""
     from shardmill.loader.dataset import open_dataset
 
+    if not sections.get("dataset"):
+        raise UsageError(
+            "this run names no dataset version", "expected a run that built or read one", "use its `train`"
+        )
     return open_dataset(f"{sections['dataset']['uri']}@{sections['dataset']['version']}")
 
 

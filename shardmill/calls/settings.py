@@ -15,7 +15,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 # Of `shardmill.run` and its neighbours, which take what they do not know as settings.
 _ARGUMENTS = (
     "workdir", "run_id", "replace_source", "fresh", "allow_change", "quiet", "rollback", "require_promotion",
-    "replace_current", "out", "top", "layer", "engine",
+    "replace_current", "out", "top", "layer", "engine", "against", "max_drift", "keep", "older_than", "delete",
+    "max_bytes", "world_size", "bandwidth", "assume", "scaling", "rehearse",
 )  # fmt: skip
 
 

@@ -6,14 +6,16 @@ Shape legend: N rows of all splits, D numbers of an embedding.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardmill.dataset.chunks import read_embeddings
 from shardmill.dataset.dataset import Dataset
-from shardmill.errors import UsageError
+from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.open import open_pinned
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.values import PredictedBy
 from shardmill.words import first_of
 
@@ -48,8 +50,8 @@ def read_predicted_rows(
 ) -> PredictedRows:
     """Read all rows, four bytes in memory for each number of an embedding. `on_progress`: rows read, and all.
 
-    Raises UsageError for a version without finite embeddings or classes, or by a model of other classes; IntegrityError
-    for an altered shard.
+    Raises UsageError for a version without finite embeddings or classes, or by a model that lacks one of the classes;
+    IntegrityError for an altered shard.
     """
     made_by = _checked(predictions)
     schema, num_rows = predictions.manifest.row_schema, predictions.manifest.counts.accepted
@@ -72,7 +74,7 @@ def read_predicted_rows(
             "predict with a model whose training has not diverged",
         )
     names = [name for each in chunks for name in each.extra["prediction"]]
-    _check_classes(str(made_by), set(names), predictions.manifest.class_names)
+    _check_classes(made_by, set(names), _classes_with_images(predictions.manifest))
     return PredictedRows(
         class_names=predictions.manifest.class_names,
         sources=[source for each in chunks for source in each.sources],
@@ -87,14 +89,34 @@ def read_predicted_rows(
     )
 
 
-def _check_classes(model: str, predicted: set[str], class_names: tuple[str, ...]) -> None:
-    """Raises UsageError for a model of other classes, to which every image would be a mistake."""
-    if foreign := sorted(predicted.difference(class_names)):
+def _classes_with_images(manifest: Manifest) -> list[str]:
+    counts = np.sum([split.class_counts for split in manifest.splits.values()], axis=0)
+    return [name for name, number in zip(manifest.class_names, counts, strict=True) if number]
+
+
+def _check_classes(made_by: PredictedBy, predicted: set[str], class_names: Collection[str]) -> None:
+    """Raises UsageError for a model that lacks a class of the images, each of which would be a mistake. It may have
+    classes that they lack.
+    """
+    known = _classes_of(made_by)
+    if known is None:
+        # What it knows shows in its answers. One that gives no others may have learned a class that it never finds.
+        known = predicted if predicted.difference(class_names) else set(class_names)
+    if lacking := [name for name in class_names if name not in known]:
+        others = sorted(known.difference(class_names))
         raise UsageError(
-            f"{model} predicts {first_of(foreign, 8)}, and the images have no such class",
-            f"expected a model of their classes: {first_of(class_names, 8)}",
+            f"{made_by} does not know {first_of(lacking, 8)}, which images are labelled with",
+            "expected a model of all their classes" + (f": it also knows {first_of(others, 8)}" if others else ""),
             "predict with a model that was trained on these classes, or rename them with etl.label_map",
         )
+
+
+def _classes_of(made_by: PredictedBy) -> set[str] | None:
+    """The classes that the model was trained on; None if its dataset is not there any more."""
+    try:
+        return set(open_pinned(made_by.trained_on).manifest.class_names)
+    except (ShardmillError, OSError):
+        return None
 
 
 def _hash_of(embedding_D: np.ndarray) -> int:

@@ -11,6 +11,7 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.rules import RecordRules
 from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError, SecurityRefusal, ShardmillError, StorageError
+from shardmill.shown import Shown
 from shardmill.values import DatasetPin
 
 
@@ -24,8 +25,8 @@ class Check:
     """Empty if the rule holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Shown):
     """All rules of one version."""
 
     pin: DatasetPin

@@ -141,7 +141,7 @@ def _absent(store: Store, version: int) -> ShardmillError:
             f"expected {manifest_path(1)}",
             "run `shardmill etl`; a folder without a manifest is never read",
         )
-    near = _nearest(store.uri)
+    near = _near_dataset(store.uri)
     return NoDataset(
         f"there is no dataset at {store.uri}",
         "expected a folder created by `shardmill etl`",
@@ -163,7 +163,7 @@ def _lost(store: Store, version: int) -> IntegrityError:
     )
 
 
-def _nearest(uri: str) -> str:
+def _near_dataset(uri: str) -> str:
     """A dataset inside the folder `uri`, or beside it under a name like it; empty if there is none, or on S3."""
     if "://" in uri:
         return ""

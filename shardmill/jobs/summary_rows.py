@@ -23,7 +23,9 @@ def lines_of(rows: Rows) -> str:
 
 def summary_rows(summary: Mapping[str, Any]) -> Rows:
     """A whole run: the sections of its summary that people need first."""
-    evaluation = _evaluation_rows(summary) or [("evaluation", "no split for it")]
+    evaluation = _evaluation_rows(summary)
+    if not evaluation and "evaluate" in summary["stages"]:
+        evaluation = [("evaluation", "no split for it")]
     report = [("report", summary["report"]["path"])] if summary.get("report") else []
     return [*_dataset_rows(summary), *_training_rows(summary), *evaluation, *_decision_rows(summary), *report]
 

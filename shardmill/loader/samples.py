@@ -6,10 +6,10 @@ import itertools
 import operator
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.open import open_pinned
 from shardmill.formats.encodings import decode_row
 from shardmill.loader.annotations import stored_annotations
+from shardmill.loader.metadata import read_metadata
 from shardmill.typed_columns import LABEL
 
 if TYPE_CHECKING:
@@ -150,6 +151,28 @@ def iterate_samples(dataset: Dataset, split: str, format: str = "auto") -> Itera
         rows = fetcher.read_chunk(chunk)
         for row in range(len(rows.images)):
             yield stored_sample(dataset, rows, row)
+
+
+class NamesSample(Protocol):
+    """An entry of a list about images."""
+
+    @property
+    def split(self) -> str: ...
+    @property
+    def sample_id(self) -> int: ...
+
+
+def samples_by_id(dataset: Dataset, entries: Iterable[NamesSample]) -> dict[int, StoredSample]:
+    """The samples that entries name, wherever they lie; each chunk of the dataset is read once."""
+    found: dict[int, StoredSample] = {}
+    ids_of: defaultdict[str, set[int]] = defaultdict(set)
+    for each in entries:
+        ids_of[each.split].add(each.sample_id)
+    for split, ids in ids_of.items():
+        ids_N = read_metadata(dataset, split, ("sample_id",)).column("sample_id").to_numpy()
+        rows = np.flatnonzero(np.isin(ids_N, list(ids)))
+        found |= {sample.sample_id: sample for sample in Samples(dataset, split)[rows.tolist()]}
+    return found
 
 
 def stored_sample(dataset: Dataset, rows: ChunkRows, row: int) -> StoredSample:

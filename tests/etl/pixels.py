@@ -21,16 +21,18 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import iterate_samples
 from shardmill.row_mapping import MappedRow, RowMapping
 from shardmill.typed_columns import ExtraColumn
-from shardmill.values import ImageSample, PredictedBy
+from shardmill.values import DatasetPin, ImageSample, PredictedBy
 
 SIDE = 8
 COLUMNS = (ExtraColumn("prediction", "string"), ExtraColumn("probability", "float32"))
 
 
-def predict_pixels(dataset: Dataset, out: Path, names: Sequence[str] = ()) -> Dataset:
+def predict_pixels(
+    dataset: Dataset, out: Path, names: Sequence[str] = (), trained_on: DatasetPin | None = None
+) -> Dataset:
     """Predictions of a whole dataset by the means of its train split's classes, with an embedding for each image.
 
-    `names`: what the model calls the classes; empty: as the dataset does.
+    `names`: what the model calls the classes; empty: as the dataset does. `trained_on`: what it says that it learned.
     """
     manifest = dataset.manifest
     train = list(iterate_samples(dataset, "train"))
@@ -48,7 +50,13 @@ def predict_pixels(dataset: Dataset, out: Path, names: Sequence[str] = ()) -> Da
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         predicted_by=PredictedBy(
-            "/models", 1, "0" * 64, dataset.pin, tuple(column.name for column in COLUMNS), top=1, layer="pixels"
+            "/models",
+            1,
+            "0" * 64,
+            trained_on or dataset.pin,
+            tuple(column.name for column in COLUMNS),
+            top=1,
+            layer="pixels",
         ),
     )
     tree = EtlTree(

@@ -77,9 +77,12 @@ def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch:
     tree = load_pipeline("c.toml", (), "work")
     assert (tree.source.uri, tree.dataset.uri) == (str(tmp_path / "images"), "s3://bucket/d")
     assert (tree.models.uri, tree.train.init_from) == (str(tmp_path / "work" / "models"), "")
+    assert tree.etl.corrections == ""
     # The run's own config.toml is used from other folders, too.
     fine_tuned = load_pipeline("c.toml", ("train.init_from=old/models@1",), "work").train
     assert fine_tuned.init_from == f"{tmp_path}/old/models@1"
+    corrected = load_pipeline("c.toml", ("etl.corrections=found.csv",), "work").etl
+    assert corrected.corrections == f"{tmp_path}/found.csv"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.planted_labels import plant_wrong_labels
 from etl.job import build_dataset
+from shardmill.calls.calling import value_of
+from shardmill.calls.data_findings import MislabelsResult
 from shardmill.cells import from_cell
 from shardmill.data_faults.mislabels import find_mislabels
 from shardmill.data_faults.predicted_rows import may_be_seen, read_predicted_rows
@@ -21,7 +24,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from tests.etl.pixels import predict_pixels
 from tests.etl.test_incremental import tree_for
-from tests.pipeline.command import last_line, shardmill
+from tests.pipeline.command import ROOT, last_line, shardmill
 from tests.support import write_images
 
 ETL = {"image_size": 32, "unit_min_images": 400, "formats": ("parquet",)}
@@ -79,6 +82,11 @@ def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     assert found["dataset"]["uri"] == planted.dataset.pin.uri
     page = (tmp_path / "found.html").read_text()
     assert len(re.findall("data:image/png", page)) >= min(found["num_likely"], 100)
+    # The same in a notebook.
+    value = value_of(MislabelsResult, found)
+    assert value.show(2).height < value.show(9).height and "data:image/png" in value._repr_html_()
+    of_source = replace(value, dataset=None)
+    assert "the predictions are those of a source" in of_source._repr_html_()
 
     # A person looks at the list, and knows the digits.
     with open(tmp_path / "found.csv", newline="") as file:
@@ -99,6 +107,20 @@ def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     again = shardmill(*command, cwd=tmp_path)
     assert again.returncode == 2
     assert "found.csv exists already" in last_line(again)
+
+
+def test_predictions_are_read_with_pandas_as_the_page_says(planted: Planted, monkeypatch: pytest.MonkeyPatch):
+    page = (ROOT / "docs" / "predict.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(import pandas\n.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(planted.folder)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    rows, frame, whole = read_predicted_rows(planted.predictions), names["frame"], names["with_embeddings"]
+    num_tested = rows.splits.count("test")
+    assert len(frame) == len(whole) == num_tested and list(frame["source"]) == list(whole["source"])
+    of_split = np.array(rows.splits, object) == "test"
+    assert (np.stack(whole["embedding"].to_list()) == rows.embeddings_ND[of_split]).all()
+    assert "embedding" not in frame and list(frame["prediction"]) == list(whole["prediction"])
 
 
 def test_mistakes_are_listed_only_of_images_that_the_model_has_not_seen(planted: Planted):
@@ -141,6 +163,24 @@ def test_what_cannot_be_judged_is_refused_before_the_work(planted: Planted, tmp_
     few = predict_pixels(open_dataset(str(tmp_path / "dataset")), tmp_path / "predictions")
     with pytest.raises(UsageError, match="0 of 2 classes have 10 different images; expected at least two"):
         find_mislabels(read_predicted_rows(few))
-    other = predict_pixels(open_dataset(str(tmp_path / "dataset")), tmp_path / "other", ("cat", "class_1"))
-    with pytest.raises(UsageError, match="predicts cat, and the images have no such class; .* class_0, class_1"):
-        read_predicted_rows(other)
+
+
+def test_a_model_may_know_more_classes_than_the_images_have_but_not_fewer(tmp_path: Path):
+    for name, num_classes in (("two", 2), ("three", 3)):
+        write_images(tmp_path / name / "images", num_images=12, num_classes=num_classes)
+        build_dataset(tree_for(tmp_path / name), run_id="r")
+    two, three = (open_dataset(str(tmp_path / name / "dataset")) for name in ("two", "three"))
+    larger = predict_pixels(two, tmp_path / "larger", ("class_0", "class_2"), three.pin)
+    assert "class_2" in read_predicted_rows(larger).predictions
+    smaller = predict_pixels(three, tmp_path / "smaller", trained_on=two.pin)
+    with pytest.raises(UsageError, match="/models@1 does not know class_2, which images are labelled with"):
+        read_predicted_rows(smaller)
+    # Its dataset is gone: what it answers is all that is known of it.
+    gone = replace(two.pin, uri=str(tmp_path / "gone"))
+    renamed = predict_pixels(two, tmp_path / "renamed", ("cat", "class_1"), gone)
+    with pytest.raises(UsageError, match="does not know class_0, .* all their classes: it also knows cat"):
+        read_predicted_rows(renamed)
+    assert (
+        read_predicted_rows(predict_pixels(two, tmp_path / "same", trained_on=gone)).class_names
+        == two.manifest.class_names
+    )

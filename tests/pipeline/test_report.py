@@ -202,10 +202,10 @@ def test_words_of_a_refusal_stay_whole_on_a_narrow_page():
 
 
 def test_a_name_that_is_not_utf8_is_shown_by_its_bytes():
-    rejection = Rejection("cat/bad\udcff.jpg", RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
+    rejection = Rejection("cat.tar\x007/bad\udcff.jpg", RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
     group = RejectedGroup("path_not_utf8", 1, ((Picture("", rejection.key), rejection),))
     page = render(ReportData("r", {"status": "ok"}, class_counts={"train": (1,)}, rejected=(group,), num_listed=2))
-    assert r"cat/bad\xff.jpg" in page and "1 of 2 listed inputs" in page
+    assert r"cat.tar\07/bad\xff.jpg" in page and "1 of 2 listed inputs" in page
 
 
 @pytest.mark.parametrize("num_classes", [2, 60])

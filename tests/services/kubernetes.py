@@ -47,6 +47,10 @@ class ApiServer:
         """Raises OSError as long as it is not."""
         return self._send("/readyz", None) is not None
 
+    def serves(self, group: str) -> bool:
+        """Raises OSError as long as it does not."""
+        return self._send(f"/apis/{group}", None) is not None
+
     def _send(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": "application/json"}

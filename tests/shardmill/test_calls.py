@@ -64,7 +64,8 @@ def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[st
     assert f"```text\n{refusal}\n```" in text
     predictions, rows = names["predictions"], names["table"]
     # A wrong setting leaves no record.
-    assert {each.name for each in (here / "shardmill-work" / "runs").iterdir()} == {result.run_id, predictions.run_id}
+    run_ids = {result.run_id, predictions.run_id, names["embedded"].run_id}
+    assert {each.name for each in (here / "shardmill-work" / "runs").iterdir()} == run_ids
 
     assert (predictions.num_predicted, predictions.is_new, len(rows)) == (100, True, 100)
     assert set(rows["prediction"]) <= set(result.dataset.class_names)
@@ -74,6 +75,13 @@ def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[st
     assert f">{rows['source'][0]}</td>" in html and "/models@1" in html
     chosen = shardmill.promote("shardmill-work/models@1", quiet=True)
     assert (chosen.decision, chosen.current) == ("already_current", 1) and "export 1" in chosen._repr_html_()
+
+    wrong, lineage = names["wrong"], shardmill.lineage("shardmill-work/models@1", quiet=True)
+    assert (here / "suspects.csv").exists() and wrong.num_judged == 100 and wrong.dataset == result.dataset.pin
+    assert "num judged" in wrong._repr_html_() and len(wrong.suspects) == wrong.num_likely
+    assert not names["quality"].near_duplicates
+    assert (lineage.dataset.num_images, lineage.is_current) == (100, True) and "promoted" in lineage.decisions[0]
+    assert "dataset source" in str(lineage)
 
     # The same training is found, not repeated.
     version = f"{result.dataset.pin.uri}@1"
@@ -151,21 +159,48 @@ def test_what_is_imported_late_is_listed_and_a_decision_is_printed_as_rows():
     assert str(decided).splitlines() == ["models   /models", "model    kept: too few", "current  none"]
 
 
-def test_the_functions_have_the_options_of_their_commands():
+# `verify_dataset` returns what `verify` finds; `init` and `config` print a file.
+NO_CALL = {"verify", "init", "config"}
+# A table for people, as CSV; dry runs and memory tables of strategies; what `dataset.files` and DATASET@N say.
+NO_KEYWORD = {
+    "source_or_config", "dataset", "models", "model", "images", "overrides", "json", "debug", "dry_run", "as_csv",
+    "memory", "predictions", "files", "version", "target", "config",
+}  # fmt: skip
+
+
+def test_each_command_with_a_result_is_a_function_with_its_options():
     from pipeline.cli import COMMANDS
 
-    for function in (shardmill.run, shardmill.etl, shardmill.train, shardmill.promote, shardmill.predict):
-        keywords = {
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        options = {option.name for option in COMMANDS[function.__name__].params}
-        # A dry run is a table for people, and so is CSV; settings are keywords themselves.
-        assert keywords - {"quiet"} == options - {
-            "source_or_config", "dataset", "models", "model", "images", "overrides", "json", "debug", "dry_run",
-            "as_csv",
-        }, function  # fmt: skip
+    names = {name.replace("-", "_"): name for name in COMMANDS if name not in NO_CALL}
+    assert set(names) <= set(shardmill.__all__)
+    for name, command in names.items():
+        parameters = inspect.signature(getattr(shardmill, name)).parameters.values()
+        keywords = {each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+        options = {option.name for option in COMMANDS[command].params if not getattr(option, "hidden", False)}
+        if name == "inspect":
+            # Only a config file has settings, and `shardmill.inspect` has as many keywords as are good.
+            options -= {"workdir"}
+        assert keywords - {"quiet"} == options - NO_KEYWORD, name
+
+
+def test_what_a_command_finds_is_a_value_that_shows_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    uri = make_dataset(tmp_path, num_images=60)
+    found = shardmill.inspect(uri, quality=True, quiet=True)
+    assert (found.num_images, found.equal_bytes.num_images) == (60, 0) and isinstance(found.near_duplicates, tuple)
+    assert [each.version for each in shardmill.inspect(uri, versions=True, quiet=True).versions] == [1]
+    drifted = shardmill.drift(uri, against=uri, max_drift=0.0, quiet=True)
+    assert drifted.ok and drifted.amount == 0 and "class shares" in drifted._repr_html_()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_beyond_a_limit_is_found_and_not_raised(tmp_path: Path):
+    write_images(tmp_path / "photos", num_images=20)
+    (tmp_path / "photos" / "class_0" / "=<b>\n.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    found = shardmill.check_source(tmp_path / "photos", etl={"max_reject_fraction": 0.01}, quiet=True)
+    assert (found.ok, found.broken_limit, found.num_rejected) == (False, "etl.max_reject_fraction", 1)
+    [rejected] = found.rejections
+    assert rejected.source == "class_0/=<b>\n.png" and "&lt;b&gt;\\n" in found._repr_html_()
+    assert "\\n.png" in str(found) and repr(found) == "<SourceFindings: num listed 21, num accepted 20, num rejected 1>"
 
 
 def test_a_bar_reaches_the_process_that_draws_it(capsys: pytest.CaptureFixture[str]):

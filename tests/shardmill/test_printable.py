@@ -22,6 +22,7 @@ def test_real_names_are_shown_as_they_are(name: str):
         ("cat\u200b", r"cat\u200b"),
         ("\u2028", r"\u2028"),
         ("caf\udce9", r"caf\xe9"),
+        ("rows.csv\x004", r"rows.csv\04"),
         ("\ud800", r"\ud800"),
     ],
 )
