@@ -1,4 +1,4 @@
-"""Fits the model of scaling (train/planning/scaling.py) to this machine, and predicts layouts that it has not seen.
+"""Fits the model of scaling (train/strategies/network.py) to this machine, and predicts layouts that it has not seen.
 
     .venv/bin/python -m benchmarks.scaling_fit --rounds 12
 
@@ -42,9 +42,9 @@ from train.contracts.values import Reporter, TrainResult
 from train.contracts.world import World
 from train.launching import LAUNCHERS
 from train.planning.make import plan_training
-from train.planning.scaling import Group, Link, all_gather, reduce_scatter, ring_allreduce
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
+from train.strategies.network import Group, Link, all_gather, reduce_scatter, ring_allreduce
 
 SIZES = tuple(4 * 4**power for power in range(6, 12, 1))
 """Bytes of collectives: 16 KiB to 16 MiB."""

@@ -1,10 +1,11 @@
-"""One new entry for each extension point, as an extension would bring it: all that tests/test_extending.py adds."""
+"""A new entry for each extension point, as an extension would bring it: all that tests/test_extending.py adds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
@@ -24,6 +25,8 @@ from shardmill.stores.local import LocalStore
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.config import TrainConfig
+from train.contracts.mesh_shape import MeshShape
+from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
@@ -32,9 +35,23 @@ from train.readers.planned import Planned
 from train.reporting.scalars import Scalars
 from train.reporting.trackers.sent import SentTracker
 from train.schedules import STEP
-from train.strategies.collective import SingleCollective
+from train.strategies import mesh_of
+from train.strategies.collective import AnnouncedCollective, SingleCollective
+from train.strategies.exchanges import Assumed, Exchanged, Work
+from train.strategies.held import Held, num_bytes
+from train.strategies.member import Member
+from train.strategies.network import all_gather, reduce_scatter
 from train.strategies.replicated import replicated
+from train.strategies.sharded.device_mesh import device_mesh_of
+from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.sharded.sums import sum_over_all
+from train.strategies.shared_model import SharedModel
 from train.strategies.single import SINGLE
+from train.strategies.strategy import Build, Strategy
+from train.strategies.torch_ddp import TorchCollective
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
 
 NEW_READER = Planned()
 NEW_SOURCE = FolderSource
@@ -73,6 +90,63 @@ def check_new(config: TrainConfig) -> None:
         raise UsageError(f"train.new.patience = {patience}", "expected at most 9")
 
 
+def join_new_shared(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
+    """Each rank holds a part of every weight, and gathers the whole module for its step."""
+    from train.backends.torch.layout import ShardedTensors
+
+    mesh = mesh_of(config)
+    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
+    collective = AnnouncedCollective(TorchCollective, world, reporter)
+    ranks = device_mesh_of(mesh.shape, ("data", "fsdp"))
+    sharding = Sharding(partial(_place, ranks), ShardedTensors(mesh.num_ranks, sum_over_all), _add_up_figures)
+    return ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
+
+
+def _place(ranks: Any, module: Any, kept: Collection[Any]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=ranks, ignored_params=set(kept))
+    # The loss is divided by the weight of the global batch already.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _add_up_figures(learner: TorchLearner, addends: list[Any]) -> list[Any]:
+    """(loss, number correct); the backward pass has added up the gradients."""
+    sum_over_all(addends[-1])
+    return addends
+
+
+def held_by_new_shared(config: TrainConfig, module: Any) -> Held:
+    """What the driver counts for `plan` and `auto`, without ranks."""
+    from train.backends.torch.layout import ShardedTensors, boxes_of, copy_to_place, kept_whole
+
+    mesh = mesh_of(config)
+    placed = copy_to_place(module)
+    _place(device_mesh_of(mesh.shape, ("data", "fsdp")), placed, kept_whole(placed))
+    shapes = {name: box.shape for name, box in boxes_of(placed, ShardedTensors(mesh.num_ranks, sum_over_all)).items()}
+    whole = num_bytes(each.shape for each in module.parameters() if each.requires_grad)
+    return Held(shapes, shapes, module, gathered_bytes=2 * whole)
+
+
+def gathers_at_once(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
+    """All weights before the forward pass, all gradients behind the backward pass."""
+    if mesh.fsdp == 1:
+        return Exchanged(exposed=assumed.allreduce_seconds(mesh, "data", work.gradient_bytes))
+    group = assumed.group(mesh, "fsdp")
+    of_shards = assumed.allreduce_seconds(mesh, "data", work.gradient_bytes / mesh.fsdp)
+    gathered, scattered = all_gather(group, work.weight_bytes), reduce_scatter(group, work.gradient_bytes)
+    return Exchanged(exposed=gathered + scattered + of_shards)
+
+
+NEW_SHARED_STRATEGY = Strategy(
+    backends=("torch",),
+    synchronous=True,
+    exact_resume=True,
+    max_world_size=None,
+    join=join_new_shared,
+    shared_model=SharedModel(axes=("fsdp",), held=held_by_new_shared, exchanges=gathers_at_once),
+)
 NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
 NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new, join=replicated(join_new))
 NEW_BACKEND = KerasBackend()

@@ -49,6 +49,10 @@ NEW_ENTRIES = {
 }
 # What an entry names beside its object.
 OPTIONS = {"train.strategy": ', options="new_entries:NewOptions"', "source.kind": ', suffixes=(".new",)'}
+# A second strategy, whose ranks hold one module together.
+SHARED = (
+    '"new_shared": Entry("new_entries:NEW_SHARED_STRATEGY", "added by a test", extra="torch", packages=("torch",)),'
+)
 REGISTRIES = registries(PipelineTree)
 ALL = pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.key)
 
@@ -101,6 +105,7 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
         assert text.count(head) == 1
         words = f'"new_entries:{NEW_ENTRIES[registry.key]}", "added by a test"{OPTIONS.get(registry.key, "")}'
         entry = f'        "new": Entry({words}),\n'
+        entry += f"        {SHARED}\n" if registry.key == "train.strategy" else ""
         file.write_text(text.replace(head, head + entry), encoding="utf-8")
 
     def try_to_run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -149,6 +154,21 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     # The setting has reached the rank.
     assert "rank 0: the first sum with patience 3\n" in (tmp_path / "work/runs/r/ranks.log").read_text()
     assert curves.startswith("0 step/loss ") and "0 epoch/validation_accuracy " in curves and curves.endswith("True")
+
+    # The strategy that shares a module: a plan counts it, refuses axes that it has not, and two ranks train by it.
+    options = ["--set", "train.model=vit_tiny"]
+    planned = json.loads(run("plan", dataset, "--world-size", "2", "--memory", "4GB", "--json", *options))
+    of_strategy = {row["strategy"]: row for row in planned["strategies"]}
+    mine, fsdp = of_strategy["new_shared"], of_strategy["torch_fsdp"]
+    assert mine["fits"] and (mine["mesh"], mine["parameters"]) == ("fsdp 2", fsdp["parameters"])
+    assert mine["exchange"] > fsdp["exchange"], "it gathers all blocks at once"
+    options += ["--set", "train.strategy=new_shared", "--set", "train.num_workers=2", "--set", "train.epochs=1"]
+    refused = try_to_run("train", dataset, *options, "--set", "train.mesh.tensor=2")
+    said = "train.mesh.tensor = 2 with train.strategy = 'new_shared', which has no such axis"
+    assert refused.returncode == 2 and said in refused.stderr
+    run("train", dataset, "--workdir", "work", "--run-id", "shared", *options)
+    summary = json.loads((tmp_path / "work/runs/shared/summary.json").read_text())
+    assert summary["train"]["strategy"] == "new_shared" and summary["train"]["world_size"] == 2
 
 
 def test_a_users_own_objects_need_no_entry(tmp_path: Path):

@@ -7,9 +7,11 @@ import re
 from pipeline.report.data import ReportData
 from pipeline.report.page import render
 from pipeline.report.scaling_chart import scaling_chart
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import EpochRecord
-from train.planning.scaling_step import PUBLISHED, SIZES, MeshShape, Work
+from train.planning.scaling_step import PUBLISHED, SIZES
 from train.planning.scaling_table import Planned, scaling_table
+from train.strategies.exchanges import Work
 
 HOSTILE = "<script>alert('x')</script>\"&"
 

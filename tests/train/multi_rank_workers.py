@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from shardmill.errors import TrainingError
@@ -25,13 +26,9 @@ from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, StepReport, TrainResult, to_json
 from train.contracts.world import World
 from train.rank.worker import run_worker
-from train.strategies.horovod import HOROVOD
+from train.strategies import STRATEGIES
 from train.strategies.member import Member
-from train.strategies.mirrored import MIRRORED
-from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
-from train.strategies.sharded.strategies import HYBRID, PIPELINE_PARALLEL, TENSOR_PARALLEL, TORCH_FSDP, ZERO1
 from train.strategies.strategy import Strategy
-from train.strategies.torch_ddp import TORCH_DDP
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
 KILLED_IN = "SHARDMILL_TEST_KILLED_IN"
@@ -224,15 +221,12 @@ def _remembered(strategy: Strategy) -> Strategy:
     return replace(strategy, join=join)
 
 
-REMEMBERED_TORCH_DDP = _remembered(TORCH_DDP)
-REMEMBERED_ZERO1 = _remembered(ZERO1)
-REMEMBERED_TORCH_FSDP = _remembered(TORCH_FSDP)
-REMEMBERED_TENSOR_PARALLEL = _remembered(TENSOR_PARALLEL)
-REMEMBERED_HYBRID = _remembered(HYBRID)
-REMEMBERED_PIPELINE_PARALLEL = _remembered(PIPELINE_PARALLEL)
-REMEMBERED_HOROVOD = _remembered(HOROVOD)
-REMEMBERED_MIRRORED = _remembered(MIRRORED)
-REMEMBERED_MULTI_WORKER_MIRRORED = _remembered(MULTI_WORKER_MIRRORED)
+@cache
+def __getattr__(name: str) -> Strategy:
+    """`REMEMBERED_HOROVOD` and the like: any strategy of the registry."""
+    if not name.startswith("REMEMBERED_"):
+        raise AttributeError(name)
+    return _remembered(STRATEGIES[name.removeprefix("REMEMBERED_").lower()])
 
 
 def every_rank_tells_what_it_holds(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -17,9 +17,9 @@ from tests.train.test_verdict import EXCHANGE_CASES
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import why_no_places
-from train.planning.auto import choose, choose_ranks, resolve
-from train.planning.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
-from train.planning.divide import DIVISION_RULES
+from train.planning.auto import choose, choose_ranks, resolve, strategy_rules
+from train.planning.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, Facts
+from train.planning.divide import division_rules
 from train.planning.exchange import EXCHANGE_RULES
 from train.planning.memory_fit import FIT_RULES, MemoryFacts, fit
 from train.strategies import STRATEGIES
@@ -238,7 +238,7 @@ def test_a_setting_of_spark_that_is_no_number_is_named():
 
 @pytest.mark.parametrize(("facts", "strategy"), STRATEGY_CASES)
 def test_strategies(facts: Facts, strategy: str):
-    chosen, because = choose(STRATEGY_RULES, facts, "train.strategy")
+    chosen, because = choose(strategy_rules(), facts, "train.strategy")
     assert chosen == strategy and "{" not in because
 
 
@@ -251,7 +251,7 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     table = (Path(__file__).parents[2] / "docs" / "auto.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     of_ranks = {rule.choice for rule in RANKS_RULES}
-    tables = (RANKS_RULES, STRATEGY_RULES, LAUNCHER_RULES, DIVISION_RULES, FIT_RULES, EXCHANGE_RULES)
+    tables = (RANKS_RULES, strategy_rules(), LAUNCHER_RULES, division_rules(), FIT_RULES, EXCHANGE_RULES)
     assert rows == [rule.choice for table in tables for rule in table]
     reached = {case[1] for case in RANKS_CASES}
     assert reached == of_ranks
@@ -288,7 +288,7 @@ def test_what_is_set_stays_and_what_is_resolved_stays_as_it_is():
 def test_missing_packages_are_named():
     nothing = replace(FOUR, installed=frozenset({"local"}))
     with pytest.raises(UsageError):
-        choose(STRATEGY_RULES, nothing, "train.strategy")
+        choose(strategy_rules(), nothing, "train.strategy")
 
 
 def test_the_choice_is_said_in_short():

@@ -13,6 +13,7 @@ from tests.train.multi_rank_workers import LATE_SECONDS
 from tests.train.training import task_of
 from train.checkpoints.shards import WEIGHTS_PART, read_index
 from train.reporting.observer import GlobalStep
+from train.strategies import strategies_that_share
 
 CONFIG = {"model": "tests.train.torch_models:tiny_vit", "num_streams": 12, "global_batch_size": 24, "epochs": 1}
 
@@ -30,7 +31,7 @@ class Seen:
             self.moved.append(dict(fields))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "torch_fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("strategy", strategies_that_share())
 def test_a_rank_that_waits_for_a_late_one_says_so_and_bytes_are_counted_once(tiny_uri, tmp_path, strategy):
     seen = Seen()
     task = task_of(tiny_uri, tmp_path, num_workers=2, launcher="local", **{**CONFIG, "strategy": strategy})

@@ -14,7 +14,7 @@ from train.backends.backend import ModelSpec
 from train.config import TrainConfig
 from train.planning import divide, memory_plan
 from train.planning.auto import resolve
-from train.planning.divide import DIVISION_RULES, ModelFacts, nothing_holds, with_room
+from train.planning.divide import ModelFacts, division_rules, nothing_holds, with_room
 from train.planning.make import plan_training
 from train.planning.memory_plan import plan_memory
 from train.planning.memory_table import Room, row_of
@@ -75,7 +75,7 @@ CASES = [
 
 @pytest.mark.parametrize(("facts", "choice", "words"), CASES)
 def test_division(facts: ModelFacts, choice: str, words: str):
-    rule = next(rule for rule in DIVISION_RULES if rule.applies(facts))
+    rule = next(rule for rule in division_rules() if rule.applies(facts))
     assert rule.choice == choice and words in rule.because(facts)
 
 

@@ -10,17 +10,18 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from train.config import TrainConfig
-from train.contracts.mesh import STRATEGIES_WITH_AXIS, Mesh
+from train.contracts.mesh import Mesh
+from train.contracts.mesh_shape import MeshShape
 from train.planning.auto import resolve
 from train.settings.mesh import MeshConfig
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, mesh_of
 
 AXES = [axes for axes in product((1, 2, 3), repeat=4) if axes[1] * axes[2] <= 8]
 
 
 @pytest.mark.parametrize("axes", AXES)
 def test_the_streams_are_shared_out_once_and_a_group_reads_the_same(axes: tuple[int, int, int, int]):
-    mesh = Mesh(*axes, num_streams=8)
+    mesh = Mesh(MeshShape(*axes), num_streams=8)
     ranks = [mesh.data_index(rank) for rank in range(mesh.num_ranks)]
     assert mesh.num_ranks == axes[0] * axes[1] * axes[2] * axes[3]
     first = [each for each in ranks if each.is_first]
@@ -30,6 +31,15 @@ def test_the_streams_are_shared_out_once_and_a_group_reads_the_same(axes: tuple[
     # As many ranks hold each copy of the model, and read what it reads.
     assert set(Counter(each.index for each in ranks).values()) == {axes[0] * axes[3]}
     assert len({(each.index, each.streams) for each in ranks}) == mesh.data_size
+    places = [mesh.shape.place(rank) for rank in range(mesh.num_ranks)]
+    assert len({tuple(place.values()) for place in places}) == mesh.num_ranks
+    for axis, size in mesh.sizes.items():
+        # Neighbours along an axis are so many ranks apart.
+        assert all(
+            places[rank + mesh.shape.stride(axis)] == {**place, axis: place[axis] + 1}
+            for rank, place in enumerate(places)
+            if place[axis] + 1 < size
+        )
     # Neighbours are of one tensor group.
     assert all(ranks[rank].index == ranks[rank - rank % axes[3]].index for rank in range(mesh.num_ranks))
 
@@ -37,7 +47,7 @@ def test_the_streams_are_shared_out_once_and_a_group_reads_the_same(axes: tuple[
 def test_processes_and_readers_are_two_numbers():
     config = TrainConfig(num_workers=16, num_streams=8)
     mesh = Mesh.of(config, tensor=2)
-    assert (mesh.num_ranks, mesh.data_size, mesh.data) == (16, 8, 8)
+    assert (mesh.num_ranks, mesh.data_size, mesh.shape.data) == (16, 8, 8)
     assert str(mesh) == "train.num_workers = 16 (tensor 2 x data 8)"
     with pytest.raises(UsageError, match=r"train.num_workers = 16 for train.num_streams = 8; .* 8 or less"):
         Mesh.of(config)
@@ -65,24 +75,25 @@ def test_the_advised_number_of_ranks_works(strategy: str, num_ranks: int, sizes:
     config = TrainConfig(strategy=strategy, num_workers=num_ranks, mesh=MeshConfig(**sizes), global_batch_size=8)
     fix = f"set train.num_workers = {advised} or less" if advised else "set smaller sizes of train.mesh"
     with pytest.raises(UsageError) as refused:
-        STRATEGIES[strategy].mesh(config)
+        mesh_of(config)
     assert refused.value.fix == f"{fix}, or raise train.global_batch_size, which starts a new run"
     if advised:
-        assert STRATEGIES[strategy].mesh(config.model_copy(update={"num_workers": advised})).num_ranks == advised
+        assert mesh_of(config.model_copy(update={"num_workers": advised})).num_ranks == advised
 
 
 def test_sizes_that_ranks_do_not_have_are_refused_with_those_that_they_have():
     config = TrainConfig(strategy="torch_fsdp", num_workers=8, mesh=MeshConfig(data=2, fsdp=2))
     with pytest.raises(UsageError, match=r"mesh.data = 2 .* set train.num_workers = 4, or train.mesh.data = 0 for 4"):
-        STRATEGIES["torch_fsdp"].mesh(config)
+        mesh_of(config)
     for name, strategy in STRATEGIES.installed().items():
-        for axis, takers in STRATEGIES_WITH_AXIS.items():
+        for axis in ("pipeline", "fsdp", "tensor"):
             asked = TrainConfig(strategy=name, num_workers=4, mesh=MeshConfig(**{axis: 2}))
-            if name in takers:
-                assert getattr(strategy.mesh(asked), axis) == 2
+            if axis in strategy.axes:
+                assert mesh_of(asked).sizes[axis] == 2
             elif strategy.allows_world_size(4):
-                with pytest.raises(UsageError, match=rf"mesh.{axis} = 2 .* no such axis; .* '{takers[0]}'"):
-                    strategy.mesh(asked)
+                taker = next(other for other, each in STRATEGIES.items() if axis in each.axes)
+                with pytest.raises(UsageError, match=rf"mesh.{axis} = 2 .* no such axis; .* '{taker}'"):
+                    mesh_of(asked)
     for strategy in ("auto", "pipeline_parallel", "torch_fsdp"):
         both = TrainConfig(strategy=strategy, model="vit", mesh=MeshConfig(pipeline=2, tensor=2))
         wanted = r"^train.mesh.tensor = 2 with train.mesh.pipeline = 2; .* leave train.mesh.tensor or train.mesh.pipel"

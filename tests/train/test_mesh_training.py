@@ -29,7 +29,8 @@ from train.planning.scaling_run import scaling_of_run
 from train.planning.trial_build import try_build
 from train.published.export import export_training
 from train.reporting.rank_times import RankRow
-from train.strategies import STRATEGIES, mesh_of
+from train.settings.mesh import MeshConfig
+from train.strategies import mesh_of, strategies_that_share
 
 GUIDE = ROOT / "docs" / "training" / "parallelism.md"
 MODEL = "tests.train.torch_models:tiny_vit"
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero_bubble in two copies": pipeline("zero_bubble", num_workers=4, mesh={"pipeline": 2}),
     "four stages": pipeline("1f1b", num_workers=4),
 }
+assert {layout["strategy"] for layout in LAYOUTS.values()} == set(strategies_that_share()), "each has a layout"
 DRILLS = {"interleaved_1f1b", "zero_bubble", "1f1b in two copies", "zero_bubble in two copies", "four stages"}
 # What a rank holds of the weights, at most: norms and position embeddings stay whole without FSDP.
 SHARES = {"zero1": 1.0, "torch_fsdp": 0.52, "fsdp in two copies": 0.52, "tensor_parallel": 0.75, "hybrid": 0.4,
@@ -107,9 +109,9 @@ def assert_the_report_has_its_curve(models, given: dict[str, Any], result: Train
     assert here["compute_seconds"] == pytest.approx(0.1) and here["global_batch_size"] == 24
     alone = {each["name"]: each["value"] for each in document["inputs"]}["a step of one rank"]
     images = 24 // mesh.data_size
-    assert alone == f"{100 * mesh.tensor * mesh.pipeline:.1f} ms of {images} images"
+    assert alone == f"{100 * mesh.shape.tensor * mesh.shape.pipeline:.1f} ms of {images} images"
     idle = here["bubble_seconds"] / (here["bubble_seconds"] + here["compute_seconds"])
-    assert (idle > 0) == (mesh.pipeline > 1)
+    assert (idle > 0) == (mesh.shape.pipeline > 1)
     if config.accumulation_steps == 2:
         # Two passes of six microbatches, each of which fills and drains two stages.
         assert idle == pytest.approx(1 / 7)
@@ -257,7 +259,7 @@ def test_85_million_weights_are_trained_by_every_strategy(tiny_uri, tmp_path, mo
         train_here(tiny_uri, tmp_path / "one", recorder, **config)
     expected = [float.fromhex(loss) for loss in recorder.losses.values()]
     assert len(expected) == 3
-    for strategy in ("zero1", "torch_fsdp", "tensor_parallel", "hybrid", "pipeline_parallel"):
+    for strategy in strategies_that_share():
         how = {**config, "strategy": strategy}
         several = kill_on_ranks(tiny_uri, tmp_path / strategy, 2, how, monkeypatch, killed_at=3)
         assert [float.fromhex(loss) for loss in several.losses.values()] == pytest.approx(expected, rel=1e-5)
@@ -297,4 +299,4 @@ def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
     with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.num_workers to a multiple of 2 or 4"):
         try_build(resolve(config, SparkConfig()).config, schema, Recorder())
     with pytest.raises(UsageError, match=r"train.mesh.tensor = 2 with train.strategy = 'torch_fsdp'"):
-        STRATEGIES["torch_fsdp"].mesh(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh={"tensor": 2}))  # pyright: ignore
+        mesh_of(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh=MeshConfig(tensor=2)))

@@ -63,7 +63,7 @@ def files_of(config: TrainConfig) -> set[str]:
     """Of a checkpoint. Ranks that compute the same layers with the same rows have one state of their own, which the
     first of them writes."""
     ranks, mesh = range(config.num_workers), mesh_of(config)
-    own = {rank_file(rank) for rank in ranks if mesh.pipeline > 1 or mesh.data_index(rank).is_first}
+    own = {rank_file(rank) for rank in ranks if mesh.shape.place(rank)["tensor"] == 0}
     if STRATEGIES[config.strategy].needs_module:
         shards = {shard_file(part, rank) for part in (WEIGHTS_PART, OPTIMIZER_PART) for rank in ranks}
         return {MARKER, INDEX, *own, *shards}

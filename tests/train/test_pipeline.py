@@ -23,12 +23,14 @@ from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.trial_build import try_build
 from train.strategies.sharded.pipeline_schedules import (
+    Action,
     PipelineOptions,
     idle_share,
     idle_share_alike,
+    idle_share_of,
+    most_kept,
     num_microbatches_of,
     orders,
-    peak_kept,
     schedule_named,
 )
 
@@ -80,7 +82,32 @@ def test_the_idle_share_of_a_long_pipeline_is_known_at_once():
 def test_the_activations_that_a_rank_keeps_are_those_of_its_schedule(name, kept):
     schedule = schedule_named(name, 4)
     sizes = [1 / schedule.stages_per_rank] * 4 * schedule.stages_per_rank
-    assert peak_kept(orders(schedule, 4, 16), sizes) == pytest.approx(kept)
+    assert most_kept(schedule, 4, 16, sizes) == pytest.approx(kept)
+
+
+def kept_by_listing(actions: list[Action], sizes: list[float]) -> float:
+    """The most that a rank has at a time."""
+    signs = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_INPUT": 0, "BACKWARD_WEIGHT": -1}
+    return max(itertools.accumulate(signs[each.kind] * sizes[each.stage] for each in actions))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_what_is_counted_without_listing_is_what_lists_say(name):
+    """Stages of any sizes, fewer microbatches than ranks, and more."""
+    rng = random.Random(0)
+    for num_ranks, num_microbatches in itertools.product((2, 3, 5), (1, 2, 3, 7, 8, 9, 15, 24)):
+        schedule = schedule_named(name, num_ranks)
+        if schedule.takes(num_microbatches, num_ranks):
+            sizes = [rng.choice((0.0, 1.0, 2.0, 9.0)) for _ in range(num_ranks * schedule.stages_per_rank)]
+            listed = [kept_by_listing(actions, sizes) for actions in orders(schedule, num_ranks, num_microbatches)]
+            assert most_kept(schedule, num_ranks, num_microbatches, sizes) == max(listed), (num_ranks, num_microbatches)
+    schedule = schedule_named(name, 4)
+    costs = [rng.uniform(0.5, 2) for _ in range(4 * schedule.stages_per_rank)]
+    listed = idle_share(orders(schedule, 4, 48), costs)
+    assert idle_share_of(schedule, 4, 48, costs) == pytest.approx(listed, abs=0.01)
+    # Lists of these would have a billion actions.
+    assert 0 < idle_share_of(schedule, 4, 2**28, costs) < listed
+    assert most_kept(schedule, 4, 2**28, costs) >= 4 * min(costs)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])

@@ -24,6 +24,7 @@ from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
+from train.contracts.mesh_shape import MeshShape
 from train.planning.preflight import check_ranks, check_trainable
 from train.readers import READERS
 from train.readers.petastorm import shares_of_ranks
@@ -117,7 +118,7 @@ def test_two_ranks_train_by_petastorm(tiny_uri, tmp_path):
         READERS["petastorm"],
         open_dataset(tiny_uri),
         config_of("petastorm", num_workers=2),
-        Mesh(data=2, num_streams=8).data_index(0),
+        Mesh(MeshShape(data=2), num_streams=8).data_index(0),
     )
     assert result.num_steps == 2 * opened.num_steps > 0
     for epoch in range(2):

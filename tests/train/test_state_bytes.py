@@ -28,16 +28,17 @@ from train.planning.probe import ProbeTask, probe
 from train.planning.state_bytes import StateBytes, StateTask, count_state
 from train.settings.mesh import MeshConfig
 from train.settings.reading import ReadingConfig
+from train.strategies import strategies_that_share
 from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
-SHARDED = ("zero1", "torch_fsdp", "tensor_parallel", "hybrid", "pipeline_parallel")
+SHARING = tuple(strategies_that_share())
 # Two steps of the 44 rows of the data set `tiny`.
 TWO_STEPS = {"model": MODEL, "num_streams": 4, "global_batch_size": 24, "epochs": 1, "num_workers": 2}
 
 
 @pytest.fixture(scope="module")
 def counted(tiny_uri) -> dict[str, StateBytes]:
-    configs = {name: TrainConfig(**TWO_STEPS, strategy=name, backend="torch") for name in SHARDED}
+    configs = {name: TrainConfig(**TWO_STEPS, strategy=name, backend="torch") for name in SHARING}
     for schedule in ("gpipe", "1f1b"):
         options = PipelineOptions(schedule=schedule, num_microbatches=12)
         configs[schedule] = configs["pipeline_parallel"].model_copy(update={"pipeline_parallel": options})
@@ -45,7 +46,7 @@ def counted(tiny_uri) -> dict[str, StateBytes]:
     return dict(zip(configs, count_state(tuple(configs.values()), spec), strict=True))
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", SHARING)
 def test_ranks_hold_what_was_counted(tiny_uri, tmp_path, counted, strategy):
     task = task_of(
         tiny_uri, tmp_path, launcher="local", **TWO_STEPS, strategy=f"{WORKERS}:REMEMBERED_{strategy.upper()}"
@@ -121,7 +122,8 @@ def test_other_optimizers_averages_and_frozen_weights_count():
 
 
 def test_what_ranks_cannot_divide_is_refused_and_other_strategies_are_counted():
-    configs = [TrainConfig(model=MODEL, num_workers=3, backend="torch", strategy=name) for name in SHARDED[1:3]]
+    names = ("torch_fsdp", "tensor_parallel")
+    configs = [TrainConfig(model=MODEL, num_workers=3, backend="torch", strategy=name) for name in names]
     fsdp, tensor = count_state(tuple(configs), SPEC)
     assert fsdp.state > 0 == tensor.state and "4 heads, and 3 ranks" in tensor.refused
 

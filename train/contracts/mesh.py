@@ -1,24 +1,19 @@
-"""Divides a training over its ranks: one axis for each kind of parallelism, and the rows that each rank reads."""
+"""Divides a training over its ranks: how many are along each axis, and the rows that each of them reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.epoch_plan import streams_by_weight, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.words import counted
+from train.contracts.mesh_shape import AXES_OF_LAYERS, MeshShape
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
-
-STRATEGIES_WITH_AXIS = {
-    "fsdp": ("torch_fsdp", "hybrid"),
-    "tensor": ("tensor_parallel", "hybrid"),
-    "pipeline": ("pipeline_parallel",),
-}
-"""What errors recommend to whom sets an axis that the strategy has not; all strategies have copies (`data`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +40,12 @@ class DataIndex:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The axes of a training, from the outermost to the innermost: neighbouring ranks are of one tensor group.
+    """The ranks of a training, and the streams that they share out.
 
     Raises UsageError if the streams cannot be shared out.
     """
 
-    pipeline: int = 1
-    """Stages of the model, each on a rank of its own."""
-    data: int = 1
-    """Copies of the model."""
-    fsdp: int = 1
-    """Ranks that share the weights of a copy, and read rows of their own (arXiv:1910.02054, stage 3)."""
-    tensor: int = 1
-    """Ranks that share each layer (arXiv:1909.08053)."""
+    shape: MeshShape
     _: KW_ONLY
     num_streams: int
     weights: tuple[float, ...] = ()
@@ -89,8 +77,8 @@ class Mesh:
                 f"expected a multiple of {ranks_per_copy}, the ranks of one copy of the model",
                 f"set train.num_workers = {-(-num_ranks // ranks_per_copy) * ranks_per_copy}",
             )
-        data = num_ranks // ranks_per_copy
-        if not config.num_streams and data * fsdp > config.global_batch_size:
+        shape = MeshShape(pipeline=pipeline, data=num_ranks // ranks_per_copy, fsdp=fsdp, tensor=tensor)
+        if not config.num_streams and shape.data_size > config.global_batch_size:
             # Of what is left open there may be any number.
             set_readers = max(1, config.mesh.data) * max(1, config.mesh.fsdp)
             most = config.global_batch_size // set_readers * set_readers * tensor * pipeline
@@ -100,34 +88,44 @@ class Mesh:
                 "expected at least one sample of each global batch for each rank that reads rows of its own",
                 f"{fewer}, or raise train.global_batch_size, which starts a new run",
             )
-        sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline}
-        for axis, asked in config.mesh.sizes.items():
-            if asked not in (0, sizes[axis]):
-                raise _not_of_this_size(config, axis, sizes)
-        num_streams = config.num_streams_at(data * fsdp)
-        return cls(pipeline, data, fsdp, tensor, num_streams=num_streams, weights=config.rank_weights)
+        if config.mesh.data not in (0, shape.data):
+            raise _not_so_many_copies(config, shape.data, ranks_per_copy)
+        num_streams = config.num_streams_at(shape.data_size)
+        return cls(shape, num_streams=num_streams, weights=config.rank_weights)
+
+    @classmethod
+    def along(cls, config: TrainConfig, axes: Sequence[str]) -> Mesh:
+        """`train.num_workers` ranks along these axes beside `data`, with the sizes that `train.mesh` sets.
+
+        Of those that it leaves open, the first has all ranks that the others leave; each of the others has two if the
+        number of ranks is even, because its ranks exchange most.
+        """
+        asked, num_ranks = config.mesh.sizes, config.num_ranks_asked
+        sizes = {axis: asked[axis] or (2 if num_ranks % 2 == 0 else 1) for axis in axes[1:]}
+        for axis in axes[:1]:
+            sizes[axis] = asked[axis] or max(1, num_ranks // (math.prod(sizes.values()) * max(1, asked["data"])))
+        return cls.of(config, **sizes)
 
     @classmethod
     def one_reader(cls, config: TrainConfig) -> Mesh:
-        """One rank that reads every stream, independent of other processes. Raises UsageError for sizes of axes."""
-        for axis, asked in config.mesh.sizes.items():
-            if asked > 1:
-                raise _not_of_this_size(config, axis, {"data": 1}) if axis != "data" else _without_copies(config)
-        return cls(num_streams=config.num_streams_at(1))
+        """One rank that reads every stream, independent of other processes. Raises UsageError for several copies."""
+        if config.mesh.data > 1:
+            raise _without_copies(config)
+        return cls(MeshShape(), num_streams=config.num_streams_at(1))
 
     @property
     def num_ranks(self) -> int:
-        return self.pipeline * self.data * self.fsdp * self.tensor
+        return self.shape.num_ranks
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> its size, from the outermost to the innermost."""
-        return {"pipeline": self.pipeline, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return self.shape.sizes
 
     @property
     def data_size(self) -> int:
         """Number of indices among which the streams are divided."""
-        return self.data * self.fsdp
+        return self.shape.data_size
 
     @property
     def streams(self) -> list[range]:
@@ -160,19 +158,14 @@ class Mesh:
             raise UsageError(
                 f"rank {rank} of {self}", f"expected 0 to {self.num_ranks - 1}", "ranks are counted from 0"
             )
-        outer, in_tensor = divmod(rank, self.tensor)
-        stage, index = divmod(outer, self.data_size)
-        is_first = stage == 0 and in_tensor == 0
+        place = self.shape.place(rank)
+        index = place["data"] * self.shape.fsdp + place["fsdp"]
+        is_first = not any(place[axis] for axis in AXES_OF_LAYERS)
         return DataIndex(index, self.data_size, self.streams[index], self.num_streams, is_first=is_first)
 
     def __str__(self) -> str:
         named = " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1 and name != "data")
-        return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.data})" if named else "")
-
-
-def axes_in_words(sizes: Mapping[str, int]) -> str:
-    """`fsdp 4 x tensor 2`: the axes with several ranks, from the outermost to the innermost."""
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"
+        return f"train.num_workers = {self.num_ranks}" + (f" ({named} x data {self.shape.data})" if named else "")
 
 
 def _without_copies(config: TrainConfig) -> UsageError:
@@ -183,27 +176,11 @@ def _without_copies(config: TrainConfig) -> UsageError:
     )
 
 
-def _not_of_this_size(config: TrainConfig, axis: str, sizes: Mapping[str, int]) -> UsageError:
-    """`sizes`: those that the strategy's mesh has. Other axes than `data` are as they were set, if it has them."""
-    asked = config.mesh.sizes[axis]
-    several = {name: size for name, size in config.mesh.sizes.items() if size > 1 and name != "data"}
-    if axis != "data" and not set.intersection(*(set(STRATEGIES_WITH_AXIS[name]) for name in several)):
-        return UsageError(
-            " with ".join(f"train.mesh.{name} = {size}" for name, size in several.items()),
-            "expected axes that one strategy has: no strategy combines these",
-            f"leave {' or '.join(f'train.mesh.{name}' for name in several)} at 0",
-        )
-    given = f"train.mesh.{axis} = {asked} with train.strategy = {config.strategy!r}"
-    if axis != "data":
-        taken_by = " or ".join(map(repr, STRATEGIES_WITH_AXIS[axis]))
-        return UsageError(
-            f"{given}, which has no such axis",
-            f"expected it with train.strategy = {taken_by}",
-            f"set train.strategy, or leave train.mesh.{axis} at 0",
-        )
-    ranks_per_copy = sizes["pipeline"] * sizes["fsdp"] * sizes["tensor"]
+def _not_so_many_copies(config: TrainConfig, num_copies: int, ranks_per_copy: int) -> UsageError:
+    asked = config.mesh.data
     return UsageError(
-        f"{given} and train.num_workers = {config.num_ranks_asked}",
+        f"train.mesh.data = {asked} with train.strategy = {config.strategy!r} and train.num_workers = "
+        f"{config.num_ranks_asked}",
         f"expected sizes whose product is train.num_workers; a copy of the model has {counted(ranks_per_copy, 'rank')}",
-        f"set train.num_workers = {asked * ranks_per_copy}, or train.mesh.data = 0 for {sizes['data']} copies",
+        f"set train.num_workers = {asked * ranks_per_copy}, or train.mesh.data = 0 for {num_copies} copies",
     )

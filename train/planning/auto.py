@@ -14,11 +14,11 @@ from train.launching import LAUNCHERS, is_on_spark, launcher_of
 from train.launching.devices import gpus_here
 from train.launching.spark_slots import num_places_of, why_no_places
 from train.models.user import framework_of, imported_packages
-from train.planning.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
+from train.planning.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule, axis_rules
 from train.planning.choose_backend import choose_backend
 from train.planning.plan import TrainingPlan
 from train.readers import READERS
-from train.strategies import STRATEGIES, mesh_of, roles_of
+from train.strategies import STRATEGIES, mesh_of, roles_of, strategies_that_share
 from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named_ranks
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def resolve(asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = No
     facts = _facts(config, spark, dataset)
     strategy, why_strategy = config.strategy, "set by train.strategy"
     if strategy == AUTO:
-        strategy, why_strategy = choose(STRATEGY_RULES, facts, "train.strategy")
+        rules = strategy_rules() if facts.axes else STRATEGY_RULES
+        strategy, why_strategy = choose(rules, facts, "train.strategy")
     config = config.model_copy(update={"strategy": strategy})
     if not config.num_streams:
         why_streams = f"divides train.global_batch_size = {config.global_batch_size}, and is at least 8 and the ranks"
@@ -84,6 +85,12 @@ def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
     raise UsageError(
         f"{key} = 'auto' does not apply to this training", f"expected {', '.join(rule.choice for rule in wanted)}"
     )
+
+
+def strategy_rules() -> tuple[Rule, ...]:
+    """The table for the strategy; what has which axes, the strategies say."""
+    of_axes = {name: each.axes for name, each in strategies_that_share().items()}
+    return (*axis_rules(of_axes), *STRATEGY_RULES)
 
 
 def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:

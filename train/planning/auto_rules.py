@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from shardmill.jobs.spark_settings import is_local_master
 
@@ -87,6 +88,19 @@ class RanksRule:
     num_ranks: Callable[[Facts], int | None] = lambda facts: 1
 
 
+def axis_rules(axes_by_strategy: Mapping[str, tuple[str, ...]]) -> tuple[Rule, ...]:
+    """The first rows for the strategy: one for each that has axes beside `data`."""
+    return tuple(Rule(name, partial(_sets, axes), _are_set(axes)) for name, axes in axes_by_strategy.items() if axes)
+
+
+def _sets(axes: tuple[str, ...], facts: Facts) -> bool:
+    return facts.axes == set(axes)
+
+
+def _are_set(axes: tuple[str, ...]) -> str:
+    return " and ".join(f"train.mesh.{axis}" for axis in axes) + (" is set" if len(axes) == 1 else " are set")
+
+
 RANKS_RULES = (
     RanksRule(
         "started",
@@ -129,10 +143,6 @@ RANKS_RULES = (
     RanksRule("one", lambda facts: True, "one process uses all devices of this machine"),
 )
 STRATEGY_RULES = (
-    Rule("pipeline_parallel", lambda facts: "pipeline" in facts.axes, "train.mesh.pipeline is set"),
-    Rule("hybrid", lambda facts: facts.axes == {"fsdp", "tensor"}, "train.mesh.fsdp and train.mesh.tensor are set"),
-    Rule("tensor_parallel", lambda facts: "tensor" in facts.axes, "train.mesh.tensor is set"),
-    Rule("torch_fsdp", lambda facts: "fsdp" in facts.axes, "train.mesh.fsdp is set"),
     Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_sgd.local_steps = {local_steps}"),
     Rule(
         "mirrored",

@@ -19,7 +19,7 @@ def build(task: BuildTask) -> int:
     backend.start(World(), config.seed)
     learner: Any = backend.build(config, task.spec)
     STRATEGIES[config.strategy].check_learner(config, learner)
-    if mesh_of(config).tensor > 1 and hasattr(learner.module, "parallelize"):
+    if mesh_of(config).shape.tensor > 1 and hasattr(learner.module, "parallelize"):
         check_divided(config, task.spec)
     learner.check_exportable()
     return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))

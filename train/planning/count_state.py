@@ -80,8 +80,8 @@ def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[bytes
         elif step.why_not_stepped and not _step(config, module, spec).why_not_stepped:
             raise UsageError(
                 f"train.model = {config.model!r} does not compute with its layers divided: {step.why_not_stepped}",
-                f"expected sizes that {mesh_of(config).tensor} ranks divide, and layers that take what the ones before "
-                "them leave on a rank",
+                f"expected sizes that {mesh_of(config).shape.tensor} ranks divide, and layers that take what the ones "
+                "before them leave on a rank",
                 f"correct its parallelize(mesh): a ColwiseParallel layer goes with a RowwiseParallel one, {ANOTHER}",
             )
     return held, step

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError, UsageError
 from train.backends.backend import model_spec
+from train.contracts.mesh_shape import AXES_OF_LAYERS
 from train.models import MODELS
 from train.models.user import imported_packages
 from train.planning.auto import AUTO
@@ -18,7 +20,7 @@ from train.planning.memory_table import MemoryRow, Room, row_of, why_refused
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import check_spread
 from train.planning.state_bytes import count_state
-from train.strategies import STRATEGIES
+from train.strategies import axes_of, strategies_that_share
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 REPLICATED = "torch_ddp"
 """What `auto` chooses for several ranks of PyTorch, if memory suffices."""
-DIVIDED = ("torch_fsdp", "tensor_parallel", "hybrid")
 LARGEST_NAMED_BYTES = 16 * 2**30
 """Of the models that have names, ours and torchvision's, all leave room for activations in so much (ViT-H/14, the
 largest: 650 M weights, 10 GiB with gradients and Adam)."""
@@ -72,9 +73,9 @@ def _shared_by(strategy: str) -> Callable[[ModelFacts], str]:
     return because
 
 
-def _divided_by(strategy: str) -> Callable[[ModelFacts], str]:
+def _divided_by(strategy: str, with_whole_layers: str) -> Callable[[ModelFacts], str]:
     def because(facts: ModelFacts) -> str:
-        whole, row = facts.rows.get("torch_fsdp"), facts.rows[strategy]
+        whole, row = facts.rows.get(with_whole_layers), facts.rows[strategy]
         if whole is None or whole.refused:
             # Other settings rule it out, such as a size of `train.mesh.tensor`.
             return _shared_by(strategy)(facts)
@@ -86,13 +87,29 @@ def _divided_by(strategy: str) -> Callable[[ModelFacts], str]:
     return because
 
 
-DIVISION_RULES = (
-    DivisionRule("whole", lambda facts: facts.fits(REPLICATED)),
-    DivisionRule("torch_fsdp", lambda facts: facts.fits("torch_fsdp"), _shared_by("torch_fsdp")),
-    DivisionRule("tensor_parallel", lambda facts: facts.fits("tensor_parallel"), _divided_by("tensor_parallel")),
-    DivisionRule("hybrid", lambda facts: facts.fits("hybrid"), _divided_by("hybrid")),
-    DivisionRule("refused", lambda facts: True),
-)
+def for_large_models() -> tuple[str, ...]:
+    """The strategies that `auto` may choose for such a model, in the order in which they are tried."""
+    every = strategies_that_share()
+    return tuple(name for name, each in every.items() if each.shared_model and each.shared_model.is_for_large_models)
+
+
+def division_rules() -> tuple[DivisionRule, ...]:
+    """The table; what is in it, the strategies say."""
+    names = for_large_models()
+    dividing = {name for name in names if not set(axes_of(name)).isdisjoint(AXES_OF_LAYERS)}
+    with_whole_layers = next((name for name in names if name not in dividing), "")
+    return (
+        DivisionRule("whole", partial(ModelFacts.fits, strategy=REPLICATED)),
+        *(
+            DivisionRule(
+                name,
+                partial(ModelFacts.fits, strategy=name),
+                _divided_by(name, with_whole_layers) if name in dividing else _shared_by(name),
+            )
+            for name in names
+        ),
+        DivisionRule("refused", lambda facts: True),
+    )
 
 
 def with_room(plan: TrainingPlan, spark: SparkConfig, dataset: Dataset) -> TrainingPlan:
@@ -104,10 +121,10 @@ def with_room(plan: TrainingPlan, spark: SparkConfig, dataset: Dataset) -> Train
     limit = limit_of(plan.config, spark)
     if limit is None or not _may_outgrow(plan, limit, spark):
         return plan
-    facts = _facts(plan.config, limit, spark, dataset, (REPLICATED, *DIVIDED))
+    facts = _facts(plan.config, limit, spark, dataset, (REPLICATED, *for_large_models()))
     if facts is None:
         return plan
-    rule = next(rule for rule in DIVISION_RULES if rule.applies(facts))
+    rule = next(rule for rule in division_rules() if rule.applies(facts))
     if rule.choice == "whole":
         return plan
     if rule.choice == "refused":
@@ -144,7 +161,7 @@ def nothing_holds(config: TrainConfig, facts: ModelFacts) -> UsageError:
         if best
         else ""
     )
-    others = [row for name, row in facts.rows.items() if row.fits and name not in (REPLICATED, *DIVIDED)]
+    others = [row for name, row in facts.rows.items() if row.fits and name not in (REPLICATED, *for_large_models())]
     set_it = "".join(
         f"set train.strategy = {row.strategy!r}{row.verdict.removeprefix('yes')}, which fits; or " for row in others[:1]
     )
@@ -157,8 +174,8 @@ def nothing_holds(config: TrainConfig, facts: ModelFacts) -> UsageError:
 
 
 def _smallest(facts: ModelFacts) -> MemoryRow | None:
-    divided = [facts.rows[name] for name in DIVIDED if name in facts.rows and not facts.rows[name].refused]
-    return min(divided, key=lambda row: row.total, default=None)
+    rows = (facts.rows[name] for name in for_large_models() if name in facts.rows)
+    return min((row for row in rows if not row.refused), key=lambda row: row.total, default=None)
 
 
 def _may_outgrow(plan: TrainingPlan, limit: Limit, spark: SparkConfig) -> bool:
@@ -172,7 +189,7 @@ def _may_outgrow(plan: TrainingPlan, limit: Limit, spark: SparkConfig) -> bool:
 
 def _others() -> tuple[str, ...]:
     """Whose ranks share a model, too, and which only the user chooses."""
-    return tuple(name for name, each in STRATEGIES.installed().items() if each.needs_module and name not in DIVIDED)
+    return tuple(name for name in strategies_that_share() if name not in for_large_models())
 
 
 def _facts(

@@ -16,6 +16,7 @@ from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.words import counted
 from train.backends.backend import model_spec
 from train.config import TrainConfig
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Blocks
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
@@ -29,11 +30,12 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.planning.scaling import Link, Network
 from train.planning.scaling_run import work_of
-from train.planning.scaling_step import Assumed, MeshShape, Step, Work, predict
+from train.planning.scaling_step import Step, predict
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
 from train.strategies import has_chief, mesh_of
+from train.strategies.exchanges import Assumed, Work
+from train.strategies.network import Link, Network
 from train.strategies.options import ParameterServerOptions, silos_of
 from train.tree import TrainTree
 
@@ -185,7 +187,7 @@ def _step(strategy: str, work: Work, mesh: MeshShape, network_gbit: float) -> St
 
 def _mesh(config: TrainConfig) -> MeshShape:
     servers = config.options(ParameterServerOptions).num_servers if has_chief(config) else 0
-    return MeshShape(**mesh_of(config).sizes, num_servers=servers)
+    return replace(mesh_of(config).shape, num_servers=servers)
 
 
 def _work(config: TrainConfig, cost: StepCost) -> Work:

@@ -19,7 +19,7 @@ from train.initialization.initial import check_initial
 from train.models.user import imported_packages
 from train.planning.auto import AUTO, resolve
 from train.planning.choose_backend import choose_backend
-from train.planning.divide import DIVISION_RULES, REPLICATED, ModelFacts, nothing_holds
+from train.planning.divide import REPLICATED, ModelFacts, division_rules, nothing_holds
 from train.planning.host_memory import GPU_FRAMEWORK_BYTES, HOST_FRAMEWORK_BYTES
 from train.planning.images_at_once import images_at_once
 from train.planning.input_memory import input_bytes
@@ -168,7 +168,7 @@ def _room(config: TrainConfig, dataset: Dataset, memory_bytes: int) -> Room:
 
 def _divided(config: TrainConfig, facts: ModelFacts, reason: str) -> tuple[str, str]:
     """-> what `auto` would choose of these rows, and why."""
-    rule = next(rule for rule in DIVISION_RULES if rule.applies(facts))
+    rule = next(rule for rule in division_rules() if rule.applies(facts))
     if rule.choice == "refused":
         return "", str(nothing_holds(config, facts))
     if rule.choice == "whole":

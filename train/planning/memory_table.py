@@ -9,7 +9,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.contracts.mesh import axes_in_words
+from train.contracts.mesh_shape import axes_in_words
 from train.planning.images_at_once import images_at_once, most_microbatches
 from train.planning.memory_fit import Fit, MemoryFacts, fit, size_of
 from train.planning.state_bytes import StateBytes

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from shardmill.jobs.observer import WARNING
 from shardmill.words import counted
 from train.config import TrainConfig
-from train.contracts.mesh import STRATEGIES_WITH_AXIS, axes_in_words
-from train.strategies import mesh_of
+from train.contracts.mesh_shape import axes_in_words
+from train.strategies import STRATEGIES, mesh_of
 
 if TYPE_CHECKING:
     from shardmill.jobs.observer import Observer
@@ -109,13 +109,11 @@ class TrainingPlan:
         config = self.spread
         sizes = mesh_of(config).sizes
         missing = [
-            axis
-            for axis, strategies in STRATEGIES_WITH_AXIS.items()
-            if config.strategy in strategies and sizes[axis] == 1 and self.asked.mesh.sizes[axis] != 1
+            axis for axis in STRATEGIES[config.strategy].axes if sizes[axis] == 1 and self.asked.mesh.sizes[axis] != 1
         ]
         if not missing or config.num_workers == 1:
             return ""
-        [axis] = missing
+        [axis, *_] = missing
         return (
             f"train.strategy = {config.strategy!r} on {config.num_workers} ranks has the mesh "
             f"{axes_in_words(sizes)}, so that {WITHOUT_AXIS[axis]}: set train.mesh.{axis} = 2 or more, or another "

@@ -11,12 +11,14 @@ from shardmill.storage import Store
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
+from train.contracts.mesh_shape import AXES_OF_LAYERS, MeshShape
 from train.contracts.values import Blocks
 from train.planning.images_at_once import pipeline_microbatches
-from train.planning.scaling_step import DIVIDED_AXES, EXCHANGES, MeshShape, Work, undivided_axis
+from train.planning.scaling_step import undivided_axis
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
-from train.strategies import mesh_of
+from train.strategies import axes_of, exchanges_of, mesh_of
+from train.strategies.exchanges import Work
 from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
 NETWORK_GBIT = 10.0
@@ -40,8 +42,8 @@ def scaling_of_run(
     computing, exchanging = (
         statistics.mean(each.seconds[part] / each.num_steps for each in rows) for part in ("compute", "allreduce")
     )
-    shape = MeshShape(**mesh.sizes)
-    work = work_of(config, computing * mesh.tensor * mesh.pipeline, num_bytes, blocks or Blocks())
+    shape = mesh.shape
+    work = work_of(config, computing * shape.tensor * shape.pipeline, num_bytes, blocks or Blocks())
     document = scaling_table(
         Planned(_acts_as(config, shape), work, "measured in this run", shape, NETWORK_GBIT)
     ).document()
@@ -51,8 +53,8 @@ def scaling_of_run(
 
 def has_curve(strategy: str, blocks: Blocks | None) -> bool:
     """Whether its exchanges follow from what a run knows; those of divided layers need what blocks hand on."""
-    is_known = strategy in EXCHANGES and strategy not in WITHOUT_CURVE
-    return is_known and (bool(blocks) or strategy not in DIVIDED_AXES)
+    is_known = exchanges_of(strategy) is not None and strategy not in WITHOUT_CURVE
+    return is_known and (bool(blocks) or not set(axes_of(strategy)) & set(AXES_OF_LAYERS))
 
 
 def _acts_as(config: TrainConfig, mesh: MeshShape) -> str:

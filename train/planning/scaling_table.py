@@ -7,21 +7,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from shardmill.errors import UsageError
-from train.contracts.mesh import axes_in_words
+from train.contracts.mesh_shape import MeshShape, axes_in_words
 from train.planning.memory_fit import size_of
-from train.planning.scaling import ALLREDUCES, Link, Network
-from train.planning.scaling_step import (
-    EXCHANGES,
-    PUBLISHED,
-    SIZES,
-    Assumed,
-    MeshShape,
-    Step,
-    Work,
-    mesh_for,
-    predict,
-    undivided_axis,
-)
+from train.planning.scaling_step import PUBLISHED, SIZES, Step, mesh_for, predict, undivided_axis
+from train.strategies import STRATEGIES, exchanges_of
+from train.strategies.exchanges import Assumed, Work
+from train.strategies.network import ALLREDUCES, Link, Network
 
 FASTEST = "fastest"
 
@@ -148,16 +139,17 @@ class Planned:
 
     @property
     def global_batch_size(self) -> int:
-        return self.work.local_batch_size * self.mesh.data * self.mesh.fsdp
+        return self.work.local_batch_size * self.mesh.data_size
 
 
 def check_scaling(strategy: str, mesh: MeshShape) -> None:
     """Raises UsageError for a strategy whose exchanges are not modelled, and for one of several ranks for each copy of
     the model whose mesh has one: its curve would be that of data parallelism."""
-    if strategy not in EXCHANGES:
+    if exchanges_of(strategy) is None:
+        known = ", ".join(name for name in STRATEGIES if exchanges_of(name))
         raise UsageError(
             f"--scaling with train.strategy = {strategy!r}",
-            f"expected a strategy whose exchanges are known: {', '.join(EXCHANGES)}",
+            f"expected a strategy whose exchanges are known: {known}",
             "leave out --scaling, or choose one of them",
         )
     axis = undivided_axis(strategy, mesh)
@@ -197,7 +189,7 @@ def _assumed(assumptions: Assumptions, network_gbit: float) -> Assumed:
 
 def _at_batch(planned: Planned, work: Work, mesh: MeshShape, assumed: Assumed) -> Step | None:
     """Computation and activations in proportion to the images of a rank."""
-    readers = mesh.data * mesh.fsdp
+    readers = mesh.data_size
     if readers > planned.global_batch_size or mesh.num_servers:
         return None
     share = planned.global_batch_size / readers / work.local_batch_size

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, ExtensionPoint, Registry
+from shardmill.registry import Entry, ExtensionPoint, Registry, load_object
 from train.contracts.mesh import Mesh
 from train.contracts.world import Role
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
+    from train.strategies.exchanges import Exchanges
     from train.strategies.strategy import Strategy
 
 STRATEGIES: Registry[Strategy] = Registry(
@@ -98,9 +100,63 @@ def roles_of(config: TrainConfig) -> tuple[Role, ...]:
     return STRATEGIES[config.strategy].roles(config)
 
 
+def declared(name: str) -> Strategy | None:
+    """The strategy of that name, whether or not its packages are installed: for what it says of itself. None if its
+    module cannot be imported here."""
+    try:
+        return STRATEGIES[name] if STRATEGIES.is_own(name) else load_object(STRATEGIES.entry(name).target)
+    except UsageError:
+        return None
+
+
+def strategies_that_share() -> dict[str, Strategy]:
+    """Those whose ranks hold one module together, by name, in the order of the registry."""
+    every = {name: declared(name) for name in STRATEGIES}
+    return {name: each for name, each in every.items() if each and each.shared_model}
+
+
+def axes_of(strategy: str) -> tuple[str, ...]:
+    """Axes that it has beside `data`."""
+    found = declared(strategy)
+    return found.axes if found else ()
+
+
+def exchanges_of(strategy: str) -> Exchanges | None:
+    """What its ranks exchange in a step; None if nobody has said it."""
+    found = declared(strategy)
+    return found.exchanges if found else None
+
+
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return the mesh of a training; all ranks that `auto` chooses are copies of the model. Raises UsageError."""
-    return Mesh.of(config) if config.strategy == "auto" else STRATEGIES[config.strategy].mesh(config)
+    if config.strategy == "auto":
+        _check_axes(config, ())
+        return Mesh.of(config)
+    strategy = STRATEGIES[config.strategy]
+    _check_axes(config, strategy.axes)
+    return strategy.mesh(config)
+
+
+def _check_axes(config: TrainConfig, axes: Collection[str]) -> None:
+    """Raises UsageError if `train.mesh` sets several ranks along another axis than `data` and these."""
+    several = {axis: size for axis, size in config.mesh.sizes.items() if size > 1 and axis != "data"}
+    missing = [axis for axis in several if axis not in axes]
+    if not missing:
+        return
+    taking = {name: each.axes for name, each in strategies_that_share().items()}
+    if not any(several.keys() <= set(axes) for axes in taking.values()):
+        raise UsageError(
+            " with ".join(f"train.mesh.{name} = {size}" for name, size in several.items()),
+            "expected axes that one strategy has: no strategy combines these",
+            f"leave {' or '.join(f'train.mesh.{name}' for name in several)} at 0",
+        )
+    [axis, *_] = missing
+    taken_by = " or ".join(repr(name) for name, axes in taking.items() if axis in axes)
+    raise UsageError(
+        f"train.mesh.{axis} = {several[axis]} with train.strategy = {config.strategy!r}, which has no such axis",
+        f"expected it with train.strategy = {taken_by}",
+        f"set train.strategy, or leave train.mesh.{axis} at 0",
+    )
 
 
 def less_work_in(config: TrainConfig) -> str:

@@ -1,4 +1,4 @@
-"""What a rank holds of a PyTorch module: each strategy declares it (`Strategy.held`), weight by weight."""
+"""What a rank holds of a PyTorch module: each strategy declares it (`SharedModel.held`), weight by weight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Held:
 
 
 def holds_all(config: TrainConfig, module: Any) -> Held:
-    """`Strategy.held` of ranks that have the whole model each."""
+    """Of ranks that have the whole model each."""
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters() if each.requires_grad}
     return Held(shapes, shapes, module)
 

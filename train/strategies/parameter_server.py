@@ -30,6 +30,7 @@ from train.contracts.values import Reporter
 from train.contracts.world import Role, World, alone
 from train.schedules import learning_rate_at
 from train.strategies.collective import SingleCollective
+from train.strategies.exchanges import asks_servers
 from train.strategies.member import Member, MemberStep
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
@@ -209,7 +210,8 @@ PARAMETER_SERVER = Strategy(
     check=check,
     roles=roles,
     serve=serve,
-    mesh=Mesh.one_reader,
+    reads_all=True,
+    replica_exchanges=asks_servers,
     recomputes=False,
     leaves_out_batches=False,
 )

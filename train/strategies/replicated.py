@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,34 +32,19 @@ from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective, Collective
+from train.strategies.collective_member import PARTS, CollectiveMember
 from train.strategies.member import Member, MemberStep
 from train.strategies.strategy import Join
 
-if TYPE_CHECKING:
-    from shardmill.values import Cursor
-    from train.contracts.epochs import Batches, Epoch
 
-
-PARTS = {StatePart.WEIGHTS: WEIGHTS_PART, StatePart.OPTIMIZER: OPTIMIZER_PART}
-"""What all ranks have alike, by its name in a checkpoint."""
-
-
-class ReplicatedMember:
+class ReplicatedMember(CollectiveMember):
     """`train.strategies.member.Member` with the whole model."""
 
     reads_its_weights = False
 
     def __init__(self, learner: Learner, collective: Collective, data: DataIndex, gather_aside: Gather) -> None:
-        self.rank = data.index
-        self.world_size = data.count
-        self.data = data
-        self.learner = learner
-        self._collective = collective
-        self._gather_aside = gather_aside
+        super().__init__(learner, collective, data, gather_aside, rank=data.index, world_size=data.count)
         self._around_gradients: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
-        return epoch.read(cursor.step)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         addends = self._addends(batch, global_weight)
@@ -81,44 +66,6 @@ class ReplicatedMember:
         """
         self.learner.sum_moments_by(sum_in_step)
         self._around_gradients = partial(during, reporter, waiting("an allreduce in its step"))
-
-    def average_moving_statistics(self) -> None:
-        """Their mean, weighted by the streams of each rank: batch norm updates them from local batches.
-
-        In float64 and with integer weights, so that values that are equal on all ranks (frozen weights) keep their
-        exact bits.
-        """
-        places = self.learner.moving_statistics()
-        if not places or self.world_size == 1:
-            return
-        arrays = self.learner.arrays(StatePart.OWN)
-        mine = np.concatenate([arrays[place].ravel().astype(np.float64) for place in places])
-        # Of ranks that read the same rows one counts.
-        num_streams = len(self.data.streams) if self.data.is_first else 0
-        means = self._collective.sum_array(mine * num_streams) / self.data.num_streams
-        for place in places:
-            array = arrays[place]
-            arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
-            means = means[array.size :]
-        self.learner.assign(StatePart.OWN, arrays, "the mean over all ranks")
-
-    def sum_array(self, array: np.ndarray) -> np.ndarray:
-        return self._collective.sum_array(array)
-
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        return self._collective.broadcast_bytes(data)
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._collective.gather_bytes(data)
-
-    def barrier(self) -> None:
-        self._collective.barrier()
-
-    def close(self) -> None:
-        self._collective.close()
-
-    def gather_aside(self, data: bytes) -> list[bytes]:
-        return self._gather_aside(data)
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
         files = {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}

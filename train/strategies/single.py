@@ -5,6 +5,7 @@ from __future__ import annotations
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.strategies.collective import SingleCollective
+from train.strategies.exchanges import exchanges_nothing
 from train.strategies.replicated import replicated
 from train.strategies.strategy import Strategy
 
@@ -22,4 +23,5 @@ SINGLE = Strategy(
     leaves_out_batches=True,
     max_world_size=1,
     join=replicated(open_single),
+    replica_exchanges=exchanges_nothing,
 )

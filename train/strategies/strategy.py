@@ -18,9 +18,11 @@ from train.contracts.values import Reporter
 from train.contracts.world import Role, World
 from train.strategies.held import Held, holds_all
 from train.strategies.member import Member
+from train.strategies.shared_model import SharedModel
 
 if TYPE_CHECKING:
     from train.contracts.task import WorkerTask
+    from train.strategies.exchanges import Exchanges
 
 
 class Build(Protocol):
@@ -65,10 +67,6 @@ def _takes_all(config: TrainConfig) -> None:
     return
 
 
-def _takes_any(config: TrainConfig, learner: Any) -> None:
-    return
-
-
 MATCHES_NOTHING = re.compile(r"(?!)")
 """Matches nothing, because a rank without peers has no secondary errors."""
 GLOO_LOST_PEER = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
@@ -96,9 +94,6 @@ class Strategy:
     """Matches an error, or the last output, of a rank that only lost its peer: the cause is another rank's fault."""
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it does not support, without importing a framework."""
-    check_learner: Callable[[TrainConfig, Any], None] = _takes_any
-    """Raises UsageError for a learner whose module its ranks cannot divide; called by the process that tries a model
-    (train/planning/trial_build.py). `join` refuses the same, for a training that nobody has tried."""
     compressions: tuple[str, ...] = ("none",)
     """Supported values of `train.compression`."""
     less_work: str = "give it less work with train.rank_weights, or remove it"
@@ -107,8 +102,6 @@ class Strategy:
     """It can sum moments of batch norms over ranks inside a step (`train.sync_batch_norm`)."""
     recomputes: bool = True
     """Its step may compute activations twice (`train.memory.activation_checkpointing`): no variable changes within."""
-    needs_module: bool = False
-    """Its ranks hold parts of an `nn.Module`; a Keras model is refused."""
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
     """The ranks that may be lost once training has begun, because the others continue without them. A global step does
     not wait for them: it is what the other ranks report."""
@@ -118,12 +111,41 @@ class Strategy:
     """Run by a process without the training loop until the driver ends it; raises any error."""
     timeline: Callable[[Path], AbstractContextManager[None]] = _has_none
     """Records the exchange during `train.log.profile_steps` into a file of that folder, if supported."""
-    mesh: Callable[[TrainConfig], Mesh] = Mesh.of
-    """The axes along which its ranks divide a training. Raises UsageError for numbers that do not divide."""
-    held: Callable[[TrainConfig, Any], Held] = holds_all
-    """(config, an `nn.Module` whose tensors have shapes and no numbers) -> what the rank that holds most has of it.
-    Called in a process that stands for one rank of as many as there are, and exchanges nothing
-    (train/backends/torch/imagined_ranks.py). Raises as `check_learner` does."""
+    replica_exchanges: Exchanges | None = None
+    """What ranks with the whole model exchange in a step, for predictions of other numbers of ranks. None: it is not
+    known; a plan counts a sum of gradients, and draws no curve."""
+    reads_all: bool = False
+    """One process reads all rows and hands them out."""
+    shared_model: SharedModel | None = None
+    """How its ranks hold one `nn.Module` together; a Keras model is refused. None: each has the whole model."""
+
+    @property
+    def needs_module(self) -> bool:
+        """Whether its ranks hold parts of an `nn.Module`."""
+        return self.shared_model is not None
+
+    @property
+    def exchanges(self) -> Exchanges | None:
+        """What its ranks exchange in a step; None if it is not known."""
+        return self.shared_model.exchanges if self.shared_model else self.replica_exchanges
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of `train.mesh` that it has beside `data`."""
+        return self.shared_model.axes if self.shared_model else ()
+
+    def mesh(self, config: TrainConfig) -> Mesh:
+        """The axes along which its ranks divide a training. Raises UsageError for numbers that do not divide."""
+        return Mesh.one_reader(config) if self.reads_all else Mesh.along(config, self.axes)
+
+    def held(self, config: TrainConfig, module: Any) -> Held:
+        """`SharedModel.held`."""
+        return self.shared_model.held(config, module) if self.shared_model else holds_all(config, module)
+
+    def check_learner(self, config: TrainConfig, learner: Any) -> None:
+        """`SharedModel.check_learner`."""
+        if self.shared_model:
+            self.shared_model.check_learner(config, learner)
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

@@ -178,12 +178,16 @@ def kept_whole(module: Any) -> set[Any]:
     return {each for each in module.parameters() if not each.requires_grad}
 
 
-def boxes_when_placed(module: Any, place: Place, layout: TensorLayout) -> dict[str, Box]:
-    """The box of each trainable weight, by name, that `place` would leave here. Changes nothing."""
+def copy_to_place(module: Any) -> Any:
+    """A copy without numbers, as ranks place it."""
     copied = copy.deepcopy(module)
     take_numbers(copied)
-    place(copied, kept_whole(copied))
-    return {name: layout.box(each) for name, each in copied.named_parameters() if each.requires_grad}
+    return copied
+
+
+def boxes_of(module: Any, layout: TensorLayout) -> dict[str, Box]:
+    """Of each trainable weight, by name, the elements that are here."""
+    return {name: layout.box(each) for name, each in module.named_parameters() if each.requires_grad}
 
 
 def _cuts(tensor: Any) -> tuple[Sequence[int], Sequence[Any]]:

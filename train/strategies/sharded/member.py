@@ -36,8 +36,8 @@ from train.contracts.mesh import DataIndex
 from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
+from train.strategies.collective_member import PARTS, CollectiveMember
 from train.strategies.member import MemberStep
-from train.strategies.replicated import PARTS, ReplicatedMember
 from train.strategies.sharded.first_numbers import hand_out
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Sharding:
     """Whether ranks that read the same rows draw the same random numbers, because they compute the same layers."""
 
 
-class ShardedMember(ReplicatedMember):
+class ShardedMember(CollectiveMember):
     """`train.strategies.member.Member` with shards of the model."""
 
     reads_its_weights = True
@@ -83,9 +83,8 @@ class ShardedMember(ReplicatedMember):
         reporter: Reporter,
         sharding: Sharding,
     ) -> None:
-        super().__init__(learner, collective, data, world.exchange_aside)
+        super().__init__(learner, collective, data, world.exchange_aside, rank=world.rank, world_size=world.world_size)
         self._torch_learner = learner
-        self.rank, self.world_size = world.rank, world.world_size
         self._sharding = sharding
         self._reporter, self._has_stepped = reporter, False
         self._waiting = partial(during, reporter, waiting("an allreduce in its step"))

@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any, cast
 from shardmill.errors import UsageError
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
+from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
+from train.strategies.exchanges import Assumed, Exchanged, Work
 from train.strategies.held import Held, Shape, holds_all, num_bytes
 from train.strategies.member import Member
+from train.strategies.sharded.device_mesh import device_mesh_of
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.sharded.pipeline_schedules import (
     PipelineOptions,
-    idle_share,
+    idle_share_alike,
+    idle_share_of,
+    most_kept,
     num_microbatches_of,
-    orders,
-    peak_kept,
     schedule_named,
     schedule_of,
 )
@@ -37,25 +41,19 @@ if TYPE_CHECKING:
     from train.backends.torch.stages import Pipeline
 
 
-def pipeline_mesh(config: TrainConfig) -> Mesh:
-    """One pipeline of all ranks, unless `train.mesh` says otherwise."""
-    sizes = config.mesh
-    return Mesh.of(config, pipeline=sizes.pipeline or max(1, config.num_ranks_asked // max(1, sizes.data)))
-
-
 def join_pipeline(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
     from train.backends.torch.chain import Stage, chain_of
     from train.backends.torch.stages import StagePasses, StageTensors
 
-    mesh = pipeline_mesh(config)
+    mesh = mesh_of(config)
     # The only backend of this strategy; a Keras model was refused by the driver (`needs_module`).
     learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
     # Rank 0 alone has a module with numbers; what is cut where must be the same on all ranks anyway.
     mine = to_json(_stages(config, learner)) if world.rank == 0 else b""
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     stages = tuple(from_json(list[Stage], collective.broadcast_bytes(mine)))
-    pipeline, readers = _groups(config, mesh, chain_of(config, learner.module), stages)
+    pipeline, readers = _groups(config, mesh.shape, chain_of(config, learner.module), stages)
     if world.rank == 0:
         _tell(config, pipeline, mesh, reporter)
     sharding = Sharding(
@@ -71,31 +69,31 @@ def join_pipeline(world: World, config: TrainConfig, build: Build, reporter: Rep
 def _stages(config: TrainConfig, learner: TorchLearner) -> tuple[Stage, ...]:
     from train.backends.torch.chain import stages_of
 
-    num_ranks = pipeline_mesh(config).pipeline
+    num_ranks = mesh_of(config).shape.pipeline
     schedule = schedule_named(config.options(PipelineOptions).schedule, num_ranks)
     return stages_of(config, learner, schedule.rank_of_stage(num_ranks))
 
 
-def _groups(config: TrainConfig, mesh: Mesh, blocks: list[Any], stages: tuple[Stage, ...]) -> tuple[Pipeline, Any]:
+def _groups(
+    config: TrainConfig, shape: MeshShape, blocks: list[Any], stages: tuple[Stage, ...]
+) -> tuple[Pipeline, Any]:
     """-> this rank's pipeline, and the process group of the ranks that have its stages. All ranks call it."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    from train.backends.torch.runtime import device
     from train.backends.torch.stages import Pipeline
 
     options = config.options(PipelineOptions)
-    schedule = schedule_named(options.schedule, mesh.pipeline)
-    ranks = init_device_mesh(device().type, (mesh.pipeline, mesh.data_size), mesh_dim_names=("pipeline", "data"))
+    schedule = schedule_named(options.schedule, shape.pipeline)
+    ranks = device_mesh_of(shape, ("pipeline", "data"))
     group = ranks["pipeline"].get_group()
     pipeline = Pipeline(
         tuple(blocks),
         stages,
-        schedule.rank_of_stage(mesh.pipeline),
+        schedule.rank_of_stage(shape.pipeline),
         dist.get_rank(group),
         group,
         partial(schedule_of, schedule),
-        partial(num_microbatches_of, options, num_ranks=mesh.pipeline),
+        partial(num_microbatches_of, options, num_ranks=shape.pipeline),
     )
     return pipeline, ranks["data"].get_group()
 
@@ -104,7 +102,7 @@ def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporte
     """How the model was cut, and which share of the time ranks will wait, by counted costs."""
     [num_rows, *_] = _sizes_of_parts(config, mesh)
     num_microbatches = pipeline.num_microbatches(num_rows)
-    schedule = schedule_named(config.options(PipelineOptions).schedule, mesh.pipeline)
+    schedule = schedule_named(config.options(PipelineOptions).schedule, mesh.shape.pipeline)
     costs = [stage.cost / sum(stage.cost for stage in pipeline.stages) for stage in pipeline.stages]
     reporter.event(
         "pipeline",
@@ -115,7 +113,7 @@ def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporte
             "blocks": ", ".join(str(len(stage.block_indices)) for stage in pipeline.stages),
             "cost": ", ".join(f"{cost:.0%}" for cost in costs),
             "microbatches": num_microbatches,
-            "idle_share": round(idle_share(orders(schedule, mesh.pipeline, num_microbatches), costs), 4),
+            "idle_share": round(idle_share_of(schedule, mesh.shape.pipeline, num_microbatches, costs), 4),
         },
     )
 
@@ -140,9 +138,9 @@ def _sizes_of_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
 
 def check(config: TrainConfig) -> None:
     """`train.strategies.strategy.Strategy.check`."""
-    options, mesh = config.options(PipelineOptions), pipeline_mesh(config)
+    options, mesh = config.options(PipelineOptions), mesh_of(config)
     for num_rows in _sizes_of_parts(config, mesh):
-        num_microbatches_of(options, num_rows, mesh.pipeline)
+        num_microbatches_of(options, num_rows, mesh.shape.pipeline)
     if options.schedule == "zero_bubble" and config.unfreeze_epoch:
         raise UsageError(
             "train.pipeline_parallel.schedule = 'zero_bubble' with train.unfreeze_epoch",
@@ -152,28 +150,29 @@ def check(config: TrainConfig) -> None:
 
 
 def check_learner(config: TrainConfig, learner: Any) -> None:
-    """`train.strategies.strategy.Strategy.check_learner`."""
+    """`train.strategies.shared_model.SharedModel.check_learner`."""
     _stages(config, learner)
 
 
 def holds_stages(config: TrainConfig, module: Any) -> Held:
-    """`train.strategies.strategy.Strategy.held`."""
+    """`train.strategies.shared_model.SharedModel.held`."""
     from train.backends.torch.chain import weights_by_stage
 
-    mesh, options, shapes = pipeline_mesh(config), config.options(PipelineOptions), holds_all(config, module).weights
-    schedule = schedule_named(options.schedule, mesh.pipeline)
-    rank_of_stage = schedule.rank_of_stage(mesh.pipeline)
-    of_ranks: list[dict[str, Shape]] = [{} for _ in range(mesh.pipeline)]
+    mesh, options, shapes = mesh_of(config), config.options(PipelineOptions), holds_all(config, module).weights
+    num_ranks = mesh.shape.pipeline
+    schedule = schedule_named(options.schedule, num_ranks)
+    rank_of_stage = schedule.rank_of_stage(num_ranks)
+    of_ranks: list[dict[str, Shape]] = [{} for _ in range(num_ranks)]
     stage_bytes: list[int] = []
     for rank, names in zip(rank_of_stage, weights_by_stage(config, module, rank_of_stage), strict=True):
         of_stage = {name: shapes[name] for name in names}
         of_ranks[rank] |= of_stage
         stage_bytes.append(num_bytes(of_stage.values()))
     held = max(of_ranks, key=lambda of_rank: num_bytes(of_rank.values()))
-    held_bytes, num_ranks = num_bytes(held.values()), mesh.pipeline
+    held_bytes = num_bytes(held.values())
     num_microbatches = num_microbatches_of(options, _sizes_of_parts(config, mesh)[-1], num_ranks)
     # Counted as if activations were in proportion to weights.
-    kept_bytes = peak_kept(orders(schedule, num_ranks, num_microbatches), stage_bytes)
+    kept_bytes = most_kept(schedule, num_ranks, num_microbatches, stage_bytes)
     return Held(
         held,
         held,
@@ -181,4 +180,20 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
         # Copies add up gradients as one flat tensor.
         update_bytes=held_bytes if mesh.data_size > 1 else 0,
         activation_share=kept_bytes / num_bytes(shapes.values()) / num_microbatches,
+    )
+
+
+def hands_on_activations(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
+    """`train.strategies.shared_model.SharedModel.exchanges`: activations of a microbatch go to the next stage and their
+    gradients back, and each slot of the schedule waits for them."""
+    summed = assumed.allreduce_seconds(mesh, "data", work.gradient_bytes / mesh.pipeline)
+    if mesh.pipeline == 1:
+        return Exchanged(hideable=summed)
+    link = assumed.group(mesh, "pipeline").slowest
+    schedule = schedule_named(work.schedule, mesh.pipeline)
+    slots = work.num_passes * (work.num_microbatches * schedule.stages_per_rank + mesh.pipeline - 1)
+    return Exchanged(
+        hideable=summed,
+        exposed=2 * slots * link.seconds(1, work.block_bytes / work.num_passes / work.num_microbatches),
+        idle_share=idle_share_alike(schedule, mesh.pipeline, work.num_microbatches),
     )

@@ -8,8 +8,9 @@ Their orders are those of `torch.distributed.pipelining`; nothing here needs PyT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from train.settings.kinds import EXECUTION
 
 # As many microbatches for each rank leave a share of about 1/5 idle (arXiv:1811.06965, section 2.3).
 MICROBATCHES_PER_RANK = 4
-MOST_LISTED_RANKS = 16
+MOST_LISTED_RANKS, MOST_LISTED_FOR_RANK = 16, 8
 
 
 class PipelineOptions(Section):
@@ -183,6 +184,20 @@ def idle_share(of_ranks: Sequence[Sequence[Action]], costs: Sequence[float] = ()
     return 1 - busy / (len(of_ranks) * max(now))
 
 
+def idle_share_of(schedule: Schedule, num_ranks: int, num_microbatches: int, costs: Sequence[float]) -> float:
+    """`idle_share` of stages of these costs. Of many microbatches the first are listed; the others take as long as the
+    last of these do (off by less than 0.01, where the schedule is not steady by then)."""
+    listed = [number * num_ranks for number in (MOST_LISTED_FOR_RANK - 2, MOST_LISTED_FOR_RANK)]
+    if num_microbatches <= listed[-1]:
+        return idle_share(orders(schedule, num_ranks, num_microbatches), costs)
+    # Of a rank, on average.
+    busy = sum(DURATIONS[kind] for kind in ("FORWARD", "FULL_BACKWARD")) * sum(costs) / num_ranks
+    ends = [number * busy / (1 - idle_share(orders(schedule, num_ranks, number), costs)) for number in listed]
+    pace = (ends[1] - ends[0]) / (listed[1] - listed[0])
+    return 1 - num_microbatches * busy / (ends[1] + (num_microbatches - listed[1]) * pace)
+
+
+@cache
 def idle_share_alike(schedule: Schedule, num_ranks: int, num_microbatches: int) -> float:
     """`idle_share` of stages of one cost, at once for any number of ranks.
 
@@ -195,20 +210,71 @@ def idle_share_alike(schedule: Schedule, num_ranks: int, num_microbatches: int) 
     return idle_share(orders(schedule, few, max(1, num_microbatches * few // num_ranks)))
 
 
-def peak_kept(of_ranks: Sequence[Sequence[Action]], sizes: Sequence[float]) -> float:
+def most_kept(schedule: Schedule, num_ranks: int, num_microbatches: int, sizes: Sequence[float]) -> float:
     """The most that a rank keeps at a time of the activations of all its stages. `sizes`: of each stage, those of one
     microbatch; they are kept until no gradient needs them, that of the weights included.
+
+    Counted, not listed: at any number of microbatches at once.
     """
-    peak = 0.0
-    for actions in of_ranks:
-        kept = 0.0
-        for action in actions:
-            if action.kind == "FORWARD":
-                kept += sizes[action.stage]
-                peak = max(peak, kept)
-            elif action.kind != "BACKWARD_INPUT":
-                kept -= sizes[action.stage]
-    return peak
+    kept = _KEPT[schedule.name]
+    stages: list[list[float]] = [[] for _ in range(num_ranks)]
+    for rank, size in zip(schedule.rank_of_stage(num_ranks), sizes, strict=True):
+        stages[rank].append(size)
+    return max(
+        sum(number * size for number, size in zip(numbers, stages[rank], strict=True))
+        for rank in range(num_ranks)
+        for numbers in kept(rank, num_ranks, num_microbatches)
+    )
+
+
+def _kept_by_gpipe(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[int, ...]]:
+    """-> how many microbatches of each of its stages a rank has, at the moments at which it can have most."""
+    yield (num_microbatches,)
+
+
+def _kept_by_1f1b(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[int, ...]]:
+    """As many as there are stages from the rank's own to the last one."""
+    yield (min(num_microbatches, num_ranks - rank),)
+
+
+def _kept_by_interleaved(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[int, ...]]:
+    """Rounds of so many microbatches pass the rank's first stage, then its second, and the other way back: a forward
+    pass before each backward pass. What is kept grows or shrinks evenly while neither changes its stage."""
+    of_round = num_microbatches // max(1, num_microbatches // num_ranks)
+    num_first = min(of_round + 2 * (num_ranks - 1 - rank), 2 * num_microbatches)
+    ends = {num_first, 2 * num_microbatches}
+    for number in range(num_first // of_round, num_first // of_round + 4):
+        ends |= {number * of_round, number * of_round + 1}
+    ends |= {num_first + 1 + number * of_round for number in range(3)}
+    for forward in ends:
+        if num_first <= forward <= 2 * num_microbatches:
+            backward = max(0, forward - num_first - 1)
+            first, last = _turns(forward, of_round), _turns(backward, of_round)
+            yield first - (backward - last), forward - first - last
+
+
+def _turns(number: int, of_round: int) -> int:
+    """Of so many passes those through the stage that is first in turn."""
+    return number // (2 * of_round) * of_round + min(number % (2 * of_round), of_round)
+
+
+def _kept_by_zero_bubble(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[int, ...]]:
+    """Before the first gradient of the second stage, and before the first one of the first stage: from then on each
+    forward pass follows a backward pass of its stage."""
+
+    def at_most(number: int) -> int:
+        return min(number, num_microbatches)
+
+    yield at_most(2 * num_ranks - rank - 1), at_most(rank + 1)
+    yield at_most(2 * num_ranks - rank), at_most(num_ranks) - at_most(num_ranks - rank)
+
+
+_KEPT = {
+    "gpipe": _kept_by_gpipe,
+    "1f1b": _kept_by_1f1b,
+    "interleaved_1f1b": _kept_by_interleaved,
+    "zero_bubble": _kept_by_zero_bubble,
+}
 
 
 def _needed(action: Action, last: int) -> tuple[str, int, int] | None:

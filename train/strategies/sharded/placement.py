@@ -20,15 +20,17 @@ from shardmill.jobs.observer import WARNING
 from shardmill.user_module import with_line_of_user
 from train.backends.torch.chain import ANOTHER
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import World
+from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.held import Held, num_bytes
 from train.strategies.member import Member
+from train.strategies.sharded.device_mesh import device_mesh_of
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.sharded.sums import sum_in_place, sum_over_all
-from train.strategies.strategy import Build, Join
+from train.strategies.strategy import Build
 from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
@@ -39,87 +41,79 @@ LITTLE_DIVIDED = 0.9
 _UNKNOWN_LAYER = re.compile(r"plan key '(.*)' could not be resolved")
 
 
-def sharded(mesh_from: Callable[[TrainConfig], Mesh]) -> Join:
-    """The `Strategy.join` of ranks that hold one module together, along the axes of a mesh."""
+def join_placed(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
+    """`train.strategies.strategy.Join`, along the axes of the strategy's mesh."""
+    from train.backends.torch.layout import ShardedTensors
+    from train.strategies.sharded.first_outputs import check_outputs, outputs_of_whole
 
-    def join(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
-        from train.backends.torch.layout import ShardedTensors
-        from train.strategies.sharded.first_outputs import check_outputs, outputs_of_whole
-
-        mesh = mesh_from(config)
-        # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
-        learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
-        check_layers(mesh_from)(config, learner.module)
-        collective = AnnouncedCollective(TorchCollective, world, reporter)
-        meshes = DeviceMeshes.of(mesh)
-        is_bfloat16 = config.mixed_precision == "bfloat16"
-        place = partial(_place, meshes, is_bfloat16)
-        sharding = Sharding(place, ShardedTensors(mesh.num_ranks, sum_over_all), partial(_add_up, meshes))
-        if meshes.fsdp is not None:
-            sharding = replace(sharding, exchange=_exchange)
-        is_own = meshes.tensor is not None and hasattr(learner.module, "parallelize")
-        of_whole = outputs_of_whole(learner) if is_own and world.rank == 0 else b""
-        member = ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
-        if is_own:
-            check_outputs(config, member, learner, of_whole, rounds=is_bfloat16 and meshes.fsdp is not None)
-        if world.rank == 0 and mesh.tensor > 1 and member.share_of_weights > LITTLE_DIVIDED:
-            reporter.event("little_divided", {"rank": 0, WARNING: _what_stays(config, mesh, member.share_of_weights)})
-        return member
-
-    return join
+    mesh = mesh_of(config)
+    # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
+    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
+    check_layers(config, learner.module)
+    collective = AnnouncedCollective(TorchCollective, world, reporter)
+    meshes = DeviceMeshes.of(mesh.shape)
+    is_bfloat16 = config.mixed_precision == "bfloat16"
+    place = partial(_place, meshes, is_bfloat16)
+    sharding = Sharding(place, ShardedTensors(mesh.num_ranks, sum_over_all), partial(_add_up, meshes))
+    if meshes.fsdp is not None:
+        sharding = replace(sharding, exchange=_exchange)
+    is_own = meshes.tensor is not None and hasattr(learner.module, "parallelize")
+    of_whole = outputs_of_whole(learner) if is_own and world.rank == 0 else b""
+    member = ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
+    if is_own:
+        check_outputs(config, member, learner, of_whole, rounds=is_bfloat16 and meshes.fsdp is not None)
+    num_ranks, share = mesh.shape.tensor, member.share_of_weights
+    if world.rank == 0 and num_ranks > 1 and share > LITTLE_DIVIDED:
+        reporter.event("little_divided", {"rank": 0, WARNING: _what_stays(config, num_ranks, share)})
+    return member
 
 
-def _what_stays(config: TrainConfig, mesh: Mesh, share: float) -> str:
+def _what_stays(config: TrainConfig, num_ranks: int, share: float) -> str:
     return (
-        f"train.model = {config.model!r}: each of {mesh.tensor} ranks that divide its layers holds {share:.0%} of the "
+        f"train.model = {config.model!r}: each of {num_ranks} ranks that divide its layers holds {share:.0%} of the "
         "weights, because of what is no vision transformer only the last linear layer is divided: give it a method "
         "`parallelize(mesh)`, or set train.strategy = 'torch_fsdp', which shards every weight"
     )
 
 
-def held_on(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], Held]:
-    """`Strategy.held` of ranks that hold one module together: it is placed as on a rank, without numbers, and counted.
+def held_when_placed(config: TrainConfig, module: Any) -> Held:
+    """`SharedModel.held`: the module is placed as on a rank, without numbers, and counted.
 
     Not a rule such as 1/N: rows that ranks do not divide are padded, and what tensor parallelism leaves whole is whole
     on each.
     """
+    from train.backends.torch.layout import ShardedTensors, boxes_of, copy_to_place, kept_whole
 
-    def held(config: TrainConfig, module: Any) -> Held:
-        from train.backends.torch.layout import ShardedTensors, boxes_when_placed
-
-        mesh = mesh_from(config)
-        check_layers(mesh_from)(config, module)
-        meshes, layout = DeviceMeshes.of(mesh), ShardedTensors(mesh.num_ranks, sum_over_all)
-        is_bfloat16 = config.mixed_precision == "bfloat16"
-        boxes = boxes_when_placed(module, partial(_place, meshes, is_bfloat16), layout)
-        if meshes.tensor is not None:
-            module = copy.deepcopy(module)
-            _divide_layers(meshes.tensor, module)
-        gathered = 0 if meshes.fsdp is None else _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4)
+    mesh = mesh_of(config)
+    check_layers(config, module)
+    meshes, layout = DeviceMeshes.of(mesh.shape), ShardedTensors(mesh.num_ranks, sum_over_all)
+    is_bfloat16 = config.mixed_precision == "bfloat16"
+    placed = copy_to_place(module)
+    _place(meshes, is_bfloat16, placed, kept_whole(placed))
+    shapes = {name: box.shape for name, box in boxes_of(placed, layout).items()}
+    if meshes.fsdp is None:
         # Without FSDP a step adds up all gradients of several copies as one flat tensor.
-        shapes = {name: box.shape for name, box in boxes.items()}
-        flat = num_bytes(shapes.values()) if meshes.fsdp is None and mesh.data_size > 1 else 0
-        return Held(shapes, shapes, module, gathered, flat)
-
-    return held
-
-
-def check_layers(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
-    """-> (config, module): raises UsageError for layers that ranks along `tensor` cannot divide."""
-
-    def check(config: TrainConfig, module: Any) -> None:
-        from train.models.tensor_plans import check_heads, heads_of
-
-        if (num_ranks := mesh_from(config).tensor) > 1:
-            is_set = config.mesh.tensor > 0
-            check_heads(config.model, heads_of(module), num_ranks, config.num_ranks_asked, is_set=is_set)
-
-    return check
+        flat = num_bytes(shapes.values()) if mesh.data_size > 1 else 0
+        return Held(shapes, shapes, placed, update_bytes=flat)
+    if meshes.tensor is not None:
+        # What FSDP has placed computes with tensors that it has gathered: the layers alone are followed.
+        module = copy.deepcopy(module)
+        _divide_layers(meshes.tensor, module)
+    return Held(shapes, shapes, module, _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4))
 
 
-def check_layers_of(mesh_from: Callable[[TrainConfig], Mesh]) -> Callable[[TrainConfig, Any], None]:
-    """Its `Strategy.check_learner`."""
-    return lambda config, learner: check_layers(mesh_from)(config, learner.module)
+def check_layers(config: TrainConfig, module: Any) -> None:
+    """Raises UsageError for layers that ranks along `tensor` cannot divide."""
+    from train.models.tensor_plans import check_heads, heads_of
+
+    if (num_ranks := mesh_of(config).shape.tensor) > 1:
+        is_set = config.mesh.tensor > 0
+        check_heads(config.model, heads_of(module), num_ranks, config.num_ranks_asked, is_set=is_set)
+
+
+def check_layers_of(config: TrainConfig, learner: TorchLearner) -> None:
+    """`SharedModel.check_learner`."""
+    check_layers(config, learner.module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +127,13 @@ class DeviceMeshes:
     """The process group of the ranks that read rows of their own."""
 
     @classmethod
-    def of(cls, mesh: Mesh) -> DeviceMeshes:
+    def of(cls, shape: MeshShape) -> DeviceMeshes:
         """All ranks call it."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from train.backends.torch.runtime import device
-
-        names = ("data", "fsdp", "tensor")
-        whole = init_device_mesh(device().type, (mesh.data, mesh.fsdp, mesh.tensor), mesh_dim_names=names)
-        fsdp = whole["data", "fsdp"] if mesh.data > 1 else whole["fsdp"]
+        whole = device_mesh_of(shape, ("data", "fsdp", "tensor"))
+        fsdp = whole["data", "fsdp"] if shape.data > 1 else whole["fsdp"]
         return cls(
-            tensor=whole["tensor"] if mesh.tensor > 1 else None,
-            fsdp=fsdp if mesh.fsdp > 1 or mesh.tensor == 1 else None,
+            tensor=whole["tensor"] if shape.tensor > 1 else None,
+            fsdp=fsdp if shape.fsdp > 1 or shape.tensor == 1 else None,
             readers=whole["data", "fsdp"]._flatten("readers").get_group(),
         )
 

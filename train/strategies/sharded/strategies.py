@@ -1,4 +1,4 @@
-"""The strategies whose ranks hold one PyTorch module together: each is a mesh.
+"""The strategies whose ranks hold one PyTorch module together.
 
 `zero1`: train/strategies/sharded/zero1.py. `pipeline_parallel`: train/strategies/sharded/pipeline.py.
 
@@ -12,36 +12,43 @@ as many copies of the shards: gathers stay inside a group, and only sums cross i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from train.config import TrainConfig
-from train.contracts.mesh import Mesh
-from train.strategies.sharded import pipeline
-from train.strategies.sharded.placement import check_layers_of, held_on, sharded
-from train.strategies.sharded.zero1 import held_by_zero1, join_zero1
+from train.contracts.mesh_shape import MeshShape
+from train.strategies.exchanges import Assumed, Exchanged, Work
+from train.strategies.network import all_gather, reduce_scatter
+from train.strategies.sharded import pipeline, zero1
+from train.strategies.sharded.placement import check_layers_of, held_when_placed, join_placed
+from train.strategies.shared_model import SharedModel
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 
 
-def fsdp_mesh(config: TrainConfig) -> Mesh:
-    """One group of all ranks, unless `train.mesh` says how many groups there are, or how large each is."""
-    sizes = config.mesh
-    return Mesh.of(config, fsdp=sizes.fsdp or max(1, config.num_ranks_asked // max(1, sizes.data)))
+def _gathers_weights(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
+    """Weights are gathered block by block, forward and backward; gradients are scattered, then summed over copies (ZeRO
+    stage 3, arXiv:1910.02054)."""
+    blocks = work.num_blocks
+    weights, gradients = work.weight_bytes / mesh.tensor / blocks, work.gradient_bytes / mesh.tensor / blocks
+    seconds = 0.0
+    if mesh.fsdp > 1:
+        group = assumed.group(mesh, "fsdp")
+        seconds += blocks * (2 * all_gather(group, weights) + reduce_scatter(group, gradients))
+    seconds += blocks * assumed.allreduce_seconds(mesh, "data", gradients / mesh.fsdp)
+    return Exchanged(hideable=seconds)
 
 
-def tensor_mesh(config: TrainConfig) -> Mesh:
-    """One group of all ranks, unless `train.mesh` says otherwise."""
-    sizes = config.mesh
-    return Mesh.of(config, tensor=sizes.tensor or max(1, config.num_ranks_asked // max(1, sizes.data)))
+def _sums_activations(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
+    """Activations are summed twice in a block's forward pass, and twice in its backward pass (Megatron-LM,
+    arXiv:1909.08053); nothing hides that."""
+    return Exchanged(
+        hideable=assumed.allreduce_seconds(mesh, "data", work.gradient_bytes / mesh.tensor),
+        exposed=4 * work.num_blocks * assumed.allreduce_seconds(mesh, "tensor", work.block_bytes),
+    )
 
 
-def hybrid_mesh(config: TrainConfig) -> Mesh:
-    """Groups of two that divide layers, because they exchange most, and as many shards as the ranks leave."""
-    sizes, num_ranks = config.mesh, config.num_ranks_asked
-    tensor = sizes.tensor or (2 if num_ranks % 2 == 0 else 1)
-    fsdp = sizes.fsdp or max(1, num_ranks // (tensor * max(1, sizes.data)))
-    return Mesh.of(config, fsdp=fsdp, tensor=tensor)
+def _gathers_and_sums(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
+    exposed = _sums_activations(work, mesh, assumed).exposed
+    return replace(_gathers_weights(work, mesh, assumed), exposed=exposed)
 
 
 TORCH_FSDP = Strategy(
@@ -49,34 +56,47 @@ TORCH_FSDP = Strategy(
     synchronous=True,
     exact_resume=True,
     leaves_out_batches=True,
-    needs_module=True,
     max_world_size=None,
-    join=sharded(fsdp_mesh),
-    mesh=fsdp_mesh,
-    held=held_on(fsdp_mesh),
+    join=join_placed,
     secondary_error=TORCH_DDP.secondary_error,
+    shared_model=SharedModel(
+        axes=("fsdp",), held=held_when_placed, exchanges=_gathers_weights, is_for_large_models=True
+    ),
 )
-
-
-def _with_divided_layers(mesh: Callable[[TrainConfig], Mesh]) -> Strategy:
-    return replace(
-        TORCH_FSDP,
-        join=sharded(mesh),
-        mesh=mesh,
-        held=held_on(mesh),
-        check_learner=check_layers_of(mesh),
-    )
-
-
-ZERO1 = replace(TORCH_FSDP, join=join_zero1, mesh=Mesh.of, held=held_by_zero1)
-TENSOR_PARALLEL = _with_divided_layers(tensor_mesh)
-HYBRID = _with_divided_layers(hybrid_mesh)
+TENSOR_PARALLEL = replace(
+    TORCH_FSDP,
+    shared_model=SharedModel(
+        axes=("tensor",),
+        held=held_when_placed,
+        exchanges=_sums_activations,
+        check_learner=check_layers_of,
+        is_for_large_models=True,
+    ),
+)
+HYBRID = replace(
+    TORCH_FSDP,
+    shared_model=SharedModel(
+        axes=("fsdp", "tensor"),
+        held=held_when_placed,
+        exchanges=_gathers_and_sums,
+        check_learner=check_layers_of,
+        is_for_large_models=True,
+    ),
+)
+ZERO1 = replace(
+    TORCH_FSDP,
+    join=zero1.join_zero1,
+    shared_model=SharedModel(axes=(), held=zero1.held_by_zero1, exchanges=zero1.gathers_updates),
+)
 PIPELINE_PARALLEL = replace(
     TORCH_FSDP,
     join=pipeline.join_pipeline,
-    mesh=pipeline.pipeline_mesh,
-    held=pipeline.holds_stages,
     check=pipeline.check,
     less_work="or give its stage fewer layers (by the model's `stages()`, or with more ranks)",
-    check_learner=pipeline.check_learner,
+    shared_model=SharedModel(
+        axes=("pipeline",),
+        held=pipeline.holds_stages,
+        exchanges=pipeline.hands_on_activations,
+        check_learner=pipeline.check_learner,
+    ),
 )

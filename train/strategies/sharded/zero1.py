@@ -7,17 +7,21 @@ rank updates some rows of every weight, and the ranks exchange what they have up
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from train.backends.torch.boxes import Box, whole_box
 from train.backends.torch.layout import WholeTensors
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import World
+from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
+from train.strategies.exchanges import Assumed, Exchanged, Work, sums_gradients
 from train.strategies.held import Held, holds_all, num_bytes
 from train.strategies.member import Member
+from train.strategies.network import all_gather
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.strategy import Build
 from train.strategies.torch_ddp import TorchCollective
@@ -86,12 +90,12 @@ def join_zero1(world: World, config: TrainConfig, build: Build, reporter: Report
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     layout = ShardedUpdates(world.rank, world.world_size)
     sharding = Sharding(_leave_whole, layout, lambda learner, addends: collective.sum_tensors(addends))
-    return ShardedMember(learner, collective, Mesh.of(config).data_index(world.rank), world, reporter, sharding)
+    return ShardedMember(learner, collective, mesh_of(config).data_index(world.rank), world, reporter, sharding)
 
 
 def held_by_zero1(config: TrainConfig, module: Any) -> Held:
-    """`Strategy.held`: the whole model, and the optimizer state of some rows of each weight."""
-    whole, num_ranks = holds_all(config, module), Mesh.of(config).num_ranks
+    """`SharedModel.held`: the whole model, and the optimizer state of some rows of each weight."""
+    whole, num_ranks = holds_all(config, module), mesh_of(config).num_ranks
     boxes = {name: whole_box(shape) for name, shape in whole.weights.items()}
     of_ranks = [
         {name: layout.state_box(box).shape for name, box in boxes.items()}
@@ -101,6 +105,14 @@ def held_by_zero1(config: TrainConfig, module: Any) -> Held:
     # All gradients as one flat tensor; then the rows of every rank, and this one's twice.
     update_bytes = 2 * num_bytes(whole.weights.values()) + (2 * num_bytes(most.values()) if num_ranks > 1 else 0)
     return Held(whole.weights, most, module, update_bytes=update_bytes)
+
+
+def gathers_updates(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
+    """`SharedModel.exchanges`: the allreduce of data parallelism, then every rank's updated rows."""
+    if mesh.data == 1:
+        return Exchanged()
+    summed = sums_gradients(work, mesh, assumed)
+    return replace(summed, exposed=all_gather(assumed.group(mesh, "data"), work.weight_bytes))
 
 
 def _leave_whole(module: Any, kept: Collection[Any]) -> None:

@@ -1,10 +1,10 @@
-"""What exchanges between ranks cost on a network: the alpha-beta model of collectives, as plain functions.
+"""What collectives cost on a network: the alpha-beta model, as plain functions.
 
 A message of n bytes takes `latency + n / bandwidth` seconds (Hockney, 1994); a collective is a number of such messages
 in a row. Formulas: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
 19(1), 2005 (recursive doubling, and Rabenseifner's halving and doubling); Patarasuk and Yuan, JPDC 69(2), 2009 (the
 ring of Horovod, arXiv:1802.05799, and of NCCL); Goyal et al., arXiv:1706.02677, section 4 (first within a host, then
-between hosts). What a strategy exchanges: train/planning/scaling_step.py.
+between hosts). What strategies exchange: train/strategies/exchanges.py.
 """
 
 from __future__ import annotations
