@@ -215,8 +215,9 @@ class TrainConfig(_WithOptions):
         return self.augment.model_copy(update={"random_flip": always or self.augment.flips})
 
     @property
-    def num_microbatches(self) -> int:
-        """Into which a rank splits its share of a step."""
+    def num_accumulated(self) -> int:
+        """Microbatches into which a rank splits its share of a step, and whose gradients it adds up. A pipeline splits
+        each of them again (`train.pipeline_parallel.num_microbatches`)."""
         return max(1, self.accumulation_steps)
 
     @property

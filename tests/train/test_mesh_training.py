@@ -29,7 +29,6 @@ from train.planning.scaling_run import scaling_of_run
 from train.planning.trial_build import try_build
 from train.published.export import export_training
 from train.reporting.rank_times import RankRow
-from train.settings.mesh import MeshConfig
 from train.strategies import mesh_of, strategies_that_share
 
 GUIDE = ROOT / "docs" / "training" / "parallelism.md"
@@ -260,8 +259,7 @@ def test_85_million_weights_are_trained_by_every_strategy(tiny_uri, tmp_path, mo
     expected = [float.fromhex(loss) for loss in recorder.losses.values()]
     assert len(expected) == 3
     for strategy in strategies_that_share():
-        how = {**config, "strategy": strategy}
-        several = kill_on_ranks(tiny_uri, tmp_path / strategy, 2, how, monkeypatch, killed_at=3)
+        several = kill_on_ranks(tiny_uri, tmp_path / strategy, 2, config | {"strategy": strategy}, monkeypatch, 3)
         assert [float.fromhex(loss) for loss in several.losses.values()] == pytest.approx(expected, rel=1e-5)
 
 
@@ -299,4 +297,4 @@ def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
     with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.num_workers to a multiple of 2 or 4"):
         try_build(resolve(config, SparkConfig()).config, schema, Recorder())
     with pytest.raises(UsageError, match=r"train.mesh.tensor = 2 with train.strategy = 'torch_fsdp'"):
-        mesh_of(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh=MeshConfig(tensor=2)))
+        mesh_of(TrainConfig(num_workers=4, strategy="torch_fsdp", mesh={"tensor": 2}))  # pyright: ignore

@@ -45,8 +45,9 @@ ORDINARY_MODEL = {"keras": "tests.train.ordinary_models:relu_cnn", "torch": f"{T
 # Whose ranks all run the loop; the others have tests of their own (test_parameter_server.py).
 OF_EQUALS = {name: each for name, each in STRATEGIES.items() if each.roles is all_members}
 EXACT = [name for name, strategy in STRATEGIES.items() if strategy.exact_resume]
-# Three: with two ranks a sum has one order only. On three, hybrid has no ranks that divide a layer.
-EXACT_WORLDS = [(name, 4 if name == "hybrid" else 3) for name in EXACT if STRATEGIES[name].allows_world_size(3)]
+# Three: with two ranks a sum has one order only. Of two axes, three ranks would leave one undivided.
+RANKS = {name: 4 if len(STRATEGIES[name].axes) > 1 else 3 for name in EXACT}
+EXACT_WORLDS = [(name, ranks) for name, ranks in RANKS.items() if STRATEGIES[name].allows_world_size(ranks)]
 SYNCHRONOUS_WORLDS = [
     (name, ranks)
     for name, strategy in STRATEGIES.items()
@@ -80,8 +81,8 @@ OF_STRATEGY: dict[str, dict] = {
 
 def stateful(strategy: str) -> dict:
     model = STATEFUL_MODEL[STRATEGIES[strategy].backends[0]]
-    if strategy == "pipeline_parallel":
-        # It takes no batch norm.
+    if "pipeline" in STRATEGIES[strategy].axes:
+        # Stages take no batch norm.
         model = "tests.train.torch_chain_models:stateful_chain"
     # Where the model has batch norms; the others keep statistics of their own.
     shared = {"sync_batch_norm": strategy == "horovod"}
@@ -267,7 +268,7 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
     assert not watcher.losses
     # A classifier of three classes, a quarter of the weights, is all that two ranks can divide.
-    assert ("little_divided" in watcher.events) == (strategy in ("tensor_parallel", "hybrid"))
+    assert ("little_divided" in watcher.events) == ("tensor" in STRATEGIES[strategy].axes)
     assert result.weights_sha256 == one.weights_sha256
     assert result.evaluation.per_class == one.evaluation.per_class
     assert (tmp_path / "t" / "confusion.json").read_bytes() == confusion
@@ -293,8 +294,7 @@ def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(t
     [*((name, "last_rank_stalls") for name in WITH_A_MEETING_OF_THEIR_OWN), ("torch_ddp", "last_rank_reads_nothing")],
 )
 def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(tiny_uri, tmp_path, strategy, worker):
-    config = {**stateful(strategy), "num_workers": 2, "launcher": "local"}
     limits = {"progress_timeout_seconds": 2, "start_timeout_seconds": 120}
-    task = task_of(tiny_uri, tmp_path, **config, watch=limits)
+    task = task_of(tiny_uri, tmp_path, **stateful(strategy), num_workers=2, launcher="local", watch=limits)
     with pytest.raises(TrainingError, match=r"^rank 1 .* hangs .* rank 0 waiting in an? (allreduce|gather)"):
         launch_forked(task, Watcher(), f"{WORKERS}:{worker}")

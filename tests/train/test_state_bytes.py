@@ -21,11 +21,11 @@ from tests.train.training import task_of
 from train.backends.backend import InputScale, ModelSpec, model_spec
 from train.config import TrainConfig
 from train.contracts.epochs import evaluation_spec, row_source
-from train.planning.count_state import count
 from train.planning.input_memory import input_bytes
 from train.planning.memory_fit import decided
 from train.planning.probe import ProbeTask, probe
 from train.planning.state_bytes import StateBytes, StateTask, count_state
+from train.planning.state_program import count
 from train.settings.mesh import MeshConfig
 from train.settings.reading import ReadingConfig
 from train.strategies import strategies_that_share

@@ -98,7 +98,7 @@ def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
     config = config.model_copy(update={"num_streams": config.num_streams_at(num_ranks)})
     num_steps = config.options(LocalSgdOptions).local_steps
     rows_per_stream = config.global_batch_size // config.num_streams
-    is_enough = config.num_microbatches * num_steps <= config.num_streams // num_ranks * rows_per_stream
+    is_enough = config.num_accumulated * num_steps <= config.num_streams // num_ranks * rows_per_stream
     return config.num_streams % num_ranks == 0 and is_enough
 
 

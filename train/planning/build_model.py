@@ -8,7 +8,7 @@ from train.backends import BACKENDS
 from train.backends.backend import StatePart
 from train.contracts.world import World
 from train.launching.side_process import answer
-from train.planning.count_state import check_divided
+from train.planning.state_program import check_divided
 from train.planning.trial_build import BuildTask
 from train.strategies import STRATEGIES, mesh_of
 

@@ -20,7 +20,6 @@ from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Blocks
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
-from train.planning.division import Divisions
 from train.planning.exchange import ExchangeFacts, Weighed, weigh
 from train.planning.host_memory import Limit, limit_of, ranks_here
 from train.planning.input_memory import input_bytes
@@ -30,6 +29,7 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
+from train.planning.rank_part import RankParts
 from train.planning.scaling_run import work_of
 from train.planning.scaling_step import Step, predict
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
@@ -206,9 +206,9 @@ def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: 
     """By a measurement of its own, as the training will make it: where seconds count, bytes are not exact."""
     if limit is None or silos_of(config):
         return None
-    division = Divisions(lambda config: model_spec(dataset.manifest, config))
-    record = measured(limit, config, dataset, spark, input_bytes(config, dataset), division(config))
-    return Memory(record, spark, partial(input_bytes, dataset=dataset), division=division).fitted(config).fit
+    part_of = RankParts(lambda config: model_spec(dataset.manifest, config))
+    record = measured(limit, config, dataset, spark, input_bytes(config, dataset), part_of(config))
+    return Memory(record, spark, partial(input_bytes, dataset=dataset), part_of=part_of).fitted(config).fit
 
 
 def _weighed(config: TrainConfig, step: Step, link_bytes: float, network_gbit: float) -> Weighed | None:

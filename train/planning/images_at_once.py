@@ -29,5 +29,5 @@ def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
 
 def pipeline_microbatches(config: TrainConfig) -> int:
     """Of one pass through a pipeline, of which a step has `accumulation_steps`, on the rank with most streams."""
-    num_rows, num_stages = -(-images_at_once(config) // config.num_microbatches), mesh_of(config).shape.pipeline
+    num_rows, num_stages = -(-images_at_once(config) // config.num_accumulated), mesh_of(config).shape.pipeline
     return num_microbatches_of(config.options(PipelineOptions), num_rows, num_stages) if num_stages > 1 else 1

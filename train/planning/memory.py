@@ -15,12 +15,12 @@ from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.launching.devices import gpus_here
 from train.models.user import imported_packages
-from train.planning.division import Division, Divisions
 from train.planning.host_memory import GPU_FRAMEWORK_BYTES, Limit, bytes_of_a_rank, limit_of, ranks_here
 from train.planning.images_at_once import images_at_once, most_microbatches
 from train.planning.memory_fit import Fit, MemoryFacts, decided, fit, size_of
 from train.planning.memory_record import MemoryRecord
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, StepCost, probe
+from train.planning.rank_part import RankPart, RankParts
 from train.planning.recompute import why_not_recompute
 from train.strategies import STRATEGIES
 from train.strategies.options import silos_of
@@ -76,7 +76,7 @@ class Memory:
     """Available memory, if nothing was measured; None if unknown."""
     ample: Callable[[TrainConfig], str] = _not_known
     """See `Fitted`."""
-    division: Callable[[TrainConfig], Division | None] = field(default=_undivided, compare=False)
+    part_of: Callable[[TrainConfig], RankPart | None] = field(default=_undivided, compare=False)
     """What a rank holds of a model that ranks hold together; None if each has all of it."""
 
     def fitted(self, config: TrainConfig) -> Fitted:
@@ -84,7 +84,7 @@ class Memory:
         if self.record is None:
             available = _available(self.limit, config, self.spark) if self.limit else ""
             return Fitted(decided(config, 1, to_bfloat16=False), None, available, ample=self.ample(config))
-        facts = facts_of(self.record, config, self.input_bytes(config), self.spark, self.division(config))
+        facts = facts_of(self.record, config, self.input_bytes(config), self.spark, self.part_of(config))
         # What was decided first stays: the precision decides the numbers.
         found = fit(replace(facts, may_change_precision=False))
         to_bfloat16, recomputes = self.record.to_bfloat16, found.recomputes
@@ -108,16 +108,16 @@ def look_at_memory(
     (`has_begun`): what was begun without looking continues so, because in microbatches numbers differ by rounding.
     Raises what building the model raises.
     """
-    division = Divisions(lambda config: model_spec(dataset.manifest, config))
+    part_of = RankParts(lambda config: model_spec(dataset.manifest, config))
     limit = limit_of(config, spark) if begun is None and not silos_of(config) else None
     if limit is None:
-        return Memory(begun, spark, input_bytes, division=division)
+        return Memory(begun, spark, input_bytes, part_of=part_of)
     ample = partial(_ample, limit, dataset, spark)
     may_choose = "auto" in (config.mixed_precision, config.memory.activation_checkpointing)
     is_asked = config.accumulation_steps == 0 or may_choose
     if is_asked and not has_begun and not ample(config):
-        record = measured(limit, config, dataset, spark, input_bytes(config), division(config))
-        return Memory(record, spark, input_bytes, division=division)
+        record = measured(limit, config, dataset, spark, input_bytes(config), part_of(config))
+        return Memory(record, spark, input_bytes, part_of=part_of)
     return Memory(None, spark, input_bytes, limit, ample)
 
 
@@ -137,7 +137,7 @@ def measured(
     dataset: Dataset,
     spark: SparkConfig,
     input_bytes: int,
-    division: Division | None = None,
+    part: RankPart | None = None,
 ) -> MemoryRecord:
     """Measure some steps of a rank, and derive the precision. Raises the errors of building the model."""
     task = ProbeTask(
@@ -150,9 +150,9 @@ def measured(
         for_memory=True,
     )
     record = considered(
-        limit, task, probe(task), config, lambda record: facts_of(record, config, input_bytes, spark, division)
+        limit, task, probe(task), config, lambda record: facts_of(record, config, input_bytes, spark, part)
     )
-    found = fit(facts_of(record, config, input_bytes, spark, division))
+    found = fit(facts_of(record, config, input_bytes, spark, part))
     return record.model_copy(update={"to_bfloat16": found.to_bfloat16})
 
 
@@ -206,12 +206,12 @@ def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
 
 
 def facts_of(
-    record: MemoryRecord, config: TrainConfig, input_bytes: int, spark: SparkConfig, division: Division | None = None
+    record: MemoryRecord, config: TrainConfig, input_bytes: int, spark: SparkConfig, part: RankPart | None = None
 ) -> MemoryFacts:
     """Return the facts for the rules, for so many ranks."""
     in_host = 0 if record.on_gpu else input_bytes
     # Measured was a rank with the whole model; in a host it has a copy of its state, for a checkpoint.
-    fewer, share = (0, 1.0) if division is None else (division.beside(record), division.image_share)
+    fewer, share = (0, 1.0) if part is None else (part.beside(record), part.image_share)
     is_spread = record.on_gpu and STRATEGIES[config.strategy].devices_per_rank == "all"
     num_gpus = len(gpus_here(config, config.backend)) if is_spread else 0
     num_images, microbatches = images_at_once(config, num_gpus), most_microbatches(config, num_gpus)
@@ -236,7 +236,7 @@ def facts_of(
         recomputed_image_bytes=recomputed_image_bytes,
         why_not_recomputed=why_not if may_recompute else "",
         may_ask_to_recompute=not is_settled,
-        may_divide=config.backend == "torch" and "keras" not in imported_packages(config) and division is None,
+        may_divide=config.backend == "torch" and "keras" not in imported_packages(config) and part is None,
     )
 
 

@@ -135,7 +135,7 @@ def _strategies(suits: Callable[[Strategy], bool]) -> str:
 
 def _check_microbatches(config: TrainConfig) -> None:
     smallest = mesh_of(config).smallest_share(config.global_batch_size)
-    if config.num_microbatches > smallest:
+    if config.num_accumulated > smallest:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps}",
             f"expected at most {smallest}, the samples of a step on the rank with the fewest streams",

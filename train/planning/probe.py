@@ -104,13 +104,13 @@ def measure(task: ProbeTask) -> StepCost:
     model = learner.named_weights().arrays().values()
     _forget_peak()
     before_bytes = _peak_bytes()
-    num_few = min(FEW_IMAGES * config.num_microbatches, task.local_batch_size)
+    num_few = min(FEW_IMAGES * config.num_accumulated, task.local_batch_size)
     few = synthetic_batch(task.spec, num_few)
     _steps(learner, few, NUM_STEPS_OF_FEW_IMAGES)
     of_few_bytes = _peak_bytes() - before_bytes
     seconds = _steps(learner, synthetic_batch(task.spec, task.local_batch_size), task.num_steps)
     work_bytes = max(0, _peak_bytes() - before_bytes - sizes[StatePart.WEIGHTS])
-    num_images, num_few = (-(-num // config.num_microbatches) for num in (task.local_batch_size, num_few))
+    num_images, num_few = (-(-num // config.num_accumulated) for num in (task.local_batch_size, num_few))
     grown_bytes = _peak_bytes() - before_bytes - of_few_bytes
     image_bytes = max(math.prod(task.spec.image_shape_HWC) * 4, grown_bytes // max(1, num_images - num_few))
     blocks = learner.blocks or Blocks()

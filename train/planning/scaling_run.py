@@ -77,7 +77,7 @@ def work_of(config: TrainConfig, step_seconds: float, num_bytes: int, blocks: Bl
         weight_bytes=num_bytes,
         block_bytes=blocks.image_bytes * local_batch_size,
         num_blocks=blocks.num_blocks,
-        num_passes=config.num_microbatches,
+        num_passes=config.num_accumulated,
         num_microbatches=pipeline_microbatches(config),
         schedule=config.options(PipelineOptions).schedule,
     )

@@ -43,6 +43,8 @@ class StateBytes:
     """What a step has beside these for any number of images."""
     image: int = 0
     """Per image of a step: activations, and what is computed from them."""
+    whole_image: int = 0
+    """As `image`, of a rank with the whole model; 0 if that could not be followed."""
     recomputed_step: int = 0
     recomputed_image: int = 0
     """Both with `train.memory.activation_checkpointing`; 0 if the model does not have it."""
@@ -72,7 +74,7 @@ def count_state(configs: tuple[TrainConfig, ...], spec: ModelSpec) -> tuple[Stat
     task = StateTask(tuple(decided(config, 1, to_bfloat16=False) for config in configs), spec)
     watch = configs[0].watch
     timeout = {"timeout_seconds": watch.start_timeout_seconds, "key": "train.watch.start_timeout_seconds"}
-    question = Question("train.planning.count_state", to_json(task), {CUDA_VARIABLE: "-1"}, **timeout)
+    question = Question("train.planning.state_program", to_json(task), {CUDA_VARIABLE: "-1"}, **timeout)
     return ask(question, StateAnswer, lambda how: _not_counted(configs[0].model, how)).of_configs
 
 

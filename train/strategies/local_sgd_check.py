@@ -34,7 +34,7 @@ def check_local_sgd(config: TrainConfig) -> None:
 def _check_updates(config: TrainConfig) -> None:
     local_steps = config.options(LocalSgdOptions).local_steps
     share = Mesh.of(config).smallest_share(config.global_batch_size)
-    if config.num_microbatches * local_steps > share:
+    if config.num_accumulated * local_steps > share:
         raise UsageError(
             f"train.accumulation_steps = {config.accumulation_steps} times train.local_sgd.local_steps = {local_steps}",
             f"expected at most {share}, the samples of a step that the rank with the fewest streams has",

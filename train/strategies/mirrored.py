@@ -127,7 +127,7 @@ def check_mirrored(config: TrainConfig) -> None:
 
 def check_rows(config: TrainConfig, num_devices: int) -> None:
     """Raises UsageError for more devices than a batch, or one of its microbatches, has rows."""
-    num_rows = config.global_batch_size // config.num_microbatches
+    num_rows = config.global_batch_size // config.num_accumulated
     if num_devices > num_rows:
         asked = config.options(MirroredOptions).num_devices
         given = f"train.mirrored.num_devices = {asked}"

@@ -49,7 +49,7 @@ class KerasLearner:
         self._moments = TensorFlowMoments()
         norms = KerasBatchNorms(built.model, config.model, self._moments) if config.sync_batch_norm else None
         segments = Segments(config.model, built.model) if config.memory.activation_checkpointing == "on" else None
-        self.step = TrainStep(built, chosen, spec.scale, config.num_microbatches, norms, segments, config.seed)
+        self.step = TrainStep(built, chosen, spec.scale, config.num_accumulated, norms, segments, config.seed)
         self._model = built.model
         self._frozen = built.frozen
         self._is_frozen = False

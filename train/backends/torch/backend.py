@@ -136,7 +136,7 @@ class TorchLearner:
         self.classifier.train()
         for weight in self.weights:
             weight.grad = None
-        microbatches = list(microbatches_of(batch, self._config.num_microbatches))
+        microbatches = list(microbatches_of(batch, self._config.num_accumulated))
         figures = torch.zeros(2, device=device())
         for microbatch in microbatches:
             is_last = microbatch is microbatches[-1]

@@ -129,7 +129,7 @@ def _add_up(readers: Any, learner: TorchLearner, addends: list[Any]) -> list[Any
 
 def _sizes_of_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
     """Numbers of rows that go through a pipeline at a time: a rank's share of a step, in `accumulation_steps`."""
-    rows_per_stream, parts = config.global_batch_size // mesh.num_streams, config.num_microbatches
+    rows_per_stream, parts = config.global_batch_size // mesh.num_streams, config.num_accumulated
     shares = {len(streams) * rows_per_stream for streams in mesh.streams}
     return sorted(
         {(part + 1) * rows // parts - part * rows // parts for rows in shares for part in range(min(parts, rows))}

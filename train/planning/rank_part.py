@@ -1,4 +1,4 @@
-"""What a rank holds of a model that ranks hold together, beside what was measured of a rank with the whole model."""
+"""The part of one rank of a model that ranks hold together, beside what was measured of a rank with the whole model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from train.backends.backend import ModelSpec
 from train.config import TrainConfig
 from train.planning.memory_record import MemoryRecord
 from train.planning.state_bytes import StateBytes, count_state
-from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES, mesh_of
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """The part of one rank."""
+class RankPart:
+    """Of the rank that holds most."""
 
     state: StateBytes
-    image_share: float
-    """Of the activations of the whole model."""
+
+    @property
+    def image_share(self) -> float:
+        """Of the activations of the whole model, those that it has."""
+        return self.state.image / self.state.whole_image if self.state.whole_image else 1.0
 
     def beside(self, record: MemoryRecord) -> int:
         """Bytes to add to the measured `fixed_bytes`: fewer of state, more of what is gathered from other ranks."""
@@ -29,14 +31,14 @@ class Division:
         return fewer + self.state.gathered
 
 
-class Divisions:
-    """The `Division` of a config; counted once for each strategy and mesh, by a process that takes seconds."""
+class RankParts:
+    """The `RankPart` of a config; counted once for each strategy and mesh, by a process that takes seconds."""
 
     def __init__(self, spec_of: Callable[[TrainConfig], ModelSpec]) -> None:
         self._spec_of = spec_of
-        self._found: dict[tuple[str, str], Division | None] = {}
+        self._found: dict[tuple[str, str], RankPart | None] = {}
 
-    def __call__(self, config: TrainConfig) -> Division | None:
+    def __call__(self, config: TrainConfig) -> RankPart | None:
         """None if each rank has the whole model, or what it has cannot be counted."""
         if not STRATEGIES[config.strategy].needs_module:
             return None
@@ -45,13 +47,10 @@ class Divisions:
             self._found[key] = self._count(config)
         return self._found[key]
 
-    def _count(self, config: TrainConfig) -> Division | None:
-        alone = {"strategy": "torch_fsdp", "num_workers": 1, "rank_weights": (), "mesh": MeshConfig()}
+    def _count(self, config: TrainConfig) -> RankPart | None:
         try:
-            mine, whole = count_state((config, config.model_copy(update=alone)), self._spec_of(config))
+            [mine] = count_state((config,), self._spec_of(config))
         except ShardmillError:
             # The rank that builds the model says why.
             return None
-        if mine.refused:
-            return None
-        return Division(mine, mine.image / whole.image if whole.image else 1.0)
+        return None if mine.refused else RankPart(mine)

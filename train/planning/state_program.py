@@ -14,11 +14,9 @@ from train.backends.torch.empty import empty_classifier, empty_module, optimizer
 from train.backends.torch.imagined_ranks import imagined_ranks
 from train.backends.torch.live_bytes import step_bytes
 from train.config import TrainConfig
-from train.contracts.values import to_json
 from train.launching.side_process import answer
 from train.planning.recompute import why_not_recompute
 from train.planning.state_bytes import StateAnswer, StateBytes, StateTask
-from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES, mesh_of
 from train.strategies.compression import remembered_bytes
 from train.strategies.held import Held
@@ -26,7 +24,7 @@ from train.strategies.held import Held
 
 def count(task: StateTask) -> StateAnswer:
     """Count in this process, with a fresh framework."""
-    steps: dict[bytes, _Step] = {}
+    steps: dict[_WholeModule, _Step] = {}
     return StateAnswer(tuple(_of_rank(config, task.spec, steps) for config in task.configs))
 
 
@@ -42,14 +40,28 @@ class _Step:
     why_not_stepped: str = ""
 
 
-def _of_rank(config: TrainConfig, spec: ModelSpec, steps: dict[bytes, _Step]) -> StateBytes:
+@dataclass(frozen=True, slots=True)
+class _WholeModule:
+    """What decides the step of a whole module: ranks with undivided layers take the same one."""
+
+    settings: str
+    is_torch_twin: bool
+    """Of a name that is a Keras model without it."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> _WholeModule:
+        settings = config.model_dump_json(exclude={"strategy", "num_workers", "num_streams", "mesh"})
+        return cls(settings, config.needs_module)
+
+
+def _of_rank(config: TrainConfig, spec: ModelSpec, steps: dict[_WholeModule, _Step]) -> StateBytes:
     """`steps`: those that were followed before. Raises UsageError for a model that does not build."""
     module = empty_module(config, spec)
     try:
         held, step = _placed(config, module, spec, steps)
     except UsageError as error:
         return StateBytes(refused=str(error))
-    return _counted(config, module, held, step)
+    return _counted(config, module, held, step, _step_of_whole(config, module, spec, steps))
 
 
 def check_divided(config: TrainConfig, spec: ModelSpec) -> None:
@@ -57,7 +69,7 @@ def check_divided(config: TrainConfig, spec: ModelSpec) -> None:
     _placed(config, empty_module(config, spec), spec, {})
 
 
-def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[bytes, _Step]) -> tuple[Held, _Step]:
+def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[_WholeModule, _Step]) -> tuple[Held, _Step]:
     """Raises as `check_divided` does."""
     with imagined_ranks(mesh_of(config).num_ranks):
         try:
@@ -71,13 +83,11 @@ def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[bytes
                 "its methods parallelize(mesh) and stages(), if it has them, say how",
                 f"correct them, {ANOTHER}",
             ) from error
-        # Ranks with undivided layers take the same step.
-        key = b"" if held.module is not module else _undivided(config)
-        step = steps.get(key) or _step(config, held.module, spec)
-        if key:
-            steps[key] = step
+        if held.module is module:
+            return held, _step_of_whole(config, module, spec, steps)
+        step = _step(config, held.module, spec)
         # As a whole it may look at numbers, which it has not here.
-        elif step.why_not_stepped and not _step(config, module, spec).why_not_stepped:
+        if step.why_not_stepped and not _step_of_whole(config, module, spec, steps).why_not_stepped:
             raise UsageError(
                 f"train.model = {config.model!r} does not compute with its layers divided: {step.why_not_stepped}",
                 f"expected sizes that {mesh_of(config).shape.tensor} ranks divide, and layers that take what the ones "
@@ -87,13 +97,15 @@ def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[bytes
     return held, step
 
 
-def _undivided(config: TrainConfig) -> bytes:
-    """What decides the step of a whole module."""
-    no_ranks = {"strategy": str(config.needs_module), "num_workers": 0, "num_streams": 0, "mesh": MeshConfig()}
-    return to_json(config.model_copy(update=no_ranks))
+def _step_of_whole(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[_WholeModule, _Step]) -> _Step:
+    key = _WholeModule.of(config)
+    if key not in steps:
+        steps[key] = _step(config, module, spec)
+    return steps[key]
 
 
-def _counted(config: TrainConfig, module: Any, held: Held, step: _Step) -> StateBytes:
+def _counted(config: TrainConfig, module: Any, held: Held, step: _Step, whole: _Step) -> StateBytes:
+    """`step`: of `held.module`; `whole`: of `module`."""
     # A strategy may have other names for parts of a weight.
     named = dict(held.module.named_parameters())
     weights = sum(math.prod(shape) * named[name].element_size() for name, shape in held.weights.items())
@@ -110,6 +122,7 @@ def _counted(config: TrainConfig, module: Any, held: Held, step: _Step) -> State
         start=sum(each.nbytes for each in module.parameters()) if STRATEGIES[config.strategy].needs_module else 0,
         step=int(share * step.step),
         image=math.ceil(share * step.image),
+        whole_image=whole.image,
         recomputed_step=int(share * step.recomputed_step),
         recomputed_image=math.ceil(share * step.recomputed_image),
         why_not_recomputed=step.why_not_recomputed,
