@@ -122,7 +122,8 @@ class SourceImage:
     extra: str = ""
     """The values of the extra columns, as `encode_values` writes them; empty in a dataset without any."""
     known_sha256: str = ""
-    """SHA-256 of its row in the latest version, listed with another size or time; empty unless bytes are compared."""
+    known_mask_sha256: str = ""
+    """Of its row in the latest version, listed with another size or time; empty unless bytes are compared."""
 
     @property
     def is_in_block(self) -> bool:

@@ -2,7 +2,8 @@
 
 A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split), and has the
 sample id that it has in this listing. With
-`etl.detect_changes = "content"` it is also unchanged if the task that reads the source finds the bytes of the row.
+`etl.detect_changes = "content"` it is also unchanged if the task that reads the source finds the bytes of the row, and
+makes its mask again.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -133,10 +134,12 @@ class Compared:
         return found_N
 
     def _with_known(self, images: pa.Table) -> pa.Table:
-        place = LISTED_SCHEMA.get_field_index("known_sha256")
         known = self._rows.known_sha256(images)
         self._num_known += pc.sum(pc.not_equal(known, ""), min_count=0).as_py()
-        return images.set_column(place, LISTED_SCHEMA.field(place), known)
+        for name, values in (("known_sha256", known), ("known_mask_sha256", self._rows.known_mask_sha256(images))):
+            place = LISTED_SCHEMA.get_field_index(name)
+            images = images.set_column(place, LISTED_SCHEMA.field(place), values)
+        return images
 
     def _without_refused(self, images: pa.Table) -> pa.Table:
         """Take out what was refused before for a reason that still holds, since the input is the same."""

@@ -1,7 +1,7 @@
 """Finds the rows of an older version that belong to the sources of a new listing.
 
 For each row 25 bytes are in memory: a 128-bit digest of key, size, times, class and extra columns, its place, and
-whether it was found. If the source names splits it is 27 bytes; if contents are compared, 56 more.
+whether it was found. If the source names splits it is 27 bytes; if contents are compared, 56 more, and with masks 88.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -9,7 +9,7 @@ whether it was found. If the source names splits it is 27 bytes; if contents are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from etl.listing.splits import split_of_digest
 from etl.sources.listed import SPLITS
 from etl.units.map_rows import listed_values
 from shardmill.dataset.row_segments import read_rows
+from shardmill.typed_columns import MASK, decode_values
 
 if TYPE_CHECKING:
     from etl.config import EtlConfig
@@ -58,7 +59,8 @@ class OlderRows:
         self.compares_content = config.detect_changes == "content"
         splits = _SplitsBuilder(listing, config) if listing.has_splits else None
         self.sizes: list[int] = []
-        facts, names, sha256s = [np.empty(0, "S16")], [np.empty(0, "S16")], [np.empty((0, 32), np.uint8)]
+        facts, names = [np.empty(0, "S16")], [np.empty(0, "S16")]
+        sha256s, mask_sha256s = [np.empty((0, 32), np.uint8)], [np.empty((0, 32), np.uint8)]
         needs_digests = self.compares_content or listing.has_splits
         columns = (*_COMPARED_COLUMNS, "source_sha256") if needs_digests else _COMPARED_COLUMNS
         for copies in shards:
@@ -70,11 +72,14 @@ class OlderRows:
                 splits.add(copies[0].split, rows)
             if self.compares_content:
                 names.append(_digests(images, _NAMED))
-                digests = bytes.fromhex("".join(rows.column("source_sha256").to_pylist()))
-                sha256s.append(np.frombuffer(digests, np.uint8).reshape(-1, 32))
+                sha256s.append(_digest_bytes(rows.column("source_sha256").to_pylist()))
+                if schema.has_mask:
+                    masks = (str(decode_values(text)[MASK]) for text in rows.column("extra").to_pylist())
+                    mask_sha256s.append(_digest_bytes(masks))
         self._facts = _Sorted(np.concatenate(facts))
         self._names = _Sorted(np.concatenate(names))
         self._sha256_N32 = np.concatenate(sha256s)
+        self._mask_sha256_N32 = np.concatenate(mask_sha256s)
         self._splits = splits.finish() if splits is not None else None
 
     def find(self, images: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -87,9 +92,18 @@ class OlderRows:
 
     def known_sha256(self, images: pa.Table) -> pa.Array:
         """Return the hex SHA-256 of the sources of rows that `find_renewed` finds; empty for other images."""
+        return self._known(self._sha256_N32, images)
+
+    def known_mask_sha256(self, images: pa.Table) -> pa.Array:
+        """Like `known_sha256`, of the masks that these rows store; empty without masks."""
+        if not len(self._mask_sha256_N32):
+            return pa.repeat("", len(images))
+        return self._known(self._mask_sha256_N32, images)
+
+    def _known(self, sha256_N32: np.ndarray, images: pa.Table) -> pa.Array:
         rows_N, found_N = self.find_renewed(images)
         known = np.full(len(images), "", object)
-        known[found_N] = [self._sha256_N32[row].tobytes().hex() for row in rows_N[found_N]]
+        known[found_N] = [sha256_N32[row].tobytes().hex() for row in rows_N[found_N]]
         return pa.array(known, pa.string())
 
     def _find(self, digests: _Sorted, images: pa.Table, facts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -157,6 +171,11 @@ def _as_listed(rows: pa.Table, schema: RowSchema, mapping: RowMapping | None) ->
     columns = [rows.column(name) for name in _LISTED]
     # An id that another image had taken is a fact: without that image it is another one.
     return pa.table([*columns, labels, extra, rows.column("sample_id")], names=["key", *_FACTS, "sample_id"])
+
+
+def _digest_bytes(sha256s: Iterable[str]) -> np.ndarray:
+    """Hex digests as uint8, (N, 32)."""
+    return np.frombuffer(bytes.fromhex("".join(sha256s)), np.uint8).reshape(-1, 32)
 
 
 def _digests(images: pa.Table, facts: tuple[str, ...]) -> np.ndarray:

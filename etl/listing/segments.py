@@ -101,7 +101,7 @@ def _row_groups(file: pq.ParquetFile, first_cell: int, last_cell: int) -> Iterat
 
 FACTS = tuple(name for name in LISTED_SCHEMA.names if name != "key")
 """Everything that a listing says of an image but its key."""
-_LATER_FACTS = ("extra", "known_sha256")
+_LATER_FACTS = ("extra", "known_sha256", "known_mask_sha256")
 
 
 def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FACTS) -> np.ndarray:

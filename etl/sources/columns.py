@@ -24,7 +24,7 @@ from shardmill.words import first_of
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
-_TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256"), "")
+_TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256", "known_mask_sha256"), "")
 _DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "block": 0, **_TEXTS}
 
 

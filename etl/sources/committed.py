@@ -68,6 +68,7 @@ class CommittedSource:
             "block": pa.array(chunks_N),
             "extra": _repeated("", rows),
             "known_sha256": _repeated("", rows),
+            "known_mask_sha256": _repeated("", rows),
         }
         return pa.table([columns[field.name] for field in LISTED_SCHEMA], schema=LISTED_SCHEMA)
 

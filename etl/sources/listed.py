@@ -26,6 +26,7 @@ LISTED_SCHEMA = pa.schema(
         pa.field("block", pa.int64(), nullable=False),
         pa.field("extra", pa.string(), nullable=False),
         pa.field("known_sha256", pa.string(), nullable=False),
+        pa.field("known_mask_sha256", pa.string(), nullable=False),
     ]
 )
 SPLITS = ("train", "validation", "test")

@@ -37,6 +37,12 @@ class Annotated:
     mask: bytes = b""
     """As it is stored; empty if the dataset has no masks."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the latest version has this mask of an image with these bytes."""
+        known = self.image.known_sha256, self.image.known_mask_sha256
+        return bool(self.mask) and known == (self.sample.source_sha256, hashlib.sha256(self.mask).hexdigest())
+
 
 class MaskReader:
     """Reads the mask of each image behind it, if there are masks, and keeps it until it is taken. Safe for threads."""
@@ -60,6 +66,10 @@ class MaskReader:
             return image.rejected(RejectReason.BAD_MASK, f"{place.name}: {mask.detail}")
         self._masks[image.key] = mask
         return data
+
+    def has_file(self, image: SourceImage) -> bool:
+        """Whether an image that was read has a mask that was read with it, and not taken yet."""
+        return image.key in self._masks
 
     def take(self, image: SourceImage) -> bytes:
         """The mask of an image that was read."""

@@ -107,7 +107,7 @@ class _Ended:
     """Keys of the rows."""
     rejections: list[Rejection] = field(default_factory=list)
     unchanged: list[SourceImage] = field(default_factory=list)
-    """Sources whose bytes were known."""
+    """Sources whose bytes were known, and the masks made of them."""
 
 
 def _rows(
@@ -122,8 +122,7 @@ def _rows(
         for image, data in read_ahead(masks.read, reader.expect, in_reading_order(sources), reader.num_parallel):
             if isinstance(data, Rejection):
                 ended.rejections.append(data)
-            elif image.known_sha256 and hashlib.sha256(data).hexdigest() == image.known_sha256:
-                masks.take(image)
+            elif not masks.has_file(image) and _has_known_bytes(image, data):
                 ended.unchanged.append(image)
             else:
                 if has_failpoint:
@@ -137,11 +136,17 @@ def _rows(
     for found in with_annotations(outcomes, masks, task):
         if isinstance(found, Rejection):
             ended.rejections.append(found)
+        elif found.is_known:
+            ended.unchanged.append(found.image)
         else:
             image = found.image
             label_id = None if image.label is None else label_ids[image.label]
             split = split_of(image, found.sample.source_sha256, task.config.split_fractions)
             yield split, StoredRow.of(image, label_id, found.sample, found.listed_extra, found.mask)
+
+
+def _has_known_bytes(image: SourceImage, data: bytes) -> bool:
+    return image.known_sha256 != "" and hashlib.sha256(data).hexdigest() == image.known_sha256
 
 
 def _in_order(

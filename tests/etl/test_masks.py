@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -252,8 +254,22 @@ def test_rows_of_parquet_hold_masks(tmp_path: Path) -> None:
     for row in rows:
         assert by_name["a", row["uri"]].any() and (by_name["a", row["uri"]] == by_name["b", row["uri"]]).all()
     build(part, tmp_path / "one", image_size=16)
+    # A mask in a row whose image is the same.
+    changed = [*masks[:3], mask_of(64, 64, [0, 0, 64, 64], 9), *masks[4:]]
+    again = {**columns, "outline": pa.StructArray.from_arrays([pa.array(changed)], ["bytes"])}
+    pq.write_table(pa.table(again), tmp_path / "t.parquet", row_group_size=4)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for dataset, detect in (("one", "stat"), ("two", "content")):
+        after = build(part, tmp_path / dataset, image_size=16, detect_changes=detect).manifest
+        opened = shardmill.open_dataset(str(tmp_path / dataset))
+        found = {sample.source[-5:]: sample["mask"].max() for split in after.splits for sample in opened.samples(split)}
+        assert after.version == 2 and found["3.png"] == 9 and sum(value == 7 for value in found.values()) == 8
+    # Rows written again as they were.
+    os.utime(tmp_path / "t.parquet", ns=(1, 1))
+    touched = build(part, tmp_path / "two", image_size=16, detect_changes="content")
+    assert (touched.manifest.version, touched.num_images_read) == (2, NUM_IMAGES)
     other = part.model_copy(update={"mask_field": "other"})
     after = build(other, tmp_path / "one", image_size=16, max_reject_fraction=0.2).manifest
-    assert after.version == 2 and after.counts.by_reason == {"bad_mask": 1}
+    assert after.version == 3 and after.counts.by_reason == {"bad_mask": 1}
     with pytest.raises(UsageError, match="source.mask_field = 'none' is not a column"):
         list_images(part.model_copy(update={"mask_field": "none"}))
