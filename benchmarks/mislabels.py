@@ -53,8 +53,8 @@ def main() -> None:
 def _measure(folder: Path, share: float, epochs: int) -> None:
     planted = plant_wrong_labels(folder / "images", share)
     (folder / "run.toml").write_text(_CONFIG.format(epochs=epochs))
-    _shardmill(folder, "run", "run.toml", "--workdir", "work")
-    _shardmill(folder, "predict", "models", "dataset", "--out", "out", "--layer", "flatten")
+    shardmill(folder, "run", "run.toml", "--workdir", "work")
+    shardmill(folder, "predict", "models", "dataset", "--out", "out", "--layer", "flatten")
     rows = read_predicted_rows(open_dataset(str(folder / "out")))
     started = time.monotonic()
     found = find_mislabels(rows, limit=len(rows.sources))
@@ -62,10 +62,10 @@ def _measure(folder: Path, share: float, epochs: int) -> None:
     # Twice as many as were planted.
     head = int(2 * share * len(rows.sources))
     listed = [each.source for each in found.suspects][:head]
-    own = _by_own_probabilities(rows)[:head]
+    own = by_own_probabilities(rows)[:head]
     likely = [each.source for each in found.suspects if each.is_likely]
     split_of = dict(zip(rows.sources, rows.splits, strict=True))
-    agrees_N = _agrees(rows)
+    agrees_N = agrees(rows)
     learned = agrees_N[np.array(rows.splits) == "train"].mean()
     for name, splits in (("train", {"train"}), ("others", {"validation", "test"})):
         mine = {key for key in planted if split_of[key] in splits}
@@ -79,19 +79,19 @@ def _measure(folder: Path, share: float, epochs: int) -> None:
         )
 
 
-def _by_own_probabilities(rows: PredictedRows) -> list[str]:
+def by_own_probabilities(rows: PredictedRows) -> list[str]:
     """Sources by how sure the model is of another class than the given one."""
-    doubt_N = np.where(_agrees(rows), -rows.probabilities_N, rows.probabilities_N)
+    doubt_N = np.where(agrees(rows), -rows.probabilities_N, rows.probabilities_N)
     return [rows.sources[row] for row in np.argsort(-doubt_N, kind="stable")]
 
 
-def _agrees(rows: PredictedRows) -> np.ndarray:
+def agrees(rows: PredictedRows) -> np.ndarray:
     """Whether the model predicts the given class."""
     given = [rows.class_names[label] for label in rows.labels_N.tolist()]
     return np.array([one == other for one, other in zip(given, rows.predictions, strict=True)])
 
 
-def _shardmill(folder: Path, *arguments: str) -> None:
+def shardmill(folder: Path, *arguments: str) -> None:
     command = [sys.executable, "-m", "pipeline.cli", *arguments]
     environment = os.environ | {"PYTHONPATH": sys.path[0]}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
