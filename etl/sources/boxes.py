@@ -95,11 +95,11 @@ def box_values(boxes: Sequence[Any], labels: Sequence[Any] | None, box_format: s
 
     Raises ValueError that says what is wrong with them.
     """
-    if boxes and all(map(_is_number, boxes)):
+    if boxes and all(map(is_number, boxes)):
         boxes = [boxes[first : first + NUM_SIDES] for first in range(0, len(boxes), NUM_SIDES)]
     sides: list[float] = []
     for number, box in enumerate(boxes):
-        if not isinstance(box, list | tuple) or len(box) != NUM_SIDES or not all(map(_is_number, box)):
+        if not isinstance(box, list | tuple) or len(box) != NUM_SIDES or not all(map(is_number, box)):
             raise ValueError(f"box {number} is {printable(repr(box)[:60])}, expected four numbers")
         x0, y0, x1, y1 = map(float, box)
         if box_format == "xywh":
@@ -177,5 +177,11 @@ def _size_of(sides: list[Any]) -> dict[str, Value]:
         raise ValueError(f"width and height are {printable(repr(sides)[:60])}, expected whole numbers") from None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Whether it is one of JSON's that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False

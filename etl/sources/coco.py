@@ -102,24 +102,28 @@ class CocoSource:
         return posixpath.join(parent, folder[3:]) if folder != ".." else parent
 
     def _is_any_there(self, folder: str, images: Sequence[CocoImage]) -> bool:
-        is_elsewhere = os.path.isabs(folder) or "://" in folder
-        store = open_store(folder) if is_elsewhere else self._files.store
-        prefix = "" if is_elsewhere else folder
-        return any(store.stat(posixpath.join(prefix, image.file_name)) is not None for image in images)
+        store = open_store(folder) if _is_elsewhere(folder) else self._files.store
+        paths = [path for image in images if (path := _path_of(image.file_name, folder)) is not None]
+        return any(store.stat(path) is not None for path in paths)
 
     def _listed(
         self, images: Sequence[CocoImage], first: int, where: str, folder: str, split: str | None
     ) -> ListingBatch:
         problems: list[str | None] = []
         texts: list[str] = []
+        found: list[str] = []
         for image in images:
+            path, problem = _path_of(image.file_name, folder), None
+            if path is None:
+                problem = f"file_name {printable(repr(image.file_name))} is not below the folder of the images"
             try:
                 texts.append(self._values(image))
-                problems.append(None)
             except (ValueError, TypeError) as error:
                 texts.append("")
-                problems.append(f"{printable(image.file_name)}: {error}")
-        paths = pa.array([posixpath.join(folder, image.file_name) for image in images], pa.string())
+                problem = problem or f"{printable(image.file_name)}: {error}"
+            found.append(path or "")
+            problems.append(problem)
+        paths = pa.array(found, pa.string())
         columns: dict[str, pa.Array] = {
             "key": paths,
             # As rows of a table, images of a file are counted from 1.
@@ -127,13 +131,16 @@ class CocoSource:
             "extra": pa.array(texts, pa.string()),
             "split": pa.repeat(pa.scalar(split, pa.string()), len(images)),
         }
-        if os.path.isabs(folder) or "://" in folder:
+        if _is_elsewhere(folder):
             # A key says nothing of the place of the whole collection.
-            name = folder.rstrip("/").rpartition("/")[2]
-            names = pa.array([posixpath.join(name, image.file_name) for image in images], pa.string())
-            columns |= {"key": names, "container": paths, "block": pa.repeat(NO_BLOCK, len(images))}
-        problem = pc.coalesce(uri_problems(paths, self._files.store), pa.array(problems, pa.string()))
-        batch = listed_rows(columns, problem, where)
+            last = folder.rstrip("/").rpartition("/")[2]
+            keys, containers = (
+                pa.array([posixpath.join(above, path) for path in found], pa.string()) for above in (last, folder)
+            )
+            columns |= {"key": keys, "container": containers, "block": pa.repeat(NO_BLOCK, len(images))}
+        # The folder is the user's; only the paths below it are the file's.
+        problem_of_paths = uri_problems(paths, self._files.store)
+        batch = listed_rows(columns, pc.coalesce(pa.array(problems, pa.string()), problem_of_paths), where)
         types = box_types(has_labels=True) if self._config.labels_are_of_boxes else {}
         types |= {MASK: MASK_TYPE} if self._config.coco_masks else {}
         return ListingBatch(batch.images, batch.rejections, extra_types=types)
@@ -149,6 +156,20 @@ class CocoSource:
             values[OUTLINES] = joined(image.outlines)
         values |= {ANNOTATED_SIZE: list(image.size)} if values and image.size else {}
         return encode_values(values) if values else ""
+
+
+def _is_elsewhere(folder: str) -> bool:
+    """Whether it is a URI, and not below the source's root."""
+    return os.path.isabs(folder) or "://" in folder
+
+
+def _path_of(name: str, folder: str) -> str | None:
+    """An image's path from `folder` if that is elsewhere, otherwise from the root; None if it leads out of either."""
+    path = name if _is_elsewhere(folder) else posixpath.join(folder, name)
+    if {".", ".."}.intersection(path.split("/")):
+        path = posixpath.normpath(path)
+    leads_out = os.path.isabs(name) or "://" in name or path == ".." or path.startswith("../")
+    return None if leads_out else path
 
 
 def _splits_of(paths: Sequence[str]) -> Mapping[str, str | None]:

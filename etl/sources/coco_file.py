@@ -7,12 +7,12 @@ as texts.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from etl.sources.boxes import is_number
 from etl.sources.outlines import MAX_VALUE, outline_text
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
@@ -112,7 +112,7 @@ def _distinct(name: str, lists: Mapping[str, Any], where: str) -> list[dict[str,
 
 def _size_of(image: Mapping[str, Any]) -> list[int]:
     given = (image.get("width"), image.get("height"))
-    sides = [int(side) for side in given if isinstance(side, int | float) and math.isfinite(side)]
+    sides = [int(side) for side in given if is_number(side)]
     return sides if len(sides) == len(given) else []
 
 

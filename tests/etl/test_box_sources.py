@@ -25,6 +25,7 @@ from shardmill.errors import IntegrityError, UsageError
 from tests.etl.building import build_source, images_of, list_images
 from tests.etl.test_boxes import drawn
 from tests.etl.test_extra_columns import build
+from tests.services.s3 import s3_client
 
 ROWS: list[dict[str, Any]] = [
     {"boxes": [[14, 2, 22, 10], [20, 4, 39, 12]], "names": ["cat", "dog"]},
@@ -181,11 +182,12 @@ def test_boxes_without_classes_stand_beside_a_label(tmp_path: Path) -> None:
 
 
 def test_a_row_with_bad_boxes_is_a_rejection(tmp_path: Path) -> None:
-    source = as_csv(tmp_path, [*ROWS, {"boxes": [[9, 9, 1, 1]], "names": ["cat"]}, {"boxes": 3, "names": []}])
+    huge = {"boxes": [[0, 0, 10**400, 9]], "names": ["cat"]}
+    source = as_csv(tmp_path, [*ROWS, {"boxes": [[9, 9, 1, 1]], "names": ["cat"]}, {"boxes": 3, "names": []}, huge])
     listing = list_images(source)
     assert len(images_of(listing)) == len(ROWS)
     details = [each.detail for each in listing.rejections]
-    assert "ends before it begins" in details[0] and "3 is no list of boxes" in details[1]
+    assert "ends before it begins" in details[0] and "3 is no list of boxes" in details[1] and "1000" in details[2]
 
 
 @pytest.mark.parametrize("name", ["bbox", "json.meta.boxes", "xmin", "keypoints:list<float32>", "bounding_box"])
@@ -232,8 +234,9 @@ def test_coco_needs_whole_sizes_and_distinct_ids(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     content["images"][0] |= {"height": 20.0}
     content["images"][1] |= {"width": None}
+    content["images"][2] |= {"width": 10**400}
     found = read_coco(io.BytesIO(json.dumps(content).encode()), "a.json")
-    assert [image.size for image in found.images[:2]] == [[40, 20], []]
+    assert [image.size for image in found.images[:3]] == [[40, 20], [], []]
     for name in ("images", "categories"):
         twice = content | {name: [*content[name], content[name][0]]}
         with pytest.raises(UsageError, match=f"has 2 {name} of the id"):
@@ -253,6 +256,34 @@ def test_coco_rejects_only_the_image_of_an_annotation_without_a_box(tmp_path: Pa
     details = [each.detail for each in listing.rejections]
     assert re.search("row 1: .* annotation 71 has the category_id 999", details[0])
     assert re.search("row 2: .* annotation 72 has no bbox", details[1])
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_coco_names_only_files_below_the_folder_of_its_images(is_elsewhere: bool, tmp_path: Path) -> None:
+    source = as_coco(tmp_path, ROWS)
+    content = json.loads(Path(source.uri).read_text())
+    (tmp_path.parent / "secret.png").write_bytes(image_of(0))
+    for image, name in zip(content["images"], ["./0.png", "../../secret.png", "/etc/secret.png"], strict=False):
+        image["file_name"] = name
+    Path(source.uri).write_text(json.dumps(content))
+    if not is_elsewhere:
+        source = source.model_copy(update={"uri": str(tmp_path)})
+    listing = list_images(source)
+    assert [image.key for image in images_of(listing)] == ["val2017/0.png", "val2017/3.png"]
+    for rejection, row, name in zip(listing.rejections, (2, 3), ("../../secret.png", "/etc/secret.png"), strict=True):
+        assert f"row {row}: file_name '{name}' is not below the folder of the images" in rejection.detail
+
+
+def test_annotations_in_a_bucket_may_have_images_on_this_machine(
+    tmp_path: Path, s3_bucket: str, s3_server: str
+) -> None:
+    """The user names their folder, not the annotations."""
+    data = Path(as_coco(tmp_path, ROWS).uri).read_bytes()
+    s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key="a/of.json", Body=data)
+    images = str(tmp_path / "val2017")
+    source = SourceConfig(uri=f"{s3_bucket}/a/of.json", kind="coco", coco_images=images)
+    manifest = build_source(source, tmp_path / "dataset")
+    assert manifest.counts.accepted == len(ROWS)
 
 
 def test_columns_of_a_table_that_look_like_boxes_are_not_lost_without_a_word(tmp_path: Path) -> None:
