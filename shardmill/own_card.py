@@ -5,15 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 
 from shardmill.printable import without_surrogates
 from shardmill.storage import Store
 
 CARD = "README.md"
+_MAX_RACES = 8
+
+
+def keep_card(store: Store, mark: str, latest: Callable[[], int], text_of: Callable[[int], str]) -> bool:
+    """Replace the card unless it is that of the latest number; False if it is a person's own.
+
+    Another writer may make a later number meanwhile, and may have written its card before ours: the last one to write
+    looks again.
+    """
+    for _ in range(_MAX_RACES):
+        number = latest()
+        if not put_card(store, mark, number, partial(text_of, number)):
+            return False
+        if number == latest():
+            break
+    return True
 
 
 def put_card(store: Store, mark: str, number: int, text: Callable[[], str]) -> bool:
-    """Replace the card unless it is that of `number` or of a later one; False if it is a person's own.
+    """Write the card of `number` unless there is that of a later one; False if it is a person's own.
 
     `mark`: how the line begins that says who wrote it; `number` ends that line.
     """
@@ -24,7 +41,6 @@ def put_card(store: Store, mark: str, number: int, text: Callable[[], str]) -> b
     if mark not in present:
         return False
     written = re.search(f"{re.escape(mark)}([0-9]{{1,18}})\n", present)
-    # A writer that is late must not put back what another one has replaced.
     if written is None or int(written[1]) < number:
         store.put(CARD, text().encode())
     return True

@@ -21,7 +21,7 @@ from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import ShardmillError
 from shardmill.formats.rows import OWN_COLUMNS
 from shardmill.options import ENCODINGS
-from shardmill.own_card import CARD, put_card, quoted
+from shardmill.own_card import CARD, keep_card, quoted
 from shardmill.printable import without_surrogates
 from shardmill.storage import Store, join_uri
 from shardmill.typed_columns import LABEL, LABEL_TYPES, MASK_TYPE, scalar_of, vector_size
@@ -30,7 +30,6 @@ MAX_SHARDS = 100_000
 """Of a larger version the card names no shards: reading 10 MB of YAML takes minutes."""
 
 _MARK = "# Written by shardmill at each commit; remove this line to keep a text of your own. Version "
-_MAX_RACES = 8
 
 
 def refresh_card(store: Store) -> tuple[str, ...]:
@@ -39,20 +38,15 @@ def refresh_card(store: Store) -> tuple[str, ...]:
     It never raises for a store that fails: the version is committed.
     """
     try:
-        # Another writer may commit meanwhile, and may have written its card before ours: the last one to write looks
-        # again.
-        for _ in range(_MAX_RACES):
-            version = latest_version(store)
-            if (problem := _refresh(store, version)) or version == latest_version(store):
-                return (problem,) if problem else ()
+        is_ours = keep_card(
+            store, _MARK, lambda: latest_version(store), lambda version: card_text(store, read_manifest(store, version))
+        )
     except (ShardmillError, OSError) as error:
         return (f"the dataset card {join_uri(store.uri, CARD)} was not written: {error}",)
-    return ()
+    return () if is_ours else (_stays(store),)
 
 
-def _refresh(store: Store, version: int) -> str:
-    if put_card(store, _MARK, version, lambda: card_text(store, read_manifest(store, version))):
-        return ""
+def _stays(store: Store) -> str:
     return (
         f"{join_uri(store.uri, CARD)} was not written by shardmill and stays as it is: if it names shards in "
         "`configs`, Hugging Face `datasets` reads those of an older version"

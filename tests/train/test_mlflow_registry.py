@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.etl.building import Recorder
 from tests.train.exports import put_export
 from train.published.announce import announce
 from train.published.candidate import promote_export
-from train.published.card import card_of
+from train.published.card import card_of, model_card, refresh_model_card
+from train.published.current import read_history
 from train.published.decision import Promotion
 from train.published.exported import Export
 from train.published.mlflow_registry import register_current, resolve_registered
@@ -95,6 +97,15 @@ def test_the_alias_names_what_is_current_and_each_export_is_one_version(exports:
     announce(choose_export(root, good.number, "run-6"), GATE, Recorder())
     assert (str(champion().version), num_versions()) == ("2", 2)
     assert resolve_registered("models:/photos/1") == f"{root}@{bad.number}"
+
+
+def test_a_description_fits_into_mlflows_column(exports: tuple[str, Export, Export]):
+    """SQLite, here, would take more; MySQL and PostgreSQL refuse it."""
+    root, _, good = exports
+    promoted(root, good, "run-1", GateConfig())
+    assert register_current(root, GATE.registry, lambda _: "x" * 9_000) == "models:/photos/1"
+    description = str(champion().description)
+    assert len(description) == 5_000 and description.endswith(f"{root}/README.md has the rest\n")
 
 
 def test_a_registration_that_fails_is_a_warning_and_the_next_promotion_makes_up_for_it(
@@ -225,6 +236,38 @@ def test_the_model_card_is_about_the_current_export_unless_a_person_wrote_it(exp
     store.put(CARD, b"# Ours\n")
     promoted(root, good, "run-5", GateConfig())
     assert store.read(CARD) == b"# Ours\n"
+
+
+def test_of_two_promotions_the_later_one_has_the_card(
+    exports: tuple[str, Export, Export], monkeypatch: pytest.MonkeyPatch
+):
+    root, bad, good = exports
+    promoted(root, bad, "run-1", GateConfig())
+    store = open_store(root)
+    (Path(root) / CARD).unlink()
+    put = type(store).put
+
+    def promote_meanwhile(self: object, path: str, data: bytes) -> None:
+        monkeypatch.undo()
+        promoted(root, good, "run-2", GateConfig())
+        put(store, path, data)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(type(store), "put", promote_meanwhile)
+    assert refresh_model_card(store) == ()
+    assert f"# models, export {good.number}" in store.read(CARD).decode()
+
+
+def test_names_of_classes_are_text_in_the_card(exports: tuple[str, Export, Export]):
+    root, _, good = exports
+    promotion = promoted(root, good, "run-1", GateConfig())[0]
+    assert promotion.current == good.number
+    names = ("<script>x</script>", "[a](javascript:x)", "a\\|b", "`c`")
+    named = replace(good, record=good.record.model_copy(update={"class_names": names}))
+    pointer = read_history(open_store(root)).current
+    assert pointer is not None
+    [row] = [line for line in model_card(root, named, pointer, 1).splitlines() if line.startswith("| answers")]
+    for text in (r"\<script\>x", r"\[a\](javascript:x)", r"a\\\|b", r"\`c\`"):
+        assert text in row
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from shardmill.errors import ShardmillError
-from shardmill.own_card import CARD, put_card, quoted
+from shardmill.own_card import CARD, keep_card, quoted
 from shardmill.printable import without_surrogates
 from shardmill.storage import Store, join_uri
 from shardmill.words import first_of
@@ -22,20 +23,20 @@ def refresh_model_card(store: Store) -> tuple[str, ...]:
     It never raises for a store that fails: the export is current.
     """
     try:
-        history = read_history(store)
-        if history.current is None:
-            return ()
-        pointer, export = history.current, read_export(store.uri, history.current.export)
-        # The number of the change, not of the export: a rollback brings an export back for another reason.
-        put_card(
-            store,
-            _MARK,
-            history.next_number - 1,
-            lambda: model_card(store.uri, export, pointer, history.next_number - 1),
-        )
+        if read_history(store).current is not None:
+            # The number of the change, not of the export: a rollback brings an export back for another reason.
+            keep_card(
+                store, _MARK, lambda: read_history(store).next_number - 1, lambda change: _current_card(store, change)
+            )
     except (ShardmillError, OSError) as error:
         return (f"the model card {join_uri(store.uri, CARD)} was not written: {error}",)
     return ()
+
+
+def _current_card(store: Store, change: int) -> str:
+    pointer = read_history(store).current
+    assert pointer is not None  # changes are never taken back
+    return model_card(store.uri, read_export(store.uri, pointer.export), pointer, change)
 
 
 def card_of(store: Store, export: Export) -> str:
@@ -101,7 +102,7 @@ def _text(models_uri: str, name: str, export: Export, pointer: Pointer) -> Itera
 def _answers(record: ExportRecord) -> str:
     if record.labels.are_numbers:
         return str(record.labels)
-    return f"{record.labels}: {first_of(record.class_names, _NUM_CLASSES_SHOWN)}"
+    return f"{record.labels}: {_escaped(first_of(record.class_names, _NUM_CLASSES_SHOWN))}"
 
 
 def _evaluation(record: ExportRecord) -> str:
@@ -117,7 +118,12 @@ def _limits(record: ExportRecord) -> str:
         "The figures are those of one split of the dataset above. Of images from elsewhere nothing is known: compare "
         "their distribution with `shardmill drift`, and the answers to their labels with `shardmill evaluate`."
     )
-    return f"{record.caution.capitalize()}. {measured}" if record.caution else measured
+    return f"{record.caution[:1].upper()}{record.caution[1:]}. {measured}" if record.caution else measured
+
+
+def _escaped(text: str) -> str:
+    """As Markdown that shows it: names of classes are those of folders and columns, and may be anybody's."""
+    return re.sub(r"([\\`*\[\]<>])", r"\\\1", text)
 
 
 def _cell(text: str) -> str:

@@ -5,12 +5,14 @@ The registry says where a model is and what it was made of; the model stays in t
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.own_card import CARD
 from shardmill.storage import join_uri
 from train.published.exported import Export, read_export
 from train.published.load import current_export
@@ -31,6 +33,8 @@ _MAX_RACES = 8
 _READY_SECONDS = 30
 # A digest of MLflow's has at most 36 characters.
 _DIGEST_CHARS = 36
+# The column of a description in MLflow's database; SQLite alone takes more.
+_MAX_DESCRIPTION_CHARS = 5_000
 
 
 def register_current(models_uri: str, registry: RegistryConfig, card_of: Callable[[Export], str]) -> str:
@@ -151,8 +155,18 @@ def _create(client: MlflowClient, name: str, models_uri: str, export: Export, ca
     # A server takes no path of this machine's disk.
     source = tags["shardmill.artifacts"] if models_uri.startswith("s3://") else f"runs:/{run_id}/export"
     return client.create_model_version(
-        name, source, run_id, tags=tags, description=card, await_creation_for=_READY_SECONDS
+        name,
+        source,
+        run_id,
+        tags=tags,
+        description=_description(card, join_uri(models_uri, CARD)),
+        await_creation_for=_READY_SECONDS,
     )
+
+
+def _description(card: str, card_uri: str) -> str:
+    rest = f"\n\n... {card_uri} has the rest\n"
+    return card if len(card) <= _MAX_DESCRIPTION_CHARS else card[: _MAX_DESCRIPTION_CHARS - len(rest)] + rest
 
 
 def _finished_run(client: MlflowClient, run_name: str, export: Export, tags: dict[str, str]) -> str:
@@ -184,7 +198,7 @@ def _log(client: MlflowClient, run_id: str, export: Export, tags: dict[str, str]
         name=record.dataset.uri.rstrip("/").rpartition("/")[2],
         digest=record.content_digest[:_DIGEST_CHARS],
         source_type="shardmill",
-        source=f'{{"uri": "{tags["shardmill.dataset"]}"}}',
+        source=json.dumps({"uri": tags["shardmill.dataset"]}),
     )
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     if (found := record.evaluation) is not None:
