@@ -19,27 +19,23 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl.sources.columns import (
-    as_names,
-    as_splits,
     choose_column,
     choose_label_column,
     listed_rows,
     misspelt,
-    or_else,
     with_constants,
 )
 from etl.sources.containers import ContainerReader, Containers, damaged, gone, refused_if_large
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.label_signs import column_signs
-from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import PARQUET_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column, open_columns
 from etl.sources.parquet_rows import Blocks, BytesRows
+from etl.sources.row_columns import row_columns
 from etl.sources.stored_file import open_file
-from etl.sources.target import class_names_of
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
@@ -201,34 +197,16 @@ class _Place:
 
 def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, extra: ExtraColumns) -> ListingBatch:
     num_rows = rows.num_rows
-    names = place.rows.cast(pa.string())
-    problems, splits = pa.nulls(num_rows, pa.string()), pa.repeat(pa.scalar(place.split, pa.string()), num_rows)
-    columns: dict[str, pa.Array] = {}
-    if chosen.key is not None:
-        names = as_names(rows.column(chosen.key)).combine_chunks()
-        problems = or_else(problems, names.is_null(), "no key")
-    if chosen.split is not None:
-        texts = as_labels(rows.column(chosen.split), class_names_of(rows.schema, chosen.split), file.path)
-        splits, is_unknown = as_splits(texts.combine_chunks())
-        problems = or_else(problems, is_unknown, "no split's name")
-    if chosen.group is not None:
-        columns["group"] = as_names(rows.column(chosen.group)).combine_chunks()
-    if chosen.label is not None and extra.target is None:
-        labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
-        columns["label"] = labels.combine_chunks()
-        problems = or_else(problems, columns["label"].is_null(), "no label")
-    if extra.has_values:
-        columns["extra"], odd = extra.of_rows(
-            rows, file.path, chosen.label, pa.repeat(place.mask, num_rows) if place.mask else None
-        )
-        problems = pc.coalesce(problems, odd)
-    columns |= {
+    found = row_columns(rows, chosen, file.path, extra, pa.repeat(place.mask, num_rows) if place.mask else None)
+    names = place.rows.cast(pa.string()) if found.keys is None else found.keys
+    columns = {
         "key": pc.binary_join_element_wise(file.path, names, "\0"),
         "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
         "etag": pa.repeat(file.etag, num_rows),
-        "split": splits,
+        "split": pa.repeat(pa.scalar(place.split, pa.string()), num_rows),
         "container": pa.repeat(file.path, num_rows),
         "place": place.rows,
         "block": place.blocks,
+        **found.columns,
     }
-    return listed_rows(columns, problems, file.path)
+    return listed_rows(columns, found.problems, file.path)

@@ -15,8 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.columns import (
-    as_names,
-    as_splits,
     as_texts,
     listed_rows,
     misspelt,
@@ -28,13 +26,12 @@ from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import look_alikes, with_warnings
 from etl.sources.label_signs import column_signs
-from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
+from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.path_style import PathStyle, beside, without_dots
+from etl.sources.row_columns import column_of, row_columns
 from etl.sources.table_columns import LABEL_COLUMNS, ColumnChoice, TableColumns
 from etl.sources.table_rows import read_rows
-from etl.sources.target import class_names_of
 from etl.sources.uris import UriReader, uri_problems
 from etl.sources.value_text import are_inexact, value_texts, whole_texts
 from shardmill.storage import Store, StoredFile
@@ -121,23 +118,12 @@ class _Rows:
     table: str
     first_row: int
 
-    def _column(self, name: str) -> pa.ChunkedArray:
-        """A block of JSON lines may lack a column that the first one has."""
-        rows = self.rows
-        return rows.column(name) if name in rows.column_names else pa.chunked_array([pa.nulls(len(rows), pa.string())])
-
     def texts(self, name: str) -> pa.Array:
-        return as_texts(self._column(name)).combine_chunks()
-
-    def names(self, name: str) -> pa.Array:
-        return as_names(self._column(name)).combine_chunks()
-
-    def labels(self, name: str) -> pa.Array:
-        return as_labels(self._column(name), class_names_of(self.rows.schema, name), self.table).combine_chunks()
+        return as_texts(column_of(self.rows, name)).combine_chunks()
 
     def numbers(self, name: str, default: int) -> tuple[pa.Array, pa.Array]:
         """Whole numbers from 0 on, `default` for none; and which cells hold anything else."""
-        column = self._column(name)
+        column = column_of(self.rows, name)
         texts = value_texts(column)
         if texts is None:
             return pa.repeat(default, len(column)), column.is_valid().combine_chunks()
@@ -153,37 +139,25 @@ def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -
     """One batch of rows as a part of the listing."""
     chosen, num_rows = batch.columns, batch.rows.num_rows
     uris = without_dots(style.as_paths(batch.texts(chosen.uri)))
-    problems = uri_problems(uris, store)
+    problems, masks = uri_problems(uris, store), None
+    if chosen.mask is not None:
+        masks = without_dots(style.as_paths(batch.texts(chosen.mask)))
+        problems = pc.coalesce(or_else(problems, masks.is_null(), "no mask"), uri_problems(masks, store))
+        masks = beside(masks, batch.table)
+    found = row_columns(batch.rows, chosen, batch.table, extra, masks)
+    problems = pc.coalesce(problems, found.problems)
     uris = beside(uris, batch.table)
     places = pa.array(np.arange(batch.first_row, batch.first_row + num_rows, dtype=np.int64))
-    columns: dict[str, pa.Array] = {"key": uris, "place": places}
-    if chosen.key is not None:
-        names = batch.names(chosen.key)
-        problems = or_else(problems, names.is_null(), "no key")
+    columns: dict[str, pa.Array] = {"key": uris, "place": places, **found.columns}
+    if found.keys is not None:
         # Rows with a key of their own may name one file, which each of them reads whole.
         blocks = pa.repeat(pa.scalar(NO_BLOCK, pa.int64()), num_rows)
-        columns |= {"key": pc.binary_join_element_wise(batch.table, names, "\0"), "container": uris, "block": blocks}
-    if chosen.split is not None:
-        columns["split"], is_unknown = as_splits(batch.labels(chosen.split))
-        problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
-    if chosen.group is not None:
-        columns["group"] = batch.names(chosen.group)
-    if chosen.label is not None and extra.target is None:
-        columns["label"] = batch.labels(chosen.label)
-        problems = or_else(problems, columns["label"].is_null(), "no label")
+        keys = pc.binary_join_element_wise(batch.table, found.keys, "\0")
+        columns |= {"key": keys, "container": uris, "block": blocks}
     if chosen.size_bytes is not None:
         columns["size_bytes"], is_odd = batch.numbers(chosen.size_bytes, UNKNOWN_SIZE)
         problems = or_else(problems, is_odd, "size_bytes is no whole number")
     if chosen.mtime_ns is not None:
         columns["mtime_ns"], is_odd = batch.numbers(chosen.mtime_ns, 0)
         problems = or_else(problems, is_odd, "mtime_ns is no whole number")
-    masks = None
-    if chosen.mask is not None:
-        masks = without_dots(style.as_paths(batch.texts(chosen.mask)))
-        problems = or_else(problems, masks.is_null(), "no mask")
-        problems = pc.coalesce(problems, uri_problems(masks, store))
-        masks = beside(masks, batch.table)
-    if extra.has_values:
-        columns["extra"], odd = extra.of_rows(batch.rows, batch.table, chosen.label, masks)
-        problems = pc.coalesce(problems, odd)
     return listed_rows(columns, problems, batch.table)
