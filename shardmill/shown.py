@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from shardmill.html import table, text
 from shardmill.jobs.summary_rows import Rows, lines_of
 from shardmill.printable import printable
+from shardmill.values import DatasetPin
 
 _ENTRIES_SHOWN = 8
 _FIGURES_IN_REPR = 3
@@ -42,7 +43,7 @@ class Shown:
 
     def shown_lists(self) -> list[ShownList]:
         """The lists that have entries."""
-        return [_as_list(name, value) for name, value in _fields(self) if _is_list(value)]
+        return [as_list(name, value) for name, value in _fields(self) if _is_list(value)]
 
     def _figures(self) -> Rows:
         return [*_rows(self)]
@@ -55,8 +56,10 @@ class Shown:
         figures = [(name, printable(value)) for name, value in self._figures()]
         parts = [lines_of(figures)] if figures else []
         for each in self.shown_lists():
-            rows = ("  ".join(filter(None, map(printable, row))) for row in each.rows)
-            parts += [f"{each.title}", *(f"  {row}" for row in rows)]
+            rows = [tuple(map(printable, row)) for row in (each.head, *each.rows)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            aligned = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+            parts += [each.title, *(f"  {row}" for row in aligned)]
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
@@ -79,7 +82,8 @@ def _is_list(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and _is_record(value[0])
 
 
-def _as_list(name: str, entries: Sequence[Any]) -> ShownList:
+def as_list(name: str, entries: Sequence[Any]) -> ShownList:
+    """The first entries; a record's fields are its columns."""
     head = tuple(field for field, _ in _fields(entries[0]))
     rows = [tuple(_cell(value) for _, value in _fields(each)) for each in entries[:_ENTRIES_SHOWN]]
     return ShownList(name, head, rows, len(entries))
@@ -87,9 +91,11 @@ def _as_list(name: str, entries: Sequence[Any]) -> ShownList:
 
 def _rows(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, found in _fields(value):
-        if _is_record(found):
+        if isinstance(found, DatasetPin):
+            yield f"{prefix}{name}", f"{found.uri}@{found.version}"
+        elif _is_record(found):
             yield from _rows(found, f"{prefix}{name} ")
-        elif found is not None and not _is_list(found):
+        elif found is not None and found != "" and not _is_list(found):
             is_amount = isinstance(found, int) and name.startswith("num ")
             yield f"{prefix}{name}", f"{found:,}" if is_amount else _cell(found) or "none"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.output.printing import Rows, plain
 from shardmill.cells import to_cell
-from shardmill.data_faults.mislabels import ClassFaults, Mislabels
+from shardmill.data_faults.mislabels import ClassFaults, Mislabels, SuspectLabel
 from shardmill.dataset.dataset import Dataset
 from shardmill.words import counted
 
@@ -37,7 +37,7 @@ def rows(found: Mislabels, csv_file: str, html_file: str) -> Rows:
     listed: Rows = [
         ("labels", f"{found.num_likely:,} of {found.num_judged:,} are likely wrong"),
         *(
-            ("", f"{each.source} ({each.split}): {each.given_label}, likely {each.suggested_label}")
+            ("", f"{each.source} ({each.split}): {each.given_label}, {_how(each)} {each.suggested_label}")
             for each in found.suspects[:_NUM_SHOWN]
         ),
         ("mistakes", _mistakes(found)),
@@ -54,6 +54,11 @@ def rows(found: Mislabels, csv_file: str, html_file: str) -> Rows:
         listed.append(("not judged", f"{counted(unjudged, 'image')} without a class, or of a class with few images"))
     fill_in = f"{csv_file}: fill in its column label, then set etl.corrections"
     return [*listed, *([("csv", fill_in)] if csv_file else []), *([("html", html_file)] if html_file else [])]
+
+
+def _how(suspect: SuspectLabel) -> str:
+    # `--limit` gives others, too.
+    return "likely" if suspect.is_likely else "less likely"
 
 
 def _mistakes(found: Mislabels) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardmill.dataset.tar_progress import TarShard
-from shardmill.shown import Shown
+from shardmill.shown import Shown, ShownList, as_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,9 @@ class Diagnosis(Shown):
     """What would stop a run on this machine (`shardmill.doctor`)."""
 
     findings: tuple[Finding, ...]
+
+    def shown_lists(self) -> list[ShownList]:
+        return [as_list("problems", self.problems) if self.problems else as_list("findings", self.findings)]
 
     @property
     def problems(self) -> tuple[Finding, ...]:

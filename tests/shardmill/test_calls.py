@@ -16,6 +16,7 @@ import pytest
 
 import shardmill
 from pipeline.output.screen import RelayedBars
+from shardmill.calls.model_findings import Diagnosis, Finding
 from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import NotebookOutput
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
@@ -157,6 +158,12 @@ def test_what_is_imported_late_is_listed_and_a_decision_is_printed_as_rows():
     assert set(shardmill.__all__) <= set(dir(shardmill))
     decided = shardmill.PromotionResult("r", "/models", "kept", "too few", None, None, None)
     assert str(decided).splitlines() == ["models   /models", "model    kept: too few", "current  none"]
+    ok, wrong = Finding("ok", "python", "3", "", False), Finding("fail", "java", "none\x1b", "install it", False)
+    found = Diagnosis((ok,) * 9 + (wrong,))
+    assert (found.ok, found.problems, repr(found)) == (False, (wrong,), "<Diagnosis: problems: 1>")
+    head, row = str(found).splitlines()[1:]
+    assert row.split() == ["fail", "java", r"none\x1b", "install", "it", "no"]
+    assert row.index("java") == head.index("subject")
 
 
 # `verify_dataset` returns what `verify` finds; `init` and `config` print a file.
