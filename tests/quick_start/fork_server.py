@@ -6,6 +6,8 @@ over the socket DESCRIPTOR with three pipes: for the outputs of the fork, and fo
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -14,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from typing import Any, NoReturn
 
 MAX_REQUEST = 200_000
@@ -22,8 +25,12 @@ NUM_PIPES = 3
 
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    # What there is now is never freed: looking at it would copy the pages that all forks share.
+    gc.freeze()
+    gc.enable()
     ended, told = os.pipe()
     os.set_blocking(told, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -81,7 +88,22 @@ def run_request(request: dict[str, Any], outputs: list[int]) -> NoReturn:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     module, _, function = request["function"].partition(":")
-    sys.exit(getattr(importlib.import_module(module), function)())
+    try:
+        code: object = getattr(importlib.import_module(module), function)()
+    except SystemExit as exit_:
+        code = exit_.code
+    if code is None or isinstance(code, int):
+        _exit(code or 0)
+    sys.exit(code)  # pyright: ignore[reportArgumentType]
+
+
+def _exit(code: int) -> NoReturn:
+    """As `sys.exit`, but what was imported is not taken apart: that copies the pages of the server one by one."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
