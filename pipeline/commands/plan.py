@@ -30,8 +30,8 @@ Assume = Annotated[
     list[str],
     typer.Option(
         metavar="NAME=VALUE",
-        help="With --scaling: latency_us, ranks_per_host, within_gbit, within_latency_us, overlap (0 to 1), allreduce "
-        "or step_ms, which is measured otherwise.",
+        help="Implies --scaling, which then assumes it: latency_us, ranks_per_host, within_gbit, within_latency_us, "
+        "overlap (0 to 1), allreduce or step_ms, which is measured otherwise.",
     ),
 ]
 

@@ -170,7 +170,8 @@ def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):
     [
         ("hybrid", 2, {}, "the mesh tensor 2, so that no weights are sharded: set train.mesh.fsdp = 2"),
         ("hybrid", 3, {}, "on 3 ranks has the mesh fsdp 3, so that no layer is divided: set train.mesh.tensor = 2"),
-        ("hybrid", 9, {"fsdp": 3}, "the mesh data 3 x fsdp 3, so that no layer is divided"),
+        ("hybrid", 9, {"fsdp": 3}, ""),
+        ("hybrid", 9, {"fsdp": 9}, "the mesh fsdp 9, so that no layer is divided"),
         ("hybrid", 9, {"fsdp": 3, "tensor": 1}, ""),
         ("hybrid", 4, {}, ""),
         ("tensor_parallel", 3, {}, ""),

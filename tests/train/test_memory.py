@@ -4,24 +4,30 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from shardmill.stores import open_store
+from tests.processes import in_own_process
 from tests.train import torch_models
 from tests.train.test_job import Recorder, tree_of
+from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.host_memory import free_bytes
 from train.planning.images_at_once import images_at_once, most_microbatches
 from train.planning.memory import Memory, look_at_memory
+from train.planning.memory_fit import decided
 from train.planning.memory_record import MemoryRecord
+from train.planning.probe import ProbeTask, probe
 from train.planning.record import keep_plan
 from train.planning.trainings import TrainingChoice
 from train.settings.memory import MemoryConfig
@@ -124,6 +130,42 @@ def test_ample_memory_is_not_measured(tiny_uri, tmp_path, choice_of):
     fitted = memory.fitted(config)
     assert (memory.record, fitted.fit, fitted.config.accumulation_steps) == (None, None, 1)
     assert "images of a step take" in fitted.reason and fitted.reason.endswith(f"fits into {fitted.available}")
+
+
+def planned_in_little_memory(uri: str) -> tuple[MemoryRecord, str, int]:
+    """In a process of its own -> the record, the reason for the choice, and the most memory of what it has started."""
+    strategy = {"strategy": "torch_fsdp", "num_workers": 2, "launcher": "local"}
+    asked = TrainConfig(model="vit_huge", memory=MemoryConfig(budget_bytes=12 * GIB), **strategy)
+    config = resolve(asked, SparkConfig()).config
+    memory = look_at(config, open_dataset(uri))
+    assert memory.record is not None
+    return memory.record, memory.fitted(config).reason, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
+def test_a_model_that_ranks_share_is_counted_and_never_whole_on_the_host_of_the_driver(tiny_uri):
+    record, reason, most_bytes = in_own_process("none", planned_in_little_memory, tiny_uri)
+    # 631 M weights, with gradients and Adam's moments.
+    assert record.state_bytes == pytest.approx(4 * 4 * 631e6, rel=0.01) and record.image_bytes > 0
+    assert most_bytes < 1.5 * GIB, "what PyTorch itself takes"
+    assert "train.accumulation_steps = " in reason and not record.note
+
+
+def test_counted_bytes_are_those_of_a_measured_step_and_what_cannot_be_counted_is_measured(tiny_uri):
+    shared = {"strategy": "torch_fsdp", "num_workers": 2, "launcher": "local", "accumulation_steps": 0}
+    dataset, memory = open_dataset(tiny_uri), MemoryConfig(budget_bytes=4 * GIB)
+    records = {}
+    for model in ("vit_tiny", "tests.train.peeking_model:peeking"):
+        config = resolve(TrainConfig(model=model, memory=memory, **shared), SparkConfig()).config
+        records[model] = look_at(config, dataset).record
+    counted, measured = records.values()
+    spec = model_spec(dataset.manifest, config)
+    task = ProbeTask(
+        decided(config.model_copy(update={"model": "vit_tiny"}), 1, to_bfloat16=False), spec, 8, 2, 2, True
+    )
+    cost = probe(task)
+    # But for the states of generators.
+    assert cost.state_bytes - 8192 < counted.state_bytes <= cost.state_bytes and not counted.note
+    assert "measured with the whole model in one process of this host: RuntimeError" in measured.note
 
 
 def test_images_and_parts_follow_from_the_config():

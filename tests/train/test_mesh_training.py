@@ -98,7 +98,7 @@ def test_losses_are_those_of_one_rank_and_each_holds_its_share(tiny_uri, tmp_pat
 def assert_the_report_has_its_curve(models, given: dict[str, Any], result: TrainResult) -> None:
     """Its own number of ranks computes as long as it did, and one rank with the whole model as long as all parts."""
     # Each hands on 64 tokens of 32 numbers.
-    assert result.blocks == Blocks(2, 64 * 32 * 4)
+    assert result.blocks == Blocks(2, 64 * 32 * 4, 64 * 32 * 4)
     config = resolve(TrainConfig(**given, launcher="local"), SparkConfig()).config
     mesh = mesh_of(config)
     rows = [RankRow(rank, "", 100, {"compute": 10.0, "allreduce": 2.5}) for rank in range(mesh.num_ranks)]

@@ -15,12 +15,15 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.train.forked_ranks import launch_forked
+from tests.train.test_backends import learner
 from tests.train.test_mesh_training import BASE
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
 from tests.train.training import StepWatcher, check_terms, task_of
 from train.backends.torch.chain import cut, cut_for
 from train.config import TrainConfig
+from train.contracts.values import Blocks
 from train.planning.auto import resolve
+from train.planning.scaling_run import work_of
 from train.planning.trial_build import try_build
 from train.strategies.sharded.pipeline_schedules import (
     Action,
@@ -166,6 +169,13 @@ def test_rows_that_do_not_divide_are_refused_before_anything_starts():
         check_terms(config, SparkConfig())
 
 
+def test_zero_bubble_is_refused_with_stages_that_are_frozen_for_a_while():
+    frozen = {"model": "vit", "freeze": ("embedding*",), "unfreeze_epoch": 1}
+    config = resolve(config_of(**frozen, pipeline_parallel={"schedule": "zero_bubble"}), SparkConfig()).config
+    with pytest.raises(UsageError, match=r"'zero_bubble' with train.unfreeze_epoch; .* set .*schedule = '1f1b'"):
+        check_terms(config, SparkConfig())
+
+
 REFUSED = {
     f"{MODELS}:stateful": (2, r"1 norm over the batch \(BatchNorm2d in block 2 of 6\).* use nn.GroupNorm"),
     f"{MODELS}:routed": (
@@ -174,6 +184,10 @@ REFUSED = {
     ),
     f"{CHAINS}:skipping": (2, r"what stages\(\) returns computes outputs that differ by .* correct stages\(\)"),
     f"{CHAINS}:tied": (3, r"uses 1.weight in stage 1 and in stage 2 of 3; .* only one rank holds them"),
+    f"{CHAINS}:counting": (
+        2,
+        r"the buffer 'num_images' of a Counting, in block 2 of 3, changes in training; .* keep no running state",
+    ),
     f"{MODELS}:tiny_vit": (6, r"a chain of 5 blocks with weights, and the pipeline has 6 stages; .* at most 5 stages"),
 }
 
@@ -184,6 +198,16 @@ def test_a_model_that_cannot_be_cut_is_refused_before_the_etl(model):
     config = config_of(model=model, num_workers=num_workers, global_batch_size=24)
     with pytest.raises(UsageError, match=said):
         try_build(resolve(config, SparkConfig()).config, SCHEMA, StepWatcher())
+
+
+def test_what_crosses_a_border_is_counted_without_repeated_blocks():
+    blocks = learner("torch", f"{CHAINS}:stateful_chain").blocks
+    # Behind the first convolution.
+    assert blocks == Blocks(1, 0, 4 * 8 * 7 * 7)
+    config = resolve(config_of(model="vit", global_batch_size=24), SparkConfig()).config
+    assert work_of(config, 1.0, 100, blocks).block_bytes == 24 * blocks.border_bytes
+    divided = config.model_copy(update={"strategy": "tensor_parallel"})
+    assert work_of(divided, 1.0, 100, blocks).block_bytes == 0, "none of its layers is summed"
 
 
 def test_a_keras_model_is_refused():

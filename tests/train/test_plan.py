@@ -11,9 +11,10 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
+from train.contracts.mesh_shape import MeshShape
 from train.planning.estimate import estimate_training
 from train.planning.memory_table import PARTS
-from train.planning.pace import Pace
+from train.planning.pace import Pace, Shares
 from train.tree import TrainTree
 
 
@@ -60,7 +61,13 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     # Servers have each worker take a batch of its own: as many updates in a fraction of the time.
     assert Pace(5.0, 2.0, 0.0, 2.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
     # Two ranks that compute the model together share the 1.5 seconds of computation, not the 0.5 of reading.
-    assert Pace(0.0, 2.0, 0.5, 1.5).training_seconds(1, 10, 0.25, part=0.5) == 10 * (0.5 + 0.75 + 0.25)
+    halved = Shares.of(MeshShape(tensor=2), step=0.5)
+    assert Pace(0.0, 2.0, 0.5, 1.5).training_seconds(1, 10, 0.25, halved) == 10 * (0.5 + 0.75 + 0.25)
+    # And the 6 of 10 seconds that validation computes; in a pipeline two halves of each batch pass two stages.
+    validated = Pace(0.0, 2.0, 0.5, 1.5, 0.0, 10.0, 6.0)
+    assert validated.training_seconds(1, 0, 0.0, halved) == 4 + 6 / 2
+    staged = Shares.of(MeshShape(pipeline=2), step=0.5)
+    assert validated.training_seconds(1, 0, 0.0, staged) == 4 + 6 * 3 / 4
 
 
 def test_a_step_of_ranks_that_share_layers_is_theirs(tiny_uri, tmp_path):

@@ -58,6 +58,20 @@ def test_what_divides_itself_wrongly_is_refused_before_the_first_step(tiny_uri, 
     assert not watcher.losses
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy", "what"), [("Drawing", "tensor_parallel", "losses"), ("Unsummed", "hybrid", "gradients")]
+)
+def test_ranks_that_share_rows_and_compute_something_else_are_refused(tiny_uri, tmp_path, model, strategy, what):
+    """Both compute the right outputs in inference."""
+    config = {"model": f"tests.train.divided_models:{model}", "num_workers": 2, "mesh": {"tensor": 2}}
+    task = task_of(tiny_uri, tmp_path, strategy=strategy, launcher="local", **config)
+    wanted = (
+        rf"in step 1, ranks that divide its layers and have the same rows have different {what}: rank \d [\d.]+, rank"
+    )
+    with pytest.raises(UsageError, match=wanted):
+        launch_forked(task, Watcher())
+
+
 def test_what_does_not_compute_when_divided_starts_no_ranks_also_if_a_new_training_is_asked_for(tiny_uri, tmp_path):
     model = "tests.train.divided_models:Half"
     tree = tree_of(tiny_uri, tmp_path, model=model, strategy="tensor_parallel", num_workers=2, launcher="local")

@@ -98,10 +98,15 @@ class Mesh:
         """`train.num_workers` ranks along these axes beside `data`, with the sizes that `train.mesh` sets.
 
         Of those that it leaves open, the first has all ranks that the others leave; each of the others has two if the
-        number of ranks is even, because its ranks exchange most.
+        number of ranks is even, because its ranks exchange most; if the first is set, the fewest that divide what it
+        leaves.
         """
         asked, num_ranks = config.mesh.sizes, config.num_ranks_asked
-        sizes = {axis: asked[axis] or (2 if num_ranks % 2 == 0 else 1) for axis in axes[1:]}
+        is_first_set = any(asked[axis] for axis in axes[:1])
+        rest = max(1, num_ranks // math.prod(max(1, size) for size in asked.values())) if is_first_set else num_ranks
+        few = range(2, rest + 1) if is_first_set else (2,)
+        fewest = next((size for size in few if rest % size == 0), 1)
+        sizes = {axis: asked[axis] or fewest for axis in axes[1:]}
         for axis in axes[:1]:
             sizes[axis] = asked[axis] or max(1, num_ranks // (math.prod(sizes.values()) * max(1, asked["data"])))
         return cls.of(config, **sizes)

@@ -176,6 +176,8 @@ class Blocks:
     """1 if it has none."""
     image_bytes: int = 0
     """What the widest hands to the next one for an image, in float32; 0 without blocks."""
+    border_bytes: int = 0
+    """Likewise of any two modules in a row between which a pipeline may cut it; 0 if it is no chain."""
 
 
 @dataclass(frozen=True, slots=True)

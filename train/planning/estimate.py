@@ -8,10 +8,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
+from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.words import counted
 from train.backends.backend import model_spec
@@ -21,7 +23,7 @@ from train.contracts.values import Blocks
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
 from train.planning.exchange import ExchangeFacts, Weighed, weigh
-from train.planning.host_memory import Limit, limit_of, ranks_here
+from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, free_bytes, limit_of, ranks_here
 from train.planning.input_memory import input_bytes
 from train.planning.make import plan_training
 from train.planning.memory import Memory, measured
@@ -29,7 +31,7 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.planning.rank_part import RankParts
+from train.planning.rank_part import RankPart, RankParts
 from train.planning.scaling_run import work_of
 from train.planning.scaling_step import Step, predict
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
@@ -144,6 +146,8 @@ def estimate_training(
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)
+    part_of = RankParts(lambda config: model_spec(dataset.manifest, config))
+    _check_host(paced.config, part_of(config), local_batch_size)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
     work = _work(config, cost)
     step = _step(config.strategy, work, mesh, network_gbit)
@@ -166,7 +170,7 @@ def estimate_training(
         link_bytes=link_bytes,
         speed=speed_of(paced, epoch, step, cost),
         host=socket.gethostname(),
-        fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset),
+        fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset, part_of),
         exchange=_weighed(config, step, link_bytes, network_gbit),
         mesh=mesh.sizes,
         scaling=None if assumptions is None else scaling_table(planned, assumptions),
@@ -191,7 +195,8 @@ def _mesh(config: TrainConfig) -> MeshShape:
 
 
 def _work(config: TrainConfig, cost: StepCost) -> Work:
-    work = work_of(config, cost.step_seconds, cost.weights_bytes, Blocks(cost.num_blocks, cost.block_bytes))
+    blocks = Blocks(cost.num_blocks, cost.block_bytes, cost.border_bytes)
+    work = work_of(config, cost.step_seconds, cost.weights_bytes, blocks)
     return replace(
         work,
         # Each of a chief's workers takes a whole batch.
@@ -202,11 +207,27 @@ def _work(config: TrainConfig, cost: StepCost) -> Work:
     )
 
 
-def _fit(limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset) -> Fit | None:
+def _check_host(config: TrainConfig, part: RankPart | None, local_batch_size: int) -> None:
+    """Raises UsageError if a model that ranks share is too large for the process that times its step here."""
+    if part is None:
+        return
+    whole, free, num_images = part.whole, free_bytes(Path("/")), -(-local_batch_size // config.num_accumulated)
+    needed = HOST_FRAMEWORK_BYTES + whole.state + whole.step + num_images * whole.image
+    if free and needed > free:
+        raise UsageError(
+            f"a step of train.model = {config.model!r} takes {size_of(needed)}, and this host has {size_of(free)} free",
+            f"expected memory for the whole model and {num_images} images: plan times such a step in one process",
+            "run shardmill plan with --memory SIZE, which counts what each rank would hold and builds nothing; set "
+            "train.accumulation_steps; or plan on a larger host",
+        )
+
+
+def _fit(
+    limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset, part_of: RankParts
+) -> Fit | None:
     """By a measurement of its own, as the training will make it: where seconds count, bytes are not exact."""
     if limit is None or silos_of(config):
         return None
-    part_of = RankParts(lambda config: model_spec(dataset.manifest, config))
     record = measured(limit, config, dataset, spark, input_bytes(config, dataset), part_of(config))
     return Memory(record, spark, partial(input_bytes, dataset=dataset), part_of=part_of).fitted(config).fit
 

@@ -1,10 +1,15 @@
-"""Plans the memory of a training's ranks once, before the first step, and stores it for every resume."""
+"""Plans the memory of a training's ranks once, before the first step, and stores it for every resume.
+
+What every rank has is measured; a model that ranks share is counted, because no host may hold all of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
@@ -15,8 +20,16 @@ from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.launching.devices import gpus_here
 from train.models.user import imported_packages
-from train.planning.host_memory import GPU_FRAMEWORK_BYTES, Limit, bytes_of_a_rank, limit_of, ranks_here
+from train.planning.host_memory import (
+    GPU_FRAMEWORK_BYTES,
+    Limit,
+    bytes_of_a_rank,
+    free_bytes,
+    limit_of,
+    ranks_here,
+)
 from train.planning.images_at_once import images_at_once, most_microbatches
+from train.planning.memory_counted import counted_record
 from train.planning.memory_fit import Fit, MemoryFacts, decided, fit, size_of
 from train.planning.memory_record import MemoryRecord
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, StepCost, probe
@@ -87,6 +100,7 @@ class Memory:
         facts = facts_of(self.record, config, self.input_bytes(config), self.spark, self.part_of(config))
         # What was decided first stays: the precision decides the numbers.
         found = fit(replace(facts, may_change_precision=False))
+        found = replace(found, reason="; ".join(filter(None, (found.reason, self.record.note))))
         to_bfloat16, recomputes = self.record.to_bfloat16, found.recomputes
         config = decided(config, found.num_microbatches, to_bfloat16=to_bfloat16, recomputes=recomputes)
         available = _available(self.record, config, self.spark)
@@ -139,7 +153,31 @@ def measured(
     input_bytes: int,
     part: RankPart | None = None,
 ) -> MemoryRecord:
-    """Measure some steps of a rank, and derive the precision. Raises the errors of building the model."""
+    """Measure some steps of a rank, or count them if ranks share the model; and derive the precision.
+
+    Raises the errors of building the model.
+    """
+    if part is None:
+        record = _probed(limit, config, dataset, spark, input_bytes)
+    elif part.whole.why_not_stepped and part.whole.state < (free_bytes(Path("/")) or math.inf):
+        record = _probed(limit, config, dataset, spark, input_bytes, part)
+        note = f"measured with the whole model in one process of this host: {part.whole.why_not_stepped}"
+        record = record.model_copy(update={"note": note})
+    else:
+        record = counted_record(limit, part.whole, config)
+    found = fit(facts_of(record, config, input_bytes, spark, part))
+    return record.model_copy(update={"to_bfloat16": found.to_bfloat16})
+
+
+def _probed(
+    limit: Limit,
+    config: TrainConfig,
+    dataset: Dataset,
+    spark: SparkConfig,
+    input_bytes: int,
+    part: RankPart | None = None,
+) -> MemoryRecord:
+    """By a process that has the whole model."""
     task = ProbeTask(
         # At once, whatever was set: the images are few. And alone.
         decided(config, 1, to_bfloat16=False).model_copy(update={"accumulation_steps": 1, "sync_batch_norm": False}),
@@ -149,11 +187,9 @@ def measured(
         NUM_PROBED_STEPS,
         for_memory=True,
     )
-    record = considered(
+    return considered(
         limit, task, probe(task), config, lambda record: facts_of(record, config, input_bytes, spark, part)
     )
-    found = fit(facts_of(record, config, input_bytes, spark, part))
-    return record.model_copy(update={"to_bfloat16": found.to_bfloat16})
 
 
 def considered(

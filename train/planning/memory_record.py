@@ -1,4 +1,4 @@
-"""The record of a training's memory, measured before its first step."""
+"""The record of a training's memory, measured or counted before its first step."""
 
 from __future__ import annotations
 
@@ -26,3 +26,5 @@ class MemoryRecord(Section):
     """Of `fixed_bytes`: weights, gradients and optimizer of a rank with the whole model; 0 if that is not known."""
     why_not_recomputed: str = ""
     """Why the model, or what it is trained with, does not have it."""
+    note: str = ""
+    """How a model that ranks share was measured, if it could not be counted from shapes; for people."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import EpochPlan
     from train.backends.backend import Learner
+    from train.contracts.mesh_shape import MeshShape
     from train.planning.probe import StepCost
     from train.planning.scaling_step import Step
 
@@ -63,6 +64,25 @@ class PaceTask:
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """What a rank computes of a model that several compute together."""
+
+    step: float = 1.0
+    validation: float = 1.0
+    """With the time in which the stages of a pipeline wait."""
+
+    @classmethod
+    def of(cls, mesh: MeshShape, step: float) -> Shares:
+        """`step`: without the time in which it waits for others."""
+        # A batch goes through P stages in P parts, which takes 2 P - 1 of them.
+        in_turn = (2 * mesh.pipeline - 1) / mesh.pipeline**2
+        return cls(step, in_turn / mesh.tensor)
+
+
+WHOLE = Shares()
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Seconds of one rank with its real input, alone on its share of the machine."""
 
@@ -79,6 +99,8 @@ class Pace:
     """Time of the first validation batch beyond that of the others, because the model's outputs are compiled then."""
     validation_seconds: float = 0.0
     """Time of this rank's validation batches after each epoch; 0 without a validation split."""
+    validation_computing_seconds: float = 0.0
+    """Part of it that is computation; for the rest a batch was waited for."""
 
     @property
     def input_share(self) -> float:
@@ -86,16 +108,16 @@ class Pace:
         return max(0.0, 1 - self.cached_step_seconds / self.step_seconds)
 
     def training_seconds(
-        self, num_epochs: int, steps_per_epoch: float, waiting_seconds: float, part: float = 1.0
+        self, num_epochs: int, steps_per_epoch: float, waiting_seconds: float, shares: Shares = WHOLE
     ) -> float:
         """Return the time of so many epochs, counted like `train.seconds` but without checkpoints.
 
-        `waiting_seconds`: of a step, for other ranks. `part`: of the computation, which a rank has of a model that
-        several compute together; all of them read, and validation counts as that of the whole model.
+        `waiting_seconds`: of a step, for other ranks. `shares`: of the computation; all ranks read.
         """
         computing = min(self.step_seconds, self.cached_step_seconds)
-        step_seconds = self.step_seconds - (1 - part) * computing + waiting_seconds
-        epoch_seconds = steps_per_epoch * step_seconds + self.validation_seconds
+        step_seconds = self.step_seconds - (1 - shares.step) * computing + waiting_seconds
+        validation_seconds = self.validation_seconds - (1 - shares.validation) * self.validation_computing_seconds
+        epoch_seconds = steps_per_epoch * step_seconds + validation_seconds
         return self.compile_seconds + num_epochs * epoch_seconds + self.first_validation_seconds
 
 
@@ -144,8 +166,9 @@ def speed_of(task: PaceTask, epoch: EpochPlan, step: Step, cost: StepCost) -> Sp
     computed = config.global_batch_size * batches_at_once / step.seconds
     pace = None if silos_of(config) else pace_of(task)
     steps_in_turn = epoch.num_steps / batches_at_once
-    waiting, part = step.seconds - step.compute_seconds, step.compute_seconds / cost.step_seconds
-    seconds = pace.training_seconds(config.epochs, steps_in_turn, waiting, part) if pace else None
+    waiting = step.seconds - step.compute_seconds
+    shares = Shares.of(mesh_of(config).shape, step.compute_seconds / cost.step_seconds)
+    seconds = pace.training_seconds(config.epochs, steps_in_turn, waiting, shares) if pace else None
     return Speed(config.epochs, epoch.num_rows, computed, pace, seconds)
 
 
@@ -233,25 +256,30 @@ def _measure_steps(learner: Learner, config: TrainConfig, dataset: Dataset) -> t
     return (time.perf_counter() - started) / num_steps, wait_seconds / num_steps
 
 
-def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset) -> tuple[float, float]:
-    """-> seconds that compilation added to the first batch, seconds of all batches of the rank."""
+def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset) -> tuple[float, float, float]:
+    """-> seconds that compilation added to the first batch, seconds of all batches of the rank, part of these that it
+    computes."""
     plan = dataset.plan_epoch(evaluation_spec(dataset, config, "validation"), 0)
     labels = LabelSpec.of(dataset.manifest)
     metrics, scores_of = metrics_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
-    seconds = []
+    seconds, waits = [], []
     streams, augment = mesh_of(config).data_index(0).streams, config.augment.unchanged
     options = reader_options(config, dataset, plan.spec)
     with read_batches(dataset, plan, streams=streams, options=options, augment=augment) as batches:
         before = time.perf_counter()
         for batch in batches:
+            waits.append(time.perf_counter() - before)
             metrics.add(scores_of(batch.images_NHWC), batch)
             after = time.perf_counter()
             seconds.append(after - before)
             before = after
             if len(seconds) > MIN_STEPS and sum(seconds[1:]) > MEASURED_SECONDS:
                 break
-    mean_seconds = sum(seconds[1:]) / (len(seconds) - 1) if len(seconds) > 1 else seconds[0]
-    return max(0.0, seconds[0] - mean_seconds), plan.num_steps * mean_seconds
+    mean_seconds, mean_wait = (
+        sum(each[1:]) / (len(each) - 1) if len(each) > 1 else each[0] for each in (seconds, waits)
+    )
+    computing = plan.num_steps * (mean_seconds - mean_wait)
+    return max(0.0, seconds[0] - mean_seconds), plan.num_steps * mean_seconds, computing
 
 
 if __name__ == "__main__":

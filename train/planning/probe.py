@@ -78,6 +78,8 @@ class StepCost:
     """Of a PyTorch module; 1 for any other model."""
     block_bytes: int = 0
     """`Blocks.image_bytes`."""
+    border_bytes: int = 0
+    """`Blocks.border_bytes`."""
 
 
 def probe(task: ProbeTask) -> StepCost:
@@ -127,6 +129,7 @@ def measure(task: ProbeTask) -> StepCost:
         base_bytes=max(0, work_bytes - image_bytes * num_images),
         num_blocks=blocks.num_blocks,
         block_bytes=blocks.image_bytes,
+        border_bytes=blocks.border_bytes,
     )
 
 

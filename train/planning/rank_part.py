@@ -10,6 +10,7 @@ from train.backends.backend import ModelSpec
 from train.config import TrainConfig
 from train.planning.memory_record import MemoryRecord
 from train.planning.state_bytes import StateBytes, count_state
+from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES, mesh_of
 
 
@@ -18,6 +19,8 @@ class RankPart:
     """Of the rank that holds most."""
 
     state: StateBytes
+    whole: StateBytes
+    """Of a rank that has the whole model, alone."""
 
     @property
     def image_share(self) -> float:
@@ -48,9 +51,10 @@ class RankParts:
         return self._found[key]
 
     def _count(self, config: TrainConfig) -> RankPart | None:
+        alone = config.model_copy(update={"num_workers": 1, "rank_weights": (), "mesh": MeshConfig()})
         try:
-            [mine] = count_state((config,), self._spec_of(config))
+            mine, whole = count_state((config, alone), self._spec_of(config))
         except ShardmillError:
             # The rank that builds the model says why.
             return None
-        return None if mine.refused else RankPart(mine)
+        return None if mine.refused else RankPart(mine, whole)

@@ -69,13 +69,15 @@ def _acts_as(config: TrainConfig, mesh: MeshShape) -> str:
 
 def work_of(config: TrainConfig, step_seconds: float, num_bytes: int, blocks: Blocks) -> Work:
     """The `Work` of a planned training, whose step takes one rank with all `num_bytes` of the model so long."""
-    local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
+    mesh = mesh_of(config)
+    local_batch_size = mesh.largest_share(config.global_batch_size)
+    handed_on = blocks.border_bytes or blocks.image_bytes if mesh.shape.pipeline > 1 else blocks.image_bytes
     return Work(
         step_seconds,
         local_batch_size,
         gradient_bytes=num_bytes,
         weight_bytes=num_bytes,
-        block_bytes=blocks.image_bytes * local_batch_size,
+        block_bytes=handed_on * local_batch_size,
         num_blocks=blocks.num_blocks,
         num_passes=config.num_accumulated,
         num_microbatches=pipeline_microbatches(config),

@@ -1,4 +1,6 @@
-"""The blocks of a PyTorch module: its repeated parts, which are recomputed, gathered or sharded as one."""
+"""The blocks of a PyTorch module: its repeated parts, which are recomputed, gathered or sharded as one; and its links,
+between which a pipeline may cut it.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,21 @@ def _is_block(module: Any) -> bool:
     chains = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     is_chain = isinstance(module, chains) and type(module).forward in {chain.forward for chain in chains}
     return bool(list(module.children())) and not is_chain and "forward" not in vars(module)
+
+
+def links_of(module: Any) -> list[Any]:
+    """What a module says that it computes in a row; empty if it says nothing."""
+    nn = import_torch().nn
+
+    def links(module: Any) -> list[Any]:
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            return [link for child in module.children() for link in links(child)]
+        return [module]
+
+    if hasattr(module, "stages"):
+        return [link for each in module.stages() for link in links(each)]
+    found = links(module)
+    return [] if found == [module] else found
 
 
 @contextmanager

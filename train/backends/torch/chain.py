@@ -17,6 +17,8 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.words import counted
+from train.backends.torch.blocks import links_of
+from train.backends.torch.running_state import changing_buffer
 from train.backends.torch.runtime import device, import_torch
 
 if TYPE_CHECKING:
@@ -145,18 +147,8 @@ def cut(costs: Sequence[int], num_parts: int) -> list[int]:
 
 def chain_of(config: TrainConfig, module: Any) -> list[Any]:
     """The blocks of a module, which may be without numbers. Raises UsageError if it is no chain."""
-    nn = import_torch().nn
-
-    def links(module: Any) -> list[Any]:
-        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-            return [link for child in module.children() for link in links(child)]
-        return [module]
-
-    if hasattr(module, "stages"):
-        blocks = [link for each in module.stages() for link in links(each)]
-    else:
-        blocks = links(module)
-    if blocks == [module]:
+    blocks = links_of(module)
+    if not blocks:
         raise UsageError(
             f"train.model = {config.model!r} is a {type(module).__name__}: no nn.Sequential, and without a method "
             "stages()",
@@ -242,6 +234,12 @@ def _measured(config: TrainConfig, learner: TorchLearner, blocks: Sequence[Any])
             f"{float(difference):.3g} from those of forward()",
             "expected the modules that forward() calls, in a row and without skips between them",
             f"correct stages(), {ANOTHER}",
+        )
+    if buffer := changing_buffer(parts, blocks, images_NHWC):
+        raise UsageError(
+            f"train.model = {config.model!r}: {buffer}, changes in training",
+            "a pipeline computes microbatches in turn, and one rank alone would have the buffer as it is",
+            f"keep no running state in forward(), {ANOTHER}",
         )
     return measured
 

@@ -22,7 +22,7 @@ from train.backends.batch_norms import largest_momentum
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.output_form import Probe, are_logits
 from train.backends.torch.batch_norms import limit_momentum
-from train.backends.torch.blocks import blocks_of, sizes_handed_on
+from train.backends.torch.blocks import blocks_of, links_of, sizes_handed_on
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.meta import built_without_numbers
 from train.backends.torch.runtime import device, import_torch
@@ -97,10 +97,11 @@ def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = Tr
 
         check_pixels(config, model)
     classifier = classifier_of(model.to(device()), is_keras=is_keras, spec=spec)
-    parts = [] if is_keras else blocks_of(model)
-    with sizes_handed_on(parts) as sizes:
+    parts, links = ([], []) if is_keras else (blocks_of(model), links_of(model))
+    with sizes_handed_on(parts) as sizes, sizes_handed_on(links[:-1]) as borders:
         _check_outputs(config.model, classifier, spec)
-    blocks = None if is_keras else Blocks(max(1, len(parts)), max(sizes, default=0) // NUM_TRIED_IMAGES)
+    widest, widest_border = (max(each, default=0) // NUM_TRIED_IMAGES for each in (sizes, borders))
+    blocks = None if is_keras else Blocks(max(1, len(parts)), widest, widest_border)
     if is_keras:
         _refuse_compiled(config, model)
     outputs_are_logits = are_logits(config, spec.labels.kind, spec.image_shape_HWC, _probe(classifier))

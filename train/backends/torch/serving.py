@@ -41,8 +41,10 @@ def served_module(classifier: Any, kind: LabelKind, are_logits: bool) -> Any:
 def program_of(served: Any, spec: ModelSpec, model: str) -> Any:
     """Export the module in its current state with `torch.export`. Raises UsageError if that is not possible."""
     torch = import_torch()
-    # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
-    served = copy.deepcopy(served).cpu().eval()
+    # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded. What lies
+    # there is not copied: a model may take half of a host's memory.
+    there = {id(each): each for each in served.parameters() if each.device.type == "cpu"}
+    served = copy.deepcopy(served, there).cpu().eval()
     images_NHWC = torch.zeros((2, *spec.image_shape_HWC), dtype=torch.uint8)
     try:
         return torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))

@@ -38,12 +38,14 @@ from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.collective_member import PARTS, CollectiveMember
 from train.strategies.member import MemberStep
+from train.strategies.sharded.agreement import Agreement
 from train.strategies.sharded.first_numbers import hand_out
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
     from train.backends.torch.layout import Place, TensorLayout
     from train.backends.torch.passes import MakePasses
+    from train.config import TrainConfig
 
 
 def _exchanges_nothing(learner: TorchLearner, is_last: bool) -> None:
@@ -101,6 +103,13 @@ class ShardedMember(CollectiveMember):
         self._draws_as = data.index if sharding.draws_alike else self.rank
         drawing = [int(each) for each in self.gather_bytes(str(self._draws_as).encode())]
         self._own_rank = drawing.index(self._draws_as)
+        self._agreement: Agreement | None = None
+
+    def compare_steps(self, config: TrainConfig) -> None:
+        """From now on, with the ranks that read the same rows; all ranks call it."""
+        reads = [int(each) for each in self.gather_bytes(str(self.data.index).encode())]
+        of_ranks = [self._index.of_rank(rank, WEIGHTS_PART) for rank in range(self.world_size)]
+        self._agreement = Agreement(config, self.gather_bytes, self.rank, reads, of_ranks)
 
     @property
     def share_of_weights(self) -> float:
@@ -142,7 +151,11 @@ class ShardedMember(CollectiveMember):
             figures = learner.differentiate(
                 batch, global_weight, self.data.fraction, lambda figures: exchange(learner, True)
             )
-            return self._sharding.add_up(learner, [*learner.own_gradients(), figures])
+            mine = figures.clone()
+            addends = self._sharding.add_up(learner, [*learner.own_gradients(), figures])
+        if self._agreement is not None:
+            self._agreement.check(mine, addends[:-1])
+        return addends
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
         files: dict[str, list[np.ndarray]] = {}

@@ -63,16 +63,22 @@ def join_placed(world: World, config: TrainConfig, build: Build, reporter: Repor
     if is_own:
         check_outputs(config, member, learner, of_whole, rounds=is_bfloat16 and meshes.fsdp is not None)
     num_ranks, share = mesh.shape.tensor, member.share_of_weights
+    if num_ranks > 1:
+        member.compare_steps(config)
     if world.rank == 0 and num_ranks > 1 and share > LITTLE_DIVIDED:
-        reporter.event("little_divided", {"rank": 0, WARNING: _what_stays(config, num_ranks, share)})
+        reporter.event("little_divided", {"rank": 0, WARNING: _what_stays(config, num_ranks, share, is_own)})
     return member
 
 
-def _what_stays(config: TrainConfig, num_ranks: int, share: float) -> str:
+def _what_stays(config: TrainConfig, num_ranks: int, share: float, is_own: bool) -> str:
+    """`is_own`: whether the module divides itself."""
+    why, how = "of what is no vision transformer only the last linear layer is divided", "give it a method"
+    if is_own:
+        why, how = "its parallelize(mesh) divides no more", "have more layers divided by its"
     return (
         f"train.model = {config.model!r}: each of {num_ranks} ranks that divide its layers holds {share:.0%} of the "
-        "weights, because of what is no vision transformer only the last linear layer is divided: give it a method "
-        "`parallelize(mesh)`, or set train.strategy = 'torch_fsdp', which shards every weight"
+        f"weights, because {why}: {how} `parallelize(mesh)`, or set train.strategy = 'torch_fsdp', which shards every "
+        "weight"
     )
 
 
