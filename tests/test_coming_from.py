@@ -53,7 +53,7 @@ assert before["trainer"].global_step == 8, "two epochs of four batches"
 }
 TABLES = ("DeepSpeed", "Megatron-LM")
 """Their sections have settings in place of programs."""
-DRILLS = {"Horovod's Spark estimators", "Lightning"}
+DRILLS = {"Horovod's Spark estimators", "PyTorch's FSDP2", "Lightning"}
 NOT_HERE = {"Horovod's Spark estimators", "MosaicML's Streaming"}
 
 
