@@ -44,10 +44,10 @@ def is_up_to_date(plan: BuildPlan, parent: Manifest) -> bool:
 
 def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     """Raise UsageError if the build would drop another source's images: to overwrite follows one source."""
-    if replace_source or plan.parent is None:
+    if plan.parent is None:
         return
     _check_same_kind(plan, plan.parent)
-    if plan.is_append:
+    if replace_source or plan.is_append:
         return
     before, now = plan.parent.source, plan.build.source
     places = (*plan.parent.other_sources, before)
@@ -64,8 +64,10 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
         raise UsageError(
             f"dataset {plan.store.uri}@{plan.parent.version} was built from {before.described}, not from "
             f"{now.described}",
-            "expected the same source: the new version would replace the old images, and its models would be compared",
-            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+            "expected the same source: the new version would replace the old images, and its models would be compared"
+            if plan.task.mapping is None
+            else "expected the same source: the new version would replace the predictions of the old images",
+            f"give each source its own {_place(plan)}, or give --replace-source",
         )
 
 
@@ -76,8 +78,12 @@ def _check_same_kind(plan: BuildPlan, parent: Manifest) -> None:
         raise UsageError(
             f"{plan.store.uri}@{parent.version} holds {held}",
             f"expected a folder for {made} alone",
-            "name another folder, or give --replace-source",
+            f"name another {_place(plan)}",
         )
+
+
+def _place(plan: BuildPlan) -> str:
+    return "--out" if plan.task.mapping is not None else "dataset.uri (or --workdir)"
 
 
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:

@@ -61,7 +61,8 @@ def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None
         raise UsageError(
             f"the dataset would have no labels, and {uri} seems to have some: {label_signs[0]}{others}",
             "expected labels under source.label_field or a usual name (docs/sources.md)",
-            f"name them with source.label_field, or {_UNLABELLED_ON_PURPOSE}",
+            "name them with source.label_field (those of boxes: source.boxes.field and source.boxes.labels_field), or "
+            f"{_UNLABELLED_ON_PURPOSE}",
         )
     if 0 < num_unlabelled < listing.num_images:
         signs = f": {label_signs[0]}" if label_signs else ""

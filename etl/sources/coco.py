@@ -23,7 +23,7 @@ from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import COCO_SUFFIXES, SPLIT_OF_NAME
 from etl.sources.outlines import OUTLINES, joined
 from etl.sources.stored_file import open_file
-from etl.sources.uris import UriReader, uri_problems
+from etl.sources.uris import UriReader, is_on_the_web, uri_problems
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.storage import StoredFile
@@ -74,12 +74,11 @@ class CocoSource:
 
         Raises UsageError if none of those that are looked up is in a usual one.
         """
+        few = images[:: max(1, len(images) // _NUM_LOOKED_UP)][:_NUM_LOOKED_UP]
         if self._config.coco_images:
-            uri = self._config.coco_images
-            return uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+            return self._named_folder(self._config.coco_images, file.path, few)
         above, _, name = file.path.rpartition("/")
         word = name.partition(".")[0].rpartition("_")[2]
-        few = images[:: max(1, len(images) // _NUM_LOOKED_UP)][:_NUM_LOOKED_UP]
         for usual in _USUAL_FOLDERS:
             folder = posixpath.normpath(posixpath.join(above, usual.format(word=word)))
             if (found := self._located(folder)) is not None and self._is_any_there(found, few):
@@ -91,6 +90,17 @@ class CocoSource:
             f"expected them beside {self.uri}, or in a folder images or {printable(word)} there or one above",
             "name their folder with source.coco_images",
         )
+
+    def _named_folder(self, uri: str, file: str, few: Sequence[CocoImage]) -> str:
+        folder = uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+        if few and not is_on_the_web(folder) and not self._is_any_there(folder, few):
+            raise UsageError(
+                f"source.coco_images = {uri} has none of the images that {printable(file)} names, such as "
+                f"{printable(few[0].file_name)}",
+                "expected the folder from which their names in the file begin",
+                "correct source.coco_images",
+            )
+        return folder
 
     def _located(self, folder: str) -> str | None:
         """A folder below the root or beside it; None if there is nothing above the root."""

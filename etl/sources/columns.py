@@ -100,8 +100,8 @@ def unread_places(names: Sequence[str], used: Sequence[str], table: str) -> tupl
     if not found:
         return ()
     return (
-        f"{printable(table)} has the columns {first_of(found, 4)}, which are not read: for boxes, write a column of "
-        'lists such as "[[xmin, ymin, xmax, ymax], ...]", one row for an image, and name it in source.boxes.field '
+        f"{printable(table)} has the columns {first_of(found, 4)}, which are not read: for boxes, name a column of "
+        'lists such as "[[xmin, ymin, xmax, ymax], ...]", one row for an image, in source.boxes.field '
         "(docs/boxes.md)",
     )
 

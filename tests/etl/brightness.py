@@ -79,7 +79,13 @@ def brightness(image_HWC: np.ndarray) -> float:
 
 
 def predict(
-    source: SourceConfig | Path, out: Path, made_by: RowMapping | None = None, engine: str = "local", **etl: object
+    source: SourceConfig | Path,
+    out: Path,
+    made_by: RowMapping | None = None,
+    engine: str = "local",
+    *,
+    replace_source: bool = False,
+    **etl: object,
 ) -> BuildOutcome:
     settings = {"engine": engine, "num_workers": 2, "unit_min_images": 20, **etl}
     tree = EtlTree(
@@ -88,4 +94,4 @@ def predict(
         etl=EtlConfig(**settings),
         spark=SparkConfig(master="local[2]"),
     )
-    return predict_source(tree, made_by or mapping(), run_id="r")
+    return predict_source(tree, made_by or mapping(), run_id="r", replace_source=replace_source)

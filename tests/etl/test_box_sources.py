@@ -300,6 +300,9 @@ def test_coco_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="0.png") as missing:
         list_images(source)
     assert "source.coco_images" in missing.value.fix
+    for wrong in ("nowhere", "annotations"):
+        with pytest.raises(UsageError, match=f"source.coco_images = .*{wrong} has none of the images .* such as 0.png"):
+            list_images(source.model_copy(update={"coco_images": str(tmp_path / wrong)}))
     found = list_images(source.model_copy(update={"coco_images": str(tmp_path / "elsewhere")}))
     assert [image.key for image in images_of(found)] == [f"elsewhere/{number}.png" for number in range(len(ROWS))]
     for content, problem in (({"images": []}, "no list annotations and categories"), ([], "no list images")):

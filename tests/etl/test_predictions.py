@@ -173,8 +173,9 @@ def test_images_and_predictions_do_not_share_a_folder(images: Path):
     predict(images / "images", images / "out")
     config = EtlConfig(image_size=16, encoding="png")
     dataset = build_here(str(images / "images"), str(images / "dataset"), config)
-    with pytest.raises(UsageError, match="dataset@1 holds images; expected a folder for predictions alone"):
-        predict(images / "images", Path(dataset))
+    for replace_source in (False, True):
+        with pytest.raises(UsageError, match="dataset@1 holds images; .* for predictions alone; name another --out$"):
+            predict(images / "images", Path(dataset), replace_source=replace_source)
     with pytest.raises(UsageError, match="^--out .*/out is inside source.uri .*; set --out to a folder outside"):
         predict(images / "images", images / "images" / "out")
 
