@@ -1,12 +1,13 @@
 """The rows of a version of predictions in memory: each image's class, what the model answered, and its embedding.
 
-Shape legend: N rows of all splits, D numbers of an embedding.
+Shape legend: N rows of all splits, T rows of the train split of the training, D numbers of an embedding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +16,9 @@ from shardmill.dataset.chunks import read_embeddings
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_pinned
+from shardmill.dataset.row_segments import read_rows
 from shardmill.errors import ShardmillError, UsageError
-from shardmill.values import PredictedBy
+from shardmill.values import DatasetPin, PredictedBy
 from shardmill.words import first_of
 
 TRAIN = "train"
@@ -75,15 +77,16 @@ def read_predicted_rows(
         )
     names = [name for each in chunks for name in each.extra["prediction"]]
     _check_classes(made_by, set(names), _classes_with_images(predictions.manifest))
+    sample_ids_N = np.concatenate([each.sample_ids_N for each in chunks])
     return PredictedRows(
         class_names=predictions.manifest.class_names,
         sources=[source for each in chunks for source in each.sources],
-        sample_ids_N=np.concatenate([each.sample_ids_N for each in chunks]),
+        sample_ids_N=sample_ids_N,
         splits=splits,
         labels_N=np.concatenate([each.labels_N for each in chunks]),
         predictions=names,
         probabilities_N=np.concatenate([np.array(each.extra["probability"], np.float32) for each in chunks]),
-        is_seen_N=may_be_seen(made_by, np.array(splits, object)),
+        is_seen_N=may_be_seen(made_by, np.array(splits, object), sample_ids_N),
         embeddings_ND=embeddings_ND,
         hashes_N=hashes_N,
     )
@@ -123,15 +126,43 @@ def _hash_of(embedding_D: np.ndarray) -> int:
     return int.from_bytes(hashlib.sha256(embedding_D.tobytes()).digest()[:8], "big")
 
 
-def may_be_seen(made_by: PredictedBy, splits_N: np.ndarray) -> np.ndarray:
-    """Of the dataset that the model was trained on, in whatever version or place, the train split; of a source, whose
-    images may be anybody's, all.
+def may_be_seen(made_by: PredictedBy, splits_N: np.ndarray, sample_ids_N: np.ndarray) -> np.ndarray:
+    """Whether a row's image is one of the training's, by its bytes; in another version of the same dataset also by its
+    sample id, since its file may have changed a little.
+
+    Of a source, whose images may be anybody's, all are; also if a version can no longer be read.
     """
     predicted, trained_on = made_by.predicted, made_by.trained_on
     if predicted is None:
         return np.ones(len(splits_N), bool)
-    is_same = predicted.uri == trained_on.uri or predicted.manifest_sha256 == trained_on.manifest_sha256
-    return (splits_N == TRAIN) & is_same
+    if predicted.manifest_sha256 == trained_on.manifest_sha256:
+        return splits_N == TRAIN
+    with contextlib.suppress(ShardmillError, OSError):
+        ids_T, digests_T = _ids_and_digests(_trained_version(trained_on, predicted.uri), (TRAIN,))
+        dataset = open_pinned(predicted)
+        ids, digests = _ids_and_digests(dataset, dataset.manifest.splits)
+        is_seen_N = np.isin(sample_ids_N, ids[np.isin(digests, digests_T)])
+        return is_seen_N | np.isin(sample_ids_N, ids_T) if predicted.uri == trained_on.uri else is_seen_N
+    return np.ones(len(splits_N), bool)
+
+
+def _trained_version(pin: DatasetPin, other_uri: str) -> Dataset:
+    """From its place, or from a copy of the dataset that has it. Raises as `open_pinned` does."""
+    try:
+        return open_pinned(pin)
+    except (ShardmillError, OSError):
+        return open_pinned(DatasetPin(other_uri, pin.version, pin.manifest_sha256))
+
+
+def _ids_and_digests(dataset: Dataset, splits: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The sample ids of all rows of splits, int64, and the SHA-256 of their sources, bytes."""
+    ids, digests = [np.empty(0, np.int64)], [np.empty(0, "S32")]
+    for shard in (shard for split in splits for shard in dataset.shards_of(split)):
+        rows = read_rows(dataset.store, shard, dataset.manifest.row_schema, ("sample_id", "source_sha256"))
+        ids.append(rows.column("sample_id").to_numpy())
+        joined = bytes.fromhex("".join(rows.column("source_sha256").to_pylist()))
+        digests.append(np.frombuffer(joined, "S32"))
+    return np.concatenate(ids), np.concatenate(digests)
 
 
 def _checked(predictions: Dataset) -> PredictedBy:

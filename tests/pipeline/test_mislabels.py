@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planted_labels import plant_wrong_labels
+from etl.config import SplitFractions
 from etl.job import build_dataset
 from shardmill.calls.calling import value_of
 from shardmill.calls.data_findings import MislabelsResult
@@ -22,6 +24,8 @@ from shardmill.data_faults.predicted_rows import may_be_seen, read_predicted_row
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
+from shardmill.loader.samples import iterate_samples
+from shardmill.values import DatasetPin
 from tests.etl.pixels import predict_pixels
 from tests.etl.test_incremental import tree_for
 from tests.pipeline.command import ROOT, last_line, shardmill
@@ -129,13 +133,48 @@ def test_mistakes_are_listed_only_of_images_that_the_model_has_not_seen(planted:
     assert made_by is not None and made_by.predicted is not None
     splits_N = np.array(rows.splits, object)
     moved = replace(made_by, predicted=replace(made_by.predicted, uri="/moved"))
-    another = replace(made_by, predicted=replace(made_by.predicted, uri="/other", manifest_sha256="0" * 64))
     assert (rows.is_seen_N == (splits_N == "train")).all()
-    assert (may_be_seen(moved, splits_N) == rows.is_seen_N).all() and not may_be_seen(another, splits_N).any()
+    assert (may_be_seen(moved, splits_N, rows.sample_ids_N) == rows.is_seen_N).all()
     # A source may hold the training's images.
-    of_source = replace(rows, is_seen_N=may_be_seen(replace(made_by, predicted=None), splits_N))
-    found = find_mislabels(of_source)
+    of_source = replace(made_by, predicted=None)
+    found = find_mislabels(replace(rows, is_seen_N=may_be_seen(of_source, splits_N, rows.sample_ids_N)))
     assert (found.num_tested, found.mistakes) == (0, ()) and found.num_likely
+
+
+def test_an_image_of_the_training_is_seen_in_every_version_and_place(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60, num_classes=2)
+    build_dataset(tree_for(tmp_path), run_id="trained")
+    trained = open_dataset(str(tmp_path / "dataset"))
+    learned = {sample.source for sample in iterate_samples(trained, "train")}
+    shutil.copytree(tmp_path / "dataset", tmp_path / "copy")
+    # Of those that the training has learned, one gets another name, one other bytes, and one a copy.
+    renamed, changed = sorted(learned)[:2]
+    (tmp_path / "images" / renamed).rename(tmp_path / "images" / "class_0" / "renamed.png")
+    shutil.copyfile(tmp_path / "images" / sorted(learned)[2], tmp_path / "images" / "class_1" / "twin.png")
+    write_images(tmp_path / "other", num_images=2, num_classes=1, seed=9)
+    (tmp_path / "other" / "class_0" / "00000.png").replace(tmp_path / "images" / changed)
+    other_splits = SplitFractions(train=0.4, validation=0.2, test=0.4)
+    for name in ("dataset", "copy"):
+        build_dataset(tree_for(tmp_path, name, split_fractions=other_splits), run_id=name)
+
+    def seen(out: str, dataset: Dataset, trained_on: DatasetPin) -> set[str]:
+        rows = read_predicted_rows(predict_pixels(dataset, tmp_path / out, trained_on=trained_on))
+        assert {"train", "test"} <= {
+            split for split, source in zip(rows.splits, rows.sources, strict=True) if source in learned
+        }
+        return {source for source, is_seen in zip(rows.sources, rows.is_seen_N, strict=True) if is_seen}
+
+    later, copied = open_dataset(str(tmp_path / "dataset")), open_dataset(str(tmp_path / "copy"))
+    same = learned - {renamed} | {"class_0/renamed.png", "class_1/twin.png"}
+    assert later.pin.version == copied.pin.version == 2
+    assert seen("of_later", later, trained.pin) == same
+    # Elsewhere, a name says nothing: another dataset may have used it.
+    assert seen("of_copy", copied, trained.pin) == same - {changed}
+    # The copy has the trained version, too.
+    assert seen("of_moved", copied, replace(trained.pin, uri=str(tmp_path / "gone"))) == same - {changed}
+    gone = replace(trained.pin, uri=str(tmp_path / "gone"), manifest_sha256="0" * 64)
+    rows = read_predicted_rows(predict_pixels(later, tmp_path / "of_gone", trained_on=gone))
+    assert rows.is_seen_N.all()
 
 
 def test_embeddings_that_tell_nothing_apart_are_refused(planted: Planted, monkeypatch: pytest.MonkeyPatch):
