@@ -15,6 +15,7 @@ import numpy as np
 from shardmill.errors import UsageError
 from train.backends.backend import Learner
 from train.backends.keras.batch_norms import sum_over_replicas
+from train.backends.keras.runtime import traced
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
@@ -34,12 +35,10 @@ class TensorFlowCollective:
     """The collectives of a `MultiWorkerMirroredStrategy`, each compiled once."""
 
     def __init__(self, world: World, strategy: Any) -> None:
-        import tensorflow as tf
-
         self._rank, self._world_size = world.rank, world.world_size
         self._exchange = world.exchange
         self._strategy = strategy
-        self._summed_group = tf.function(self._sum_group)
+        self._summed_group = traced(self._sum_group)
         self._summed_flat: dict[np.dtype, Any] = {}
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
@@ -52,7 +51,7 @@ class TensorFlowCollective:
         summed = self._summed_flat.get(array.dtype)
         if summed is None:
             signature = [tf.TensorSpec([None], array.dtype)]
-            summed = self._summed_flat[array.dtype] = tf.function(self._sum_flat, input_signature=signature)
+            summed = self._summed_flat[array.dtype] = traced(self._sum_flat, signature)
         return summed(tf.constant(array.reshape(-1))).numpy().reshape(array.shape)
 
     def broadcast_bytes(self, data: bytes) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import TrainingError
+from train.backends.keras.runtime import traced
 from train.backends.keras.step import Rows
 from train.backends.layer_errors import as_layers_raised_them
 from train.contracts.world import Role
@@ -145,7 +146,7 @@ class RemoteSteps:
         # Traced here, outside the strategy's scope: inside it Keras's optimizers would exchange gradients themselves.
         signature = [tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int64, tf.float32, tf.float32)]
         with as_layers_raised_them():
-            return tf.function(work, input_signature=signature).get_concrete_function()
+            return traced(work, signature).get_concrete_function()
 
 
 def _answer(values: tuple[Any, ...]) -> Answer:

@@ -21,6 +21,7 @@ from shardmill.loader.row_source import RowSource
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch
 from train.backends import BACKENDS
+from train.backends.keras.runtime import traced
 from train.config import TrainConfig
 from train.contracts.activities import during, reading, waiting
 from train.contracts.epochs import row_source
@@ -139,8 +140,8 @@ def _named(read: StepReader) -> NamedFunction:
 
     dtype = tf.int64
     outputs = [tf.uint8, tf.int64, tf.float32, tf.int64, tf.int64, tf.float64]
-    traced = tf.function(lambda epoch, step: tf.numpy_function(read, [epoch, step], outputs)).get_concrete_function(
+    function = traced(lambda epoch, step: tf.numpy_function(read, [epoch, step], outputs)).get_concrete_function(
         tf.TensorSpec([], dtype), tf.TensorSpec([], dtype)
     )
-    [operation] = [each for each in traced.graph.get_operations() if each.type == "PyFunc"]
-    return NamedFunction(operation.get_attr("token").decode(), traced)
+    [operation] = [each for each in function.graph.get_operations() if each.type == "PyFunc"]
+    return NamedFunction(operation.get_attr("token").decode(), function)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from train.backends.ema import ema_decay_after
+from train.backends.keras.runtime import traced
 
 
 class WeightAverages:
@@ -16,7 +17,6 @@ class WeightAverages:
 
     def __init__(self, weights: Sequence[Any], limit: float) -> None:
         import keras
-        import tensorflow as tf
 
         self.weights = tuple(weights)
         self.averages = tuple(
@@ -25,7 +25,7 @@ class WeightAverages:
         )
         self.num_updates = keras.Variable(0, dtype="int64", trainable=False, name="num_averaged")
         self._limit = limit
-        self._compiled_move = tf.function(self._move)
+        self._compiled_move = traced(self._move)
 
     def update(self) -> None:
         """After an update of the weights."""

@@ -14,7 +14,7 @@ import numpy as np
 from shardmill.errors import UsageError
 from train.backends.backend import LayerOutput, PredictWithLayer
 from train.backends.keras.backend import KERAS_FILE
-from train.backends.keras.runtime import import_tensorflow
+from train.backends.keras.runtime import import_tensorflow, traced
 from train.backends.keras.serving import PROBABILITIES, VALUES
 from train.backends.layer_names import no_layer
 
@@ -39,14 +39,15 @@ def load_layer(file: Path, layer: str) -> PredictWithLayer:
     answers = next(name for name in (PROBABILITIES, VALUES) if name in model.output)
     signature = tf.TensorSpec((None, *model.input.shape[1:]), tf.uint8)
 
-    @tf.function(input_signature=[signature])
     def compute(images_NHWC: Any) -> Any:
         answers_NK = model(images_NHWC, training=False)[answers]
         output = outputs[-1]
         return tf.cast(answers_NK, tf.float32), tf.cast(tf.reshape(output, (tf.shape(output)[0], -1)), tf.float32)
 
+    compiled = traced(compute, [signature])
+
     def predict(images_NHWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        answers_NK, layer_ND = compute(tf.constant(images_NHWC, tf.uint8))
+        answers_NK, layer_ND = compiled(tf.constant(images_NHWC, tf.uint8))
         return answers_NK.numpy(), layer_ND.numpy()
 
     return predict

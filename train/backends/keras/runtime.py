@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,17 @@ def import_tensorflow() -> Any:
     except ImportError as error:
         raise UsageError(f"this needs TensorFlow: {error}", "which is an extra", install_hint("tensorflow")) from None
     return tf
+
+
+def traced(function: Callable[..., Any], signature: Sequence[Any] | None = None) -> Any:
+    """`function` as a TensorFlow function, which is traced when it is first called with tensors of new shapes.
+
+    AutoGraph would translate the sources of ours first. None of them branches on a tensor's value, and layers of Keras,
+    with all that their `call` does, it leaves as they are.
+    """
+    import tensorflow as tf
+
+    return tf.function(function, input_signature=signature, autograph=False)
 
 
 def start_tensorflow(world: World, seed: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from shardmill.user_module import without_user_package
 from train.backends.backend import ModelSpec, Predict, ServedModel
 from train.backends.keras.losses import answers_of
-from train.backends.keras.runtime import import_tensorflow
+from train.backends.keras.runtime import import_tensorflow, traced
 from train.backends.keras.standardize import standardize
 
 # Outputs of an export.
@@ -56,7 +56,7 @@ class ServingModel:
         """`answers`, compiled as training and serving compile it: other kernels would round otherwise."""
         import tensorflow as tf
 
-        return tf.function(self.answers)(tf.constant(images_NHWC, tf.uint8))[self.answers_name].numpy()
+        return traced(self.answers)(tf.constant(images_NHWC, tf.uint8))[self.answers_name].numpy()
 
 
 def write_saved_model(serving: ServingModel, folder: Path) -> None:

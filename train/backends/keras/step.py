@@ -25,6 +25,7 @@ from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.recompute import Segments, compute_in_tensorflow
+from train.backends.keras.runtime import traced
 from train.backends.keras.standardize import standardize
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.microbatches import microbatches_of
@@ -77,8 +78,6 @@ class TrainStep:
         segments: Segments | None = None,
         seed: int = 0,
     ) -> None:
-        import tensorflow as tf
-
         self._built = built
         self._chosen = chosen
         self._scale = scale
@@ -89,8 +88,8 @@ class TrainStep:
         self._around: Run | None = None
         self._sum_inside: SumInside | None = None
         self.compile()
-        self._compiled_sum = tf.function(_sum_of)
-        self._compiled_outputs = tf.function(self._outputs)
+        self._compiled_sum = traced(_sum_of)
+        self._compiled_outputs = traced(self._outputs)
 
     def wrap(self, run: Run) -> None:
         """Compute gradients inside `run`, in one compiled function."""
@@ -104,13 +103,11 @@ class TrainStep:
 
     def compile(self) -> None:
         """Trace the step anew when it is next called: which variables are trained has changed."""
-        import tensorflow as tf
-
         run = self._around
         self._wrapped = self._gradients if run is None else lambda *arguments: run(self._gradients, *arguments)
-        self._compiled_gradients = tf.function(self._wrapped)
-        self._compiled_update = tf.function(self._update)
-        self._compiled_whole = tf.function(self._whole)
+        self._compiled_gradients = traced(self._wrapped)
+        self._compiled_update = traced(self._update)
+        self._compiled_whole = traced(self._whole)
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         microbatches = list(microbatches_of(batch, self._accumulation_steps))
@@ -240,9 +237,7 @@ class TrainStep:
         with tf.control_dependencies(addends):
             begun = tf.numpy_function(lambda _: inside.begin(), [tf.identity(addends[-1])], [])
         with tf.control_dependencies([begun]):
-            # Nothing in it depends on a tensor's value; AutoGraph would translate a library's sources for a second.
-            summed = tf.autograph.experimental.do_not_convert(inside.sum_tensors)
-            sums = summed([tf.identity(each) for each in addends])
+            sums = inside.sum_tensors([tf.identity(each) for each in addends])
         with tf.control_dependencies(sums):
             ended = tf.numpy_function(lambda _: inside.end(), [tf.identity(sums[-1])], [])
         with tf.control_dependencies([ended]):
