@@ -22,6 +22,7 @@ from dataclasses import replace
 from etl.checks.facts import (
     check_classes,
     check_same_source,
+    emptied_splits,
     inferred_facts,
     inferred_warnings,
     is_up_to_date,
@@ -172,7 +173,7 @@ def _commit_once(
 
         # Commit: the limits, the accounting, then one manifest.
         manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
-    _warn(observer, version_warnings(plan.store, manifest))
+    _warn(observer, [*emptied_splits(plan, manifest), *version_warnings(plan.store, manifest)])
     _warn(observer, refresh_card(plan.store))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, tree, manifest, time.monotonic() - started_seconds, kept, sum(retries))

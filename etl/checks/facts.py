@@ -208,6 +208,16 @@ def images_by_split(plan: BuildPlan) -> Counter[str]:
     return Counter({split: counts[split] + round(getattr(fractions, split) * counts[None]) for split in SPLITS})
 
 
+def emptied_splits(plan: BuildPlan, manifest: Manifest) -> Iterator[str]:
+    """A warning for each split that should have images and has none, by the content hashes or because of rejects."""
+    for split, num_images in images_by_split(plan).items():
+        if num_images and not (split in manifest.splits and manifest.splits[split].num_rows):
+            yield (
+                f"the split {split} is empty; {num_images} of {plan.num_images} images were expected in it: add "
+                "images, or set etl.stratified_splits = true"
+            )
+
+
 def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
     """Of one split (exact or estimated like `images_by_split`), or of all."""
     listing = plan.listing

@@ -208,7 +208,12 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
         # Sections last: the first keys are those that people change most.
         known = sorted(fields, key=lambda key: section_of(fields[key]) is not None)
         known += tree.other_sections if len(keys) == 1 else ()
-        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        near = (
+            difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.85)
+            # `batch` means `global_batch_size` sooner than `watch`.
+            or [key for key in known if keys[-1] in key.split("_")]
+            or difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        )
         hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {_first_few(known)}"
         return f"unknown config key {name}", hint
     if isinstance(error["input"], dict) and error["type"] == "value_error":

@@ -89,7 +89,8 @@ def error_line(error: BaseException) -> str:
 
 
 def _how_to_go_on(visible: str = "") -> str:
-    if sys.argv[1:2] and sys.argv[1] in _READING:
+    command, is_stored = sys.argv[1:2], any(each.partition("=")[0] == "--out" for each in sys.argv)
+    if command and (command[0] in _READING or (command[0] == "predict" and not is_stored)):
         return "nothing was changed; run the same command again"
     # A fresh training is another one each time, but for a run that is named.
     return visible + _CONTINUE.format(but=", without --fresh" if "--fresh" in sys.argv else "")

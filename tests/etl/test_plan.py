@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks.facts import inferred_facts, inferred_warnings
+from etl.checks.facts import emptied_splits, inferred_facts, inferred_warnings
 from etl.checks.version_warnings import version_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
@@ -93,6 +93,18 @@ def test_a_small_split_without_a_class_is_warned_of_when_it_is_made(tmp_path: Pa
     assert warning.startswith(
         "the split test has no image of 2 of 3 classes (class_1, class_2): add images, or set etl."
     )
+
+
+def test_a_split_that_the_content_hashes_left_empty_is_warned_of(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=12)
+    plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
+    build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)
+    manifest = open_dataset(str(tmp_path / "dataset")).manifest
+    assert list(emptied_splits(plan, manifest)) == []
+    of_train = {name: split for name, split in manifest.splits.items() if name == "train"}
+    [validation, test] = emptied_splits(plan, manifest.model_copy(update={"splits": of_train}))
+    assert validation.startswith("the split validation is empty; 1 of 12 images were expected in it")
+    assert "the split test is empty" in test
 
 
 def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: Path):

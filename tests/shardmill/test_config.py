@@ -18,6 +18,7 @@ from train.tree import TrainTree
     ("tree", "override", "message"),
     [
         (TrainTree, "train.epoch=3", r"unknown config key train\.epoch; did you mean train\.epochs\?"),
+        (TrainTree, "train.batch=3", r"unknown config key train\.batch; did you mean train\.global_batch_size\?"),
         (TrainTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),
         (TrainTree, "sauce.uri=x", r"unknown config key sauce; did you mean source\?"),
         (EtlTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),

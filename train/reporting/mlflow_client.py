@@ -53,7 +53,7 @@ def check_address(needed_by: str, uri: str = "", *, reads: bool = False) -> None
         raise UsageError(
             f"{needed_by} is in MLflow's model registry, and MLFLOW_TRACKING_URI is not set",
             "expected the address of the registry",
-            "export MLFLOW_TRACKING_URI=http://HOST:5000",
+            "export MLFLOW_TRACKING_URI=http://HOST:5000 (a promotion takes gate.registry.uri, too)",
         )
     path = re.sub(r"^(sqlite:///|file://)", "", given).partition("?")[0]
     if reads and "://" not in path and not path.startswith("databricks") and not os.path.exists(path):
