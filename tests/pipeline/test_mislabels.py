@@ -86,6 +86,12 @@ def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     assert found["dataset"]["uri"] == planted.dataset.pin.uri
     page = (tmp_path / "found.html").read_text()
     assert len(re.findall("data:image/png", page)) >= min(found["num_likely"], 100)
+    # Both labels in full, on the page and under the pointer.
+    assert ".labelled figure { white-space: normal;" in page
+    first = found["suspects"][0]
+    given, suggested = first["given_label"], first["suggested_label"]
+    assert f"<span>given <b>{given}</b></span><span>suggested <b>{suggested}</b>" in page
+    assert f'title="{first["source"]} ({first["split"]}): given {given}, suggested {suggested} ' in page
     # The same in a notebook.
     value = value_of(MislabelsResult, found)
     assert value.show(2).height < value.show(9).height and "data:image/png" in value._repr_html_()
