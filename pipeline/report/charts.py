@@ -6,6 +6,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from markupsafe import Markup
 
@@ -13,6 +14,8 @@ INK, MUTED, RULE = "#1d2733", "#6b7785", "#e6eaef"
 BLUE, ORANGE, GREEN, VIOLET, RED, GREY = "#2f6fde", "#e8833a", "#2a9d76", "#8660c9", "#cf4b4b", "#b9c2cd"
 SERIES_COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY)
 CHARACTER_WIDTH = 6.6
+LABEL_HEIGHT = 28.0
+"""Of a curve's name and its last value, below each other."""
 MAX_BARS = 40
 
 
@@ -63,7 +66,7 @@ def line_chart(
         parts.append(text(place_x(x), height - bottom + 18, f"{x:g}", anchor="middle", fill=MUTED))
     parts.append(text((left + width - right) / 2, height - 6, x_label, anchor="middle", fill=MUTED))
 
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
     for number, line in enumerate(lines):
         color = SERIES_COLORS[number % len(SERIES_COLORS)]
         points = [(place_x(x), place_y(y), x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
@@ -74,13 +77,12 @@ def line_chart(
             tip = f"{line.name}, {x_label} {x:g}: {y_format.format(y)}"
             point = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.8" fill="{}"><title>{}</title></circle>')
             parts.append(point.format(px, py, color, tip))
-        # Two curves that end close together would write over each other.
-        end_y = points[-1][1]
-        while any(abs(end_y - other) < 26 for other in ends):
-            end_y += 26 if end_y < height / 2 else -26
-        ends.append(end_y)
-        parts.append(text(points[-1][0] + 8, end_y, line.name, fill=color, weight=600))
-        parts.append(text(points[-1][0] + 8, end_y + 13, y_format.format(points[-1][3]), fill=color))
+        ends.append((points[-1][0] + 8, points[-1][1]))
+    heights = spread([y for _, y in ends], LABEL_HEIGHT, top, height - bottom)
+    for number, (line, (x, _), y) in enumerate(zip(lines, ends, heights, strict=True)):
+        color, last = SERIES_COLORS[number % len(SERIES_COLORS)], [y for y in line.ys if math.isfinite(y)][-1]
+        parts.append(text(x, y - 2, line.name, fill=color, weight=600))
+        parts.append(text(x, y + 11, y_format.format(last), fill=color))
     return svg(width, height, parts, y_label)
 
 
@@ -199,6 +201,21 @@ def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequen
         parts,
         "confusion matrix, rows are the true class",
     )
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """The places nearest to the wanted ones that are `gap` apart, in the same order, and between `low` and `high`."""
+    order = sorted(range(len(wanted)), key=lambda number: wanted[number])
+    # Those that would be too close move together, around the mean of where they would be.
+    groups: list[list[float]] = []
+    for place, number in enumerate(order):
+        groups.append([wanted[number] - place * gap])
+        while len(groups) > 1 and fmean(groups[-2]) >= fmean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    last = max(low, high - gap * (len(wanted) - 1))
+    first_of_each = [min(max(fmean(group), low), last) for group in groups for _ in group]
+    placed = dict(zip(order, (start + place * gap for place, start in enumerate(first_of_each)), strict=True))
+    return [placed[number] for number in range(len(wanted))]
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:

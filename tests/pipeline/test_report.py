@@ -8,6 +8,7 @@ import sys
 import tarfile
 import zipfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import cv2
@@ -230,6 +231,22 @@ def test_charts_hold_their_numbers():
     assert list(dict.fromkeys(re.findall(r">(c\d|\d more)<", ends))) == ["c0", "c1", "c2", "c8", "c9", "5 more"]
     assert "25%" in share_bar([("a", 1.0), ("b", 3.0)], title="t")
     assert "true a, predicted b: 2 of 5" in confusion_chart(["a", "b"], [[3, 2], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    "ends", [(0.136, 0.0563), (0.98, 1.0), (0.5, 0.5001, 0.4999), (1.0, 1.0, 1.0), (3.0, 0.0, 1.0)]
+)
+def test_curves_are_named_beside_their_ends_in_the_order_of_their_values(ends: tuple[float, ...]):
+    lines = [Line(f"c{number}", (1.0, 2.0), (4.0, end)) for number, end in enumerate(ends)]
+    chart = line_chart(lines, y_label="y", x_label="x")
+    heights = {name: float(y) for y, name in re.findall(r'<text x="[^"]*" y="([^"]*)"[^>]*>(c\d)<', chart)}
+    points = [float(y) for y in re.findall(r'cy="([^"]*)"', chart)[1::2]]
+    order = sorted(range(len(ends)), key=lambda number: points[number])
+    placed = [heights[f"c{number}"] for number in order]
+    assert all(after - before >= 27.9 for before, after in pairwise(placed))
+    # No farther from its end than the others need.
+    assert max(abs(heights[f"c{number}"] - points[number]) for number in order) <= 28 * (len(ends) - 1) + 3
+    assert min(placed) > 0 and max(placed) + 13 < 260 - 20
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.97, 1.0), (5.0, 5.0), (0.0, 0.0), (-3.0, 2.0), (1e-9, 1e9)])
