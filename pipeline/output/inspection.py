@@ -17,6 +17,7 @@ from shardmill.dataset.versions import latest_version, read_manifest, split_vers
 from shardmill.errors import UsageError
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
+from shardmill.typed_columns import BOXES, MASK
 from shardmill.values import PredictedBy, Rejection
 from shardmill.words import counted, first_of, reasons
 
@@ -100,7 +101,8 @@ def _content_rows(facts: dict[str, Any]) -> Rows:
         embedding = [f"the output of {model['layer']}"] if model["layer"] else []
         return [("stored", ", ".join((*model["columns"], *embedding))), ("model", model["model"])]
     shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
-    return [("stored", f"{image['encoding']}, {shape}")]
+    beside = [word for name, word in ((BOXES, "boxes"), (MASK, "a mask")) if name in facts["extra_columns"]]
+    return [("stored", f"{image['encoding']}, {shape}{', with ' if beside else ''}{' and '.join(beside)}")]
 
 
 def _described_sizes(sizes: ImageSizes | None) -> dict[str, Any] | None:
