@@ -18,6 +18,8 @@ from shardmill.values import RejectReason
 _MAX_COORDINATE = 1e9
 _MAX_CROSSINGS_AT_ONCE = 1 << 20
 _MIN_CORNERS = 3
+MAX_CROSSINGS = 1 << 24
+"""Of the edges of all outlines of an image and the rows of pixels: those of dense contours are some ten thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +37,49 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Patch:
-    """A part of the mask, and which of its pixels are inside."""
+class _Region:
+    """Pixels of a part of the mask, one row after the other: from each edge to the next they are inside by turns."""
 
     top: int
     left: int
-    is_inside_HW: np.ndarray
+    height: int
+    width: int
+    edges: np.ndarray
+    """Ascending places, an even number of them; the last one may be behind the last pixel."""
+    is_by_columns: bool = False
+    """Whether the pixels are one column after the other."""
+
+    @property
+    def num_pixels(self) -> int:
+        return int((self.edges[1::2] - self.edges[::2]).sum(dtype=np.int64))
 
     def paint(self, mask_HW: np.ndarray, value: int) -> None:
-        height, width = self.is_inside_HW.shape
-        mask_HW[self.top : self.top + height, self.left : self.left + width][self.is_inside_HW] = value
+        toggles = np.zeros(self.height * self.width + 1, np.uint8)
+        toggles[self.edges] = 1
+        is_inside = np.bitwise_xor.accumulate(toggles)[:-1].view(bool)
+        if self.is_by_columns:
+            is_inside_HW = is_inside.reshape(self.width, self.height).T
+        else:
+            is_inside_HW = is_inside.reshape(self.height, self.width)
+        mask_HW[self.top : self.top + self.height, self.left : self.left + self.width][is_inside_HW] = value
 
 
 def draw_outlines(outlines: Sequence[Outline], height: int, width: int) -> np.ndarray:
     """The mask, uint8 (H, W), 0 outside all outlines. Of equally large ones the later is on top.
 
-    Raises Refused for run lengths of an image of another size.
+    Raises Refused for run lengths of an image of another size, and for outlines that cross too many rows.
     """
-    areas = [_area_of(outline, height, width) for outline in outlines]
+    num_crossings = sum(_num_crossings(corners_P2, height) for each in outlines for corners_P2 in each.polygons_P2)
+    if num_crossings > MAX_CROSSINGS:
+        detail = f"the outlines cross {num_crossings} rows of pixels; at most {MAX_CROSSINGS} are drawn"
+        raise Refused(RejectReason.BAD_MASK, detail)
+    regions = [_regions_of(outline, height, width) for outline in outlines]
+    areas = [sum(region.num_pixels for region in each) for each in regions]
     order = sorted(range(len(outlines)), key=lambda place: (not outlines[place].is_crowd, -areas[place], place))
     mask_HW = np.zeros((height, width), np.uint8)
     for place in order:
-        for patch in _patches_of(outlines[place], height, width):
-            patch.paint(mask_HW, outlines[place].value)
+        for region in regions[place]:
+            region.paint(mask_HW, outlines[place].value)
     return mask_HW
 
 
@@ -106,25 +128,29 @@ def _unpacked(text: str) -> list[int]:
     return lengths
 
 
-def _area_of(outline: Outline, height: int, width: int) -> int:
-    return sum(int(patch.is_inside_HW.sum()) for patch in _patches_of(outline, height, width))
-
-
-def _patches_of(outline: Outline, height: int, width: int) -> list[_Patch]:
+def _regions_of(outline: Outline, height: int, width: int) -> list[_Region]:
     if outline.run_lengths is None:
         return [_inside(corners_P2, height, width) for corners_P2 in outline.polygons_P2]
     lengths = outline.run_lengths
     if (lengths > height * width).any() or int(lengths.sum()) != height * width:
         raise Refused(RejectReason.BAD_MASK, f"the run lengths of an outline do not add up to {width}x{height} pixels")
-    is_inside = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-    return [_Patch(0, 0, is_inside.reshape(width, height).T)]
+    # Where a run ends. The last one is not a place if it is outside, and a run of no pixels is none.
+    ends, times = np.unique(np.cumsum(lengths)[: len(lengths) // 2 * 2], return_counts=True)
+    return [_Region(0, 0, height, width, ends[times % 2 == 1], is_by_columns=True)]
 
 
-def _inside(corners_P2: np.ndarray, height: int, width: int) -> _Patch:
+def _num_crossings(corners_P2: np.ndarray, height: int) -> int:
+    """How often the edges of a polygon cross the centres of rows."""
+    rows_P = np.clip(np.ceil(corners_P2[:, 1] - 0.5), 0, height)
+    return int(np.abs(rows_P - np.roll(rows_P, -1)).sum())
+
+
+def _inside(corners_P2: np.ndarray, height: int, width: int) -> _Region:
     """In each row, a pixel is inside if edges cross the row at an odd number of places left of the pixel's centre."""
-    top, bottom = (_first_centre(edge, height) for edge in (corners_P2[:, 1].min(), corners_P2[:, 1].max()))
-    left, right = (_first_centre(edge, width) for edge in (corners_P2[:, 0].min(), corners_P2[:, 0].max()))
-    crosses_HW = np.zeros((bottom - top, right - left + 1), np.uint8)
+    top, bottom = (_first_centre(side, height) for side in (corners_P2[:, 1].min(), corners_P2[:, 1].max()))
+    left, right = (_first_centre(side, width) for side in (corners_P2[:, 0].min(), corners_P2[:, 0].max()))
+    # Behind the last pixel of a row is the first one of the next, where that row goes on or begins to be inside.
+    toggles = np.zeros((bottom - top) * (right - left) + 1, np.uint8)
     ends_P2 = np.roll(corners_P2, -1, axis=0)
     step = max(1, _MAX_CROSSINGS_AT_ONCE // max(1, bottom - top))
     for first in range(0, len(corners_P2), step):
@@ -134,13 +160,13 @@ def _inside(corners_P2: np.ndarray, height: int, width: int) -> _Patch:
         )
         starts_E, stops_E = (np.clip(np.ceil(side - 0.5), top, bottom).astype(np.int64) for side in _sorted(y_E2))
         counts_E = stops_E - starts_E
-        edges_C = np.repeat(np.arange(len(counts_E)), counts_E)
-        rows_C = np.arange(len(edges_C)) + np.repeat(starts_E - (np.cumsum(counts_E) - counts_E), counts_E)
-        slopes_C = (x_E2[edges_C, 1] - x_E2[edges_C, 0]) / (y_E2[edges_C, 1] - y_E2[edges_C, 0])
-        x_C = x_E2[edges_C, 0] + (rows_C + 0.5 - y_E2[edges_C, 0]) * slopes_C
+        slopes_E = (x_E2[:, 1] - x_E2[:, 0]) / np.where(counts_E == 0, 1, y_E2[:, 1] - y_E2[:, 0])
+        rows_C = np.arange(counts_E.sum()) + np.repeat(starts_E - (np.cumsum(counts_E) - counts_E), counts_E)
+        x0_C, y0_C, slopes_C = (np.repeat(each, counts_E) for each in (x_E2[:, 0], y_E2[:, 0], slopes_E))
+        x_C = x0_C + (rows_C + 0.5 - y0_C) * slopes_C
         columns_C = np.clip(np.ceil(x_C - 0.5), left, right).astype(np.int64)
-        np.bitwise_xor.at(crosses_HW, (rows_C - top, columns_C - left), 1)
-    return _Patch(top, left, np.bitwise_xor.accumulate(crosses_HW, axis=1)[:, :-1].astype(bool))
+        np.add.at(toggles, (rows_C - top) * (right - left) + columns_C - left, np.uint8(1))
+    return _Region(top, left, bottom - top, right - left, np.flatnonzero(toggles & 1))
 
 
 def _first_centre(edge: float, length: int) -> int:

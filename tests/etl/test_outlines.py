@@ -80,6 +80,15 @@ def test_the_smaller_outline_is_on_top_and_crowds_are_below() -> None:
     assert not draw_outlines([outline(1, [3, 3, 3, 3, 3, 3]), outline(1, rectangle(20, 20, 30, 30))], 10, 10).any()
 
 
+def test_outlines_that_cross_too_many_rows_are_not_drawn() -> None:
+    zigzag = np.stack([np.linspace(0, 3000, 20_000), np.arange(20_000) % 2 * 3000], 1).ravel().tolist()
+    with pytest.raises(Refused, match="the outlines cross 60000000 rows of pixels; at most 16777216 are drawn"):
+        draw_outlines([outline(1, zigzag)], 3000, 3000)
+    # A fifth of them: teeth on both sides of the edge that closes the polygon.
+    mask_HW = draw_outlines([outline(1, zigzag[: 2 * 4_000])], 3000, 3000)
+    assert 0.32 < mask_HW[:, :600].mean() < 0.34 and not mask_HW[:, 601:].any()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_drawn_mask_lies_where_its_pixels_are(mode: str) -> None:
     height, width, box = 60, 90, [18, 20, 63, 50]
