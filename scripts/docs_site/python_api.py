@@ -12,8 +12,8 @@ HEAD = """# Python API
 `import shardmill` loads nothing heavy; each name is imported on first use.
 [Your training loop](../get-started/your-loop.md) shows the calls in order.
 
-`Folder` in a signature is a path or URI, as `str` or `os.PathLike`. `Place` may also be an open version (`Dataset`, `Predictions`), which stands for
-its `URI@N`.
+`Folder` in a signature is a path or URI, as `str` or `os.PathLike`. `Place` may also be an open version (`Dataset`,
+`Predictions`), which stands for its `URI@N`.
 """
 ALSO = (
     "shardmill.loader.dataset.LoadableDataset",
