@@ -82,6 +82,7 @@ def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
     """The groups of images that look alike if a number of bits is given, else all that `--quality` shows."""
     from pipeline.output import data_faults as output
     from pipeline.output.progress import reading_bar
+    from shardmill.data_faults.equal_bytes import find_equal_bytes
     from shardmill.data_faults.looks import read_looks
     from shardmill.data_faults.near_duplicates import find_near_duplicates
     from shardmill.data_faults.quality import find_faults
@@ -93,5 +94,6 @@ def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
         groups = output.near_duplicates_document(find_near_duplicates(looks, near_duplicates))
         return groups, output.near_duplicate_rows(groups)
     copies = find_near_duplicates(looks, output.QUALITY_BITS)
-    found = output.quality_document(find_faults(looks), dataset.manifest.counts, copies)
+    equal = find_equal_bytes(dataset)
+    found = output.quality_document(find_faults(looks), dataset.manifest.counts, equal, copies)
     return found, output.quality_rows(found)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.output.printing import Rows, plain
-from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, Telltale
+from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, SuspectImage, Telltale
 from shardmill.words import counted
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _NUM_GROUPS_SHOWN = 20
 _NUM_SUSPECTS_SHOWN = 4
+_NUM_MEMBERS_SHOWN = 4
 QUALITY_BITS = 3
 """What is most likely a copy: fewer bits miss some, more find others."""
 
@@ -32,17 +33,22 @@ def near_duplicates_document(groups: Iterable[SimilarImages]) -> list[dict[str, 
     ]
 
 
-def quality_document(quality: Quality, counts: Counts, groups: Iterable[SimilarImages]) -> dict[str, Any]:
+def quality_document(
+    quality: Quality, counts: Counts, equal: Sequence[SimilarImages], groups: Iterable[SimilarImages]
+) -> dict[str, Any]:
     """Suspect images by fault, properties that tell classes apart, and copies: equal bytes and near duplicates."""
     return {
         "num_images": quality.num_images,
         "limits": plain(DEFAULT_LIMITS),
+        "measures": {str(fault): fault.measure for fault in Fault},
         "faults": {str(fault): [plain(each) for each in quality.of(fault)] for fault in Fault},
         "telltales": [plain(each) for each in quality.telltales],
         "equal_bytes": {
-            "num_images": counts.duplicate_content,
+            "num_groups": len(equal),
+            "num_images": sum(len(group.images) for group in equal),
             "conflicting_label": counts.conflicting_label,
             "leaked_content": counts.leaked_content,
+            "groups": near_duplicates_document(equal),
         },
         "near_duplicates": near_duplicates_document(groups),
     }
@@ -57,26 +63,34 @@ def quality_rows(found: dict[str, Any]) -> Rows:
         if len(images) > _NUM_SUSPECTS_SHOWN:
             rows.append(("", f"and {len(images) - _NUM_SUSPECTS_SHOWN:,} more: --json lists all"))
     rows += [("WARNING", telltale_words(Telltale(**each))) for each in found["telltales"]]
-    equal, near = found["equal_bytes"], found["near_duplicates"]
-    leaked, num_leaks = equal["leaked_content"] or 0, sum(group["crosses_splits"] for group in near)
-    conflicts, num_conflicts = equal["conflicting_label"], sum(group["conflicting_label"] for group in near)
-    return [
-        *rows,
-        (
-            "equal bytes",
-            f"{counted(equal['num_images'], 'image')}; {leaked:,} in several splits, {conflicts:,} of several classes",
-        ),
-        (
-            "near duplicates",
-            f"{counted(len(near), 'group')}; {num_leaks:,} in several splits, {num_conflicts:,} of several classes "
-            f"(--near-duplicates {QUALITY_BITS})",
-        ),
-    ]
+    near = found["near_duplicates"]
+    rows += _copy_rows("equal bytes", found["equal_bytes"]["groups"]) + _copy_rows("near duplicates", near)
+    if near:
+        rows.append(("", f"at most {QUALITY_BITS} of 64 bits differ: inspect DATASET --near-duplicates {QUALITY_BITS}"))
+    return rows
+
+
+def _copy_rows(kind: str, groups: list[dict[str, Any]]) -> Rows:
+    """How many groups and images, then the first groups; those in several splits come first."""
+    if not groups:
+        return [(kind, "none")]
+    num_images = sum(len(group["images"]) for group in groups)
+    num_leaks = sum(group["crosses_splits"] for group in groups)
+    num_conflicts = sum(group["conflicting_label"] for group in groups)
+    counts = f"{counted(len(groups), 'group')} with {num_images:,} images"
+    first = f"{counts}; {counted(num_leaks, 'group')} in several splits, {num_conflicts:,} of several classes"
+    return [(kind, first), *(("", _members(group)) for group in groups[:_NUM_SUSPECTS_SHOWN])]
+
+
+def _members(group: dict[str, Any]) -> str:
+    images = [f"{each['source']} ({each['split']}, {each['class_name'] or 'no class'})" for each in group["images"]]
+    return "; ".join(images[:_NUM_MEMBERS_SHOWN]) + (" ..." if len(images) > _NUM_MEMBERS_SHOWN else "")
 
 
 def _suspect(image: dict[str, Any]) -> str:
     of_class = image["class_name"] or "no class"
-    return f"{image['source']} ({image['split']}, {of_class}): {image['value']:.3g}, usually {image['usual']:.3g}"
+    measured = SuspectImage(**{**image, "fault": Fault(image["fault"])}).words
+    return f"{image['source']} ({image['split']}, {of_class}): {measured}"
 
 
 def telltale_words(found: Telltale) -> str:
@@ -100,7 +114,6 @@ def near_duplicate_rows(groups: list[dict[str, Any]]) -> Rows:
     ]
     for group in groups[:_NUM_GROUPS_SHOWN]:
         facts = [*(["leak"] if group["crosses_splits"] else []), *(["labels"] if group["conflicting_label"] else [])]
-        images = [f"{each['source']} ({each['split']}, {each['class_name'] or 'no class'})" for each in group["images"]]
-        rows.append((", ".join(facts) or "alike", "; ".join(images[:4]) + (" ..." if len(images) > 4 else "")))
+        rows.append((", ".join(facts) or "alike", _members(group)))
     left = len(groups) - _NUM_GROUPS_SHOWN
     return [*rows, *([("", f"and {left:,} more: --json lists all")] if left > 0 else [])]

@@ -144,11 +144,16 @@ class SourceFindings(Shown):
 class EqualBytes:
     """Copies of the same file in a version."""
 
+    num_groups: int
+    """Different files of which there are several copies."""
     num_images: int
+    """Images in these groups."""
     conflicting_label: int
-    """Images whose copies have several classes."""
+    """Those of them in groups of several classes."""
     leaked_content: int | None
-    """Images in several splits."""
+    """Those of them in groups in several splits; None in a version of an older shardmill."""
+    groups: tuple[SimilarImages, ...]
+    """Those in several splits first."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -23,6 +23,25 @@ class Fault(StrEnum):
     ODD_SIZE = "odd_size"
     ODD_ASPECT = "odd_aspect"
 
+    @property
+    def measure(self) -> str:
+        """What is measured of an image to find it."""
+        return _MEASURES[self][0]
+
+    def words(self, value: float) -> str:
+        """A measured value with its unit: `83 px`."""
+        rounded = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{rounded}{_MEASURES[self][1]}"
+
+
+_MEASURES = {
+    Fault.UNIFORM: ("contrast", " of 255"),
+    Fault.DARK: ("brightness", " of 255"),
+    Fault.BLURRED: ("sharpness", ""),
+    Fault.ODD_SIZE: ("root of the source's area", " px"),
+    Fault.ODD_ASPECT: ("width to height", ""),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class QualityLimits:
@@ -64,6 +83,11 @@ class SuspectImage:
     """What was measured: contrast, brightness, sharpness, side in pixels or aspect ratio."""
     usual: float
     """The same of the median image."""
+
+    @property
+    def words(self) -> str:
+        """`contrast 0 of 255, usually 33.5 of 255`."""
+        return f"{self.fault.measure} {self.fault.words(self.value)}, usually {self.fault.words(self.usual)}"
 
 
 @dataclass(frozen=True, slots=True)

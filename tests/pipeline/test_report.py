@@ -114,7 +114,8 @@ def test_the_files_of_a_run_are_gathered(tmp_path: Path):
     assert f"Pixels of train, by channel, from 0 to 255: mean {mean}; standard deviation {std}." in page
     assert "Without any image: nothing &lt;b&gt;." in page
     assert (
-        "1 sample with the bytes of another one; 2 share them with one of another class; 2 with one in another" in page
+        "1 extra copy of images in the dataset. 2 images in groups of equal bytes with several classes. "
+        "2 images in groups in several splits: a leak." in page
     )
     # All images have 16 pixels a side, and are about square.
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "images").rglob("*.png"))

@@ -74,8 +74,8 @@ def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields()
 
 def test_copies_under_several_classes_are_counted():
     group = {"crosses_splits": False, "conflicting_label": True, "images": []}
-    equal = {"num_images": 1, "leaked_content": None, "conflicting_label": 1}
-    found = {"faults": {}, "num_images": 9, "telltales": [], "equal_bytes": equal, "near_duplicates": [group]}
-    exact, near = (row[1] for row in quality_rows(found))
-    assert exact == "1 image; 0 in several splits, 1 of several classes"
-    assert near.startswith("1 group; 0 in several splits, 1 of several classes")
+    found = {"faults": {}, "num_images": 9, "telltales": [], "equal_bytes": {"groups": []}, "near_duplicates": [group]}
+    exact, near, _, how = (row[1] for row in quality_rows(found))
+    assert exact == "none"
+    assert near == "1 group with 0 images; 0 groups in several splits, 1 of several classes"
+    assert how == "at most 3 of 64 bits differ: inspect DATASET --near-duplicates 3"

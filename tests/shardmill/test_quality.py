@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.samples import Samples
 from tests.etl.test_incremental import build as build_version
 from tests.etl.test_incremental import opened
+from tests.pipeline.command import shardmill
 from tests.support import build_here
 
 PLANTED = {
@@ -121,3 +125,32 @@ def test_a_telltale_is_named(feature: str, image_of_class: Callable[[int, int], 
 
 def test_classes_of_like_images_have_no_telltale(photos: Path, tmp_path: Path):
     assert find_faults(read_looks(build(photos, tmp_path / "dataset"))).telltales == ()
+
+
+def test_copies_are_named_with_units_and_values_with_names(photos: Path, tmp_path: Path):
+    images = tmp_path / "images"
+    for name, copies in (
+        ("3.png", ("cat/a.png", "dog/b.png")),
+        ("uniform.png", ("cat/c.png", "cat/d.png", "cat/e.png")),
+    ):
+        source = next(photos.glob(f"*/{name}"))
+        for each in copies:
+            (images / each).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, images / each)
+    for seed in range(10, 30):
+        shutil.copy(next(photos.glob(f"*/{seed}.png")), images / "dog")
+    build(images, tmp_path / "dataset")
+    asked = ("inspect", tmp_path / "dataset", "--quality")
+    lines = shardmill(*asked, cwd=tmp_path).stdout.splitlines()
+    place = lines.index("equal bytes\t2 groups with 5 images; 0 groups in several splits, 1 of several classes")
+    of_several, alike = (line.split("; ") for line in lines[place + 1 : place + 3])
+    assert [re.sub(r"\(.*, (\w+)\)", r"\1", each) for each in of_several] == ["\tcat/a.png cat", "dog/b.png dog"]
+    assert len(alike) == 3
+    assert re.search(r"^\tcat/c.png \(\w+, cat\): contrast 0 of 255, usually [\d.]+ of 255$", "\n".join(lines), re.M)
+    found = json.loads(shardmill(*asked, "--json", cwd=tmp_path).stdout)
+    equal = found["equal_bytes"]
+    assert (equal["num_groups"], equal["num_images"], equal["conflicting_label"]) == (2, 5, 2)
+    assert [len(group["images"]) for group in equal["groups"]] == [2, 3] and equal["groups"][0]["conflicting_label"]
+    assert found["measures"]["odd_size"] == "root of the source's area"
+    # Those that have something to compare are near duplicates as well.
+    assert found["near_duplicates"] == equal["groups"][:1]
