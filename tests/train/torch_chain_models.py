@@ -49,6 +49,9 @@ def tied(image_shape, num_classes):
 class Counting(nn.Linear):
     """Counts what it has seen in training, and keeps a mask that the first pass fills."""
 
+    num_images: torch.Tensor
+    mask: torch.Tensor
+
     def __init__(self, size):
         super().__init__(size, size)
         self.register_buffer("num_images", torch.zeros((), dtype=torch.int64))
