@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pyarrow as pa
 
@@ -177,7 +177,7 @@ def _size_of(sides: list[Any]) -> dict[str, Value]:
         raise ValueError(f"width and height are {printable(repr(sides)[:60])}, expected whole numbers") from None
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it is one of JSON's that a float can hold."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
