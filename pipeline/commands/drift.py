@@ -15,7 +15,7 @@ from pipeline.tree import PipelineTree
 from shardmill.data_faults.drift import baseline_of, measure_drift
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
-from shardmill.errors import DriftLimitExceeded
+from shardmill.errors import DriftLimitExceeded, UsageError
 from shardmill.jobs.ending import report_error
 from shardmill.stores import open_store
 
@@ -73,5 +73,12 @@ def _compare(uri: str, against: str, baseline: int, limit: float) -> DriftCompar
         before = read_manifest(store, (latest_version(store) or 1) if version is None else version)
     else:
         store, before = dataset.store, baseline_of(dataset.store, dataset.manifest, baseline)
+    for uri, manifest in ((dataset.pin.uri, dataset.manifest), (store.uri, before)):
+        if manifest is not None and manifest.predicted_by is not None:
+            raise UsageError(
+                f"{uri}@{manifest.version} holds predictions",
+                "expected versions of images: predictions have neither pixels nor labels to compare",
+                "compare the datasets that were predicted",
+            )
     drift = None if before is None else measure_drift(before, dataset.manifest)
     return DriftComparison(dataset, store.uri, drift, limit)

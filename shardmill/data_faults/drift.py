@@ -20,6 +20,8 @@ from shardmill.section import Section
 from shardmill.storage import Store
 
 _NUM_MOVED = 5
+# Of the distance of the figure that has moved most; what has moved less explains nothing.
+_LEAST_MOVED = 0.1
 _CHANNEL_NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
@@ -61,7 +63,9 @@ class AspectDrift(Section):
     why_not: str = ""
     """Why they cannot."""
     figures: tuple[Moved, ...] = ()
-    """The figures that differ most, the largest difference first; of pixels, those of the channel that differs most."""
+    """Up to 5 figures that differ most, the largest difference first, none below a tenth of it; of pixels, those of the
+    channel that differs most.
+    """
 
     @property
     def words(self) -> str:
@@ -162,7 +166,10 @@ def _of_counts(aspect: Aspect, before: Mapping[str, int], after: Mapping[str, in
         for name in dict.fromkeys((*before, *after))
     ]
     amount = math.fsum(map(_distance, shares)) / 2
-    moved = sorted((each for each in shares if _distance(each)), key=_distance, reverse=True)
+    least = _LEAST_MOVED * max(map(_distance, shares))
+    moved = sorted(
+        (each for each in shares if _distance(each) and _distance(each) >= least), key=_distance, reverse=True
+    )
     return AspectDrift(aspect=aspect, amount=min(amount, 1.0), figures=tuple(moved[:_NUM_MOVED]))
 
 

@@ -26,11 +26,10 @@ def find_equal_bytes(dataset: Dataset) -> list[SimilarImages]:
     rows = pa.concat_tables(_rows_of_split(dataset, split) for split in manifest.splits)
     counts = rows.group_by("source_sha256").aggregate([([], "count_all")])
     repeated = counts.filter(pc.field("count_all") > 1).column("source_sha256")
+    names = dict(enumerate(manifest.class_names))
     by_digest: dict[str, list[SimilarImage]] = {}
     for row in rows.filter(pc.is_in(rows.column("source_sha256"), repeated)).to_pylist():
-        label = row["label"]
-        named = label is not None and 0 <= label < len(manifest.class_names)
-        image = SimilarImage(row["source"], row["split"], manifest.class_names[label] if named else None)
+        image = SimilarImage(row["source"], row["split"], names.get(row["label"]))
         by_digest.setdefault(row["source_sha256"], []).append(image)
     groups = [SimilarImages(tuple(sorted(each, key=lambda image: image.source))) for each in by_digest.values()]
     return sorted(groups, key=lambda each: (not each.crosses_splits, not each.has_conflict, each.images[0].source))

@@ -11,6 +11,7 @@ import pytest
 
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
+from tests.etl.pixels import predict_pixels
 from tests.pipeline.command import SUMMARY_SCHEMA, last_line, shardmill
 from tests.support import make_dataset
 
@@ -56,6 +57,15 @@ def test_a_limit_ends_with_7_behind_the_table(folder: Path):
     absent = shardmill("drift", folder / "dataset", "--against", "7", cwd=folder)
     assert absent.returncode == 2 and "has no version 7" in last_line(absent)
     assert shardmill("drift", folder / "dataset", "--max-drift", "2", cwd=folder).returncode == 2
+
+
+def test_predictions_have_no_drift(folder: Path):
+    predict_pixels(open_dataset(str(folder / "dataset@1")), folder / "predictions")
+    for arguments in ((folder / "predictions",), (folder / "dataset", "--against", folder / "predictions")):
+        refused = shardmill("drift", *arguments, cwd=folder)
+        assert refused.returncode == 2 and not refused.stdout
+        assert "predictions@1 holds predictions" in last_line(refused)
+        assert "compare the datasets that were predicted" in last_line(refused)
 
 
 def test_with_a_config_it_is_a_stage_of_the_run(folder: Path):

@@ -74,6 +74,12 @@ def test_class_shares_are_one_minus_what_both_have_in_common(manifest: Manifest)
         assert not drift_in(Aspect.CLASS_SHARES, *(with_counts(manifest, c) for c in (before, doubled(before)))).amount
 
 
+def test_what_hardly_moved_is_not_listed_beside_what_did(manifest: Manifest):
+    before, after = {"a": 468, "b": 322, "c": 210}, {"a": 467, "b": 433, "c": 100}
+    found = drift_in(Aspect.CLASS_SHARES, with_counts(manifest, before), with_counts(manifest, after))
+    assert found.moves == "b 32.2% -> 43.3%, c 21.0% -> 10.0%" and found.amount == pytest.approx(0.111)
+
+
 def doubled(counts: dict[str, int]) -> dict[str, int]:
     return {name: 2 * count for name, count in counts.items()}
 
