@@ -15,6 +15,7 @@ from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from shardmill.user_module import without_user_package
 from train.backends.gpu_builds import check_seen
+from train.backends.quick_import import without_collection
 from train.contracts.world import World
 
 
@@ -23,7 +24,8 @@ def import_tensorflow() -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     try:
-        import tensorflow as tf
+        with without_collection():
+            import tensorflow as tf
     except ImportError as error:
         raise UsageError(f"this needs TensorFlow: {error}", "which is an extra", install_hint("tensorflow")) from None
     return tf

@@ -10,13 +10,15 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from train.backends.gpu_builds import check_seen
+from train.backends.quick_import import without_collection
 from train.contracts.world import World
 
 
 def import_torch() -> Any:
     """The module `torch`. Raises UsageError that names the extra if it cannot be imported."""
     try:
-        import torch
+        with without_collection():
+            import torch
     except ImportError as error:
         raise UsageError(f"this needs PyTorch: {error}", "which is an extra", install_hint("torch")) from None
     return torch
@@ -29,7 +31,9 @@ def start_torch(world: World, seed: int) -> None:
     torch = import_torch()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node))
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(True)
+    with without_collection():
+        # It imports PyTorch's compilers.
+        torch.use_deterministic_algorithms(True)
     # By default it also fills all fresh memory, to show who reads what was never written: a sixth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
