@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.config import load_pipeline, without_secrets
 from pipeline.config_file import to_toml
+from pipeline.output.printing import outcome_words
 from pipeline.output.progress import RunProgress
 from pipeline.tree import PipelineTree
 from shardmill.dataset.versions import split_version
@@ -25,8 +26,6 @@ SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotio
 
 WHOLE_PIPELINE = frozenset({"etl", "verify", "train", "export", "evaluate", "promote"})
 """A run is `ok` once all of these have ended well, in one process or in several; before that it is `partial`."""
-
-OUTCOMES = {"done": "done", "skipped": "skipped, its result already exists", "failed": "failed"}
 
 Value = TypeVar("Value")
 
@@ -47,7 +46,7 @@ class Run:
         """Do a stage, record it, and say how it went; returns what `work` returned."""
         value = self.record.stage(name, work, record_of)
         ended = self.record.ended[-1]
-        self.progress.finish(f"{name}: {OUTCOMES[ended.status]} ({ended.seconds:.1f} s)")
+        self.progress.finish(f"{name}: {outcome_words(ended)} ({ended.seconds:.1f} s)")
         return value
 
 

@@ -19,12 +19,21 @@ if TYPE_CHECKING:
 
 def stage_title(record: StageRecord) -> str:
     """The title of a single stage's result; for a skipped stage, the rows show its earlier result."""
-    if record.status != "skipped":
-        # That it is done, and in how many seconds, is on stderr already.
-        return record.stage
-    if record.stage == "evaluate":
+    if record.status == "skipped" and record.stage == "evaluate":
         return "evaluate: not recomputed; these are the metrics recorded by the training"
-    return f"{record.stage}: skipped; its result already exists"
+    # Whether it is done or was skipped, and in how many seconds, is on stderr already.
+    return record.stage
+
+
+def outcome_words(record: StageRecord) -> str:
+    """How a stage has ended, for its line on stderr."""
+    if record.status != "skipped":
+        return record.status
+    registered = (record.sections.get("promotion") or {}).get("registered")
+    if registered is None:
+        return "skipped, its result already exists"
+    # The registry was asked, and may have been told.
+    return f"already current, {f'registered as {registered}' if registered else 'and not registered'}"
 
 
 def verify_rows(report: VerifyReport) -> Rows:

@@ -15,7 +15,7 @@ import pytest
 from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import diagnose, examine, rehearsed
 from pipeline.doctor.finding import Finding
-from pipeline.output.printing import stage_title
+from pipeline.output.printing import outcome_words, stage_title
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
@@ -99,7 +99,11 @@ def test_a_skipped_stage_says_what_it_shows():
     # That it is done was reported on stderr already, with its seconds.
     assert stage_title(StageRecord(stage="evaluate")) == "evaluate"
     assert "metrics recorded by the training" in stage_title(StageRecord(stage="evaluate", status="skipped"))
-    assert stage_title(StageRecord(stage="export", status="skipped")) == "export: skipped; its result already exists"
+    assert stage_title(StageRecord(stage="export", status="skipped")) == "export"
+    assert outcome_words(StageRecord(stage="export", status="skipped")) == "skipped, its result already exists"
+    for registered, words in (("models:/photos/1", "registered as models:/photos/1"), ("", "and not registered")):
+        record = StageRecord(stage="promote", status="skipped", sections={"promotion": {"registered": registered}})
+        assert outcome_words(record) == f"already current, {words}"
 
 
 def rows_of(tree: PipelineTree, workdir: Path) -> dict[str, Finding]:

@@ -23,6 +23,8 @@ CLIENT_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     # It tells MLflow's makers how it is used.
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # What it does to its database is between our lines.
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
     # With `--json`, stdout is for machines.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
