@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw
 
 from shardmill.loader.boxes import RowBoxes
+from shardmill.loader.caption_font import caption_font, writable
 from shardmill.loader.drawn import Named, drawn_over, named_boxes
 from shardmill.typed_columns import BOXES
 
@@ -48,15 +49,14 @@ def contact_sheet(samples: Sequence[StoredSample], class_names: Sequence[str]) -
 def _write(draw: ImageDraw.ImageDraw, captions: Sequence[Named], place: tuple[int, int], width: int) -> None:
     left, top = place
     for each in captions:
-        # The font that Pillow brings has no letters beyond Latin ones.
-        text = _fitting(draw, str(each).encode("latin-1", "replace").decode("latin-1"), place[0] + width - left)
-        draw.text((left, top), text, fill=each.colour)
-        left += round(draw.textlength(f"{text} "))
+        text = _fitting(draw, writable(str(each), caption_font()), place[0] + width - left)
+        draw.text((left, top), text, fill=each.colour, font=caption_font())
+        left += round(draw.textlength(f"{text} ", caption_font()))
         if left + _GAP >= place[0] + width:
             return
 
 
 def _fitting(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
-    while len(text) > 1 and draw.textlength(text) > width:
+    while len(text) > 1 and draw.textlength(text, caption_font()) > width:
         text = text[:-1]
     return text
