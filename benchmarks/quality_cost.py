@@ -24,7 +24,7 @@ from results import hardware
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import plan_build
 from etl.units.units import WorkUnit
-from etl.units.write_unit import write_unit
+from etl.units.write_unit import Decoders, write_unit
 from shardmill.images import process
 from shardmill.jobs.config import DatasetConfig
 from shardmill.options import NormalizeOptions
@@ -98,7 +98,7 @@ def measured(images: Path, size: int, rounds: int) -> tuple[float, list[str]]:
         def seconds(unit: WorkUnit, with_measures: bool) -> float:
             with nullcontext() if with_measures else without_measures():
                 started = time.process_time()
-                write_unit(unit, plan.task, HereDecoder())
+                write_unit(unit, plan.task, Decoders(HereDecoder(), HereDecoder()))
                 return time.process_time() - started
 
         least = {(unit.index, which): math.inf for unit in plan.units for which in (True, False)}

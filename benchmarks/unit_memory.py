@@ -26,7 +26,8 @@ from workloads import find_photos
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.engines.unit_json import decode_task, decode_unit, encode_task, encode_unit
 from etl.plan import plan_build
-from etl.units.write_unit import write_unit
+from etl.units.write_unit import Decoders, write_unit
+from shardmill.images.make_mask import MAKE_MASK
 from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.jobs.config import DatasetConfig
 
@@ -94,7 +95,9 @@ def _write(folder: Path) -> None:
     task, unit = decode_task((folder / "task").read_bytes()), decode_unit((folder / "unit").read_bytes())
     pa.table({"": [0]})  # Arrow imports pandas now
     idle = _status_bytes("VmRSS")
-    result = write_unit(unit, task, OwnProcessDecoder(task.config.decode_limits()))  # pyright: ignore[reportArgumentType]
+    limits = task.config.decode_limits()
+    decoders = Decoders(OwnProcessDecoder(limits), OwnProcessDecoder(limits, MAKE_MASK))
+    result = write_unit(unit, task, decoders)  # pyright: ignore[reportArgumentType]
     sizes = [shard.size_bytes for shard in result.shards]
     stored, largest = sum(sizes) / 1e6, max(sizes) / 1e6
     print(f"{unit.num_images} images in {len(sizes)} shards of {stored:,.0f} MB, the largest {largest:,.0f} MB")

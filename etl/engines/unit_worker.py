@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import IO, Any
 
 import pyarrow as pa
@@ -23,12 +24,13 @@ from etl.engines.worker_process import END, KILLED
 from etl.sources import SOURCES
 from etl.units.copy_unit import copy_rows
 from etl.units.units import CopyUnit
-from etl.units.write_unit import Decoder, sandbox_of_process, write_unit
+from etl.units.write_unit import Decoder, Decoders, sandboxes_of_process, write_unit
 from etl.user_code import own_error
 from shardmill.child_process import begin_child, own_pipes
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
+from shardmill.images.make_mask import MAKE_MASK
 from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
@@ -121,23 +123,27 @@ def _work(requests: int, answers: int) -> None:
         if first is None:
             return
         task = decode_task(first[1])
-        decoder = (
-            _AnnouncingDecoder(sandbox_of_process(task.config), lambda key: _answer(pipe, {"begun": key}))
-            if first[0]["is_careful"]
-            else OwnProcessDecoder(task.config.decode_limits())
-        )
+        decoders = _decoders(task.config, pipe, is_careful=first[0]["is_careful"])
         while (request := read_message(waiting)) is not None:
             try:
                 unit = decode_unit(request[1])
                 if isinstance(unit, CopyUnit):
                     result = copy_rows(unit, task)
                 else:
-                    result = write_unit(unit, task, decoder, lambda: _answer(pipe, {"is_decoded": True}))
+                    result = write_unit(unit, task, decoders, lambda: _answer(pipe, {"is_decoded": True}))
                 _answer(pipe, {}, encode_unit_result(result))
             except MemoryError:
                 raise  # ends this process, as the kernel does when it is out of memory
             except Exception as error:
                 _answer(pipe, _refusal(error, json.loads(request[1])["index"]))
+
+
+def _decoders(config: EtlConfig, pipe: IO[bytes], *, is_careful: bool) -> Decoders:
+    if is_careful:
+        found = sandboxes_of_process(config)
+        return replace(found, images=_AnnouncingDecoder(found.images, lambda key: _answer(pipe, {"begun": key})))
+    limits = config.decode_limits()
+    return Decoders(OwnProcessDecoder(limits), OwnProcessDecoder(limits, MAKE_MASK))
 
 
 def _refusal(error: Exception, unit_index: int) -> dict[str, Any]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from etl.sources.boxes import ANNOTATED_SIZE
 from etl.sources.mask_places import mask_place
-from etl.sources.outlines import OUTLINES, outlines_of
+from etl.sources.outlines import OUTLINES
 from etl.units.units import UnitTask
-from shardmill.formats.encodings import encode_mask
 from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, move_boxes, turn_boxes
 from shardmill.images.geometry import Geometry, plan_geometry
-from shardmill.images.masks import decode_mask, move_mask, size_of_mask
-from shardmill.images.outlines import draw_outlines
-from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation
+from shardmill.images.make_mask import MaskTask, UprightSize
+from shardmill.images.pixels import Refused
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK, decode_values, encode_values
-from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage, Value
+from shardmill.values import ANNOTATION_REASONS, ImageSample, Rejection, RejectReason, SourceImage, Value
 
 Read = Callable[[SourceImage], bytes | Rejection]
+Outcome = tuple[SourceImage, ImageSample | Rejection]
+MakeMasks = Callable[[Iterable[tuple[SourceImage, bytes]]], Iterator[Outcome]]
+"""Makes the masks of images, in their order, of the bytes of their `MaskTask`s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,30 @@ class Annotated:
     """The text of its values as the source lists them; empty if nothing moved."""
     mask: bytes = b""
     """As it is stored; empty if the dataset has no masks."""
+    mask_task: MaskTask | None = None
+    """What its mask has to be made of."""
+
+    @property
+    def key(self) -> str:
+        return self.image.key
 
     @property
     def is_known(self) -> bool:
         """Whether the latest version has this mask of an image with these bytes."""
         known = self.image.known_sha256, self.image.known_mask_sha256
         return bool(self.mask) and known == (self.sample.source_sha256, hashlib.sha256(self.mask).hexdigest())
+
+    def with_mask(self, mask: ImageSample | Rejection) -> Annotated | Rejection:
+        """With what `make_mask` has made, or broke a limit at."""
+        image = self.image
+        if isinstance(mask, Rejection):
+            # Like any bad mask, one that no decoder survives is read again by the next run.
+            is_of_mask = mask.reason in ANNOTATION_REASONS
+            reason = mask.reason if is_of_mask else RejectReason.BAD_MASK
+            detail = mask.detail if is_of_mask else f"its mask {mask.detail}"
+            return image.rejected(reason, detail, "decode", self.sample.source_sha256)
+        values = {**decode_values(image.extra), MASK: hashlib.sha256(mask.image).hexdigest()}
+        return replace(self, image=replace(image, extra=encode_values(values)), mask=mask.image, mask_task=None)
 
 
 class MaskReader:
@@ -71,54 +89,76 @@ class MaskReader:
         """Whether an image that was read has a mask that was read with it, and not taken yet."""
         return image.key in self._masks
 
-    def take(self, image: SourceImage) -> bytes:
+    def take(self, key: str) -> bytes:
         """The mask of an image that was read."""
-        return self._masks.pop(image.key, b"")
+        return self._masks.pop(key, b"")
 
 
 def with_annotations(
-    outcomes: Iterable[tuple[SourceImage, ImageSample | Rejection]], masks: MaskReader, task: UnitTask
+    outcomes: Iterable[Outcome], masks: MaskReader, task: UnitTask, make_masks: MakeMasks
 ) -> Iterator[Annotated | Rejection]:
     """The outcomes in their order; what a dataset has of boxes and masks is moved with the pixels."""
-    for image, outcome in outcomes:
-        mask = masks.take(image)
-        if isinstance(outcome, Rejection):
-            yield outcome
-        elif task.row_schema.has_annotations:
-            yield move_annotations(image, outcome, mask, task.decode_options)
-        else:
-            yield Annotated(image, outcome)
+    has_annotations, options = task.row_schema.has_annotations, task.decode_options
+    moved = (_moved(image, outcome, options, has_annotations=has_annotations) for image, outcome in outcomes)
+    if not task.row_schema.has_mask:
+        yield from moved
+        return
+    waiting: deque[Annotated | Rejection] = deque()
+
+    def with_masks() -> Iterator[tuple[SourceImage, bytes]]:
+        for found in moved:
+            waiting.append(found)
+            file = masks.take(found.key)
+            if isinstance(found, Annotated) and found.mask_task is not None:
+                yield found.image, found.mask_task.with_file(file)
+
+    for image, mask in make_masks(with_masks()):
+        # Before it may be those that need no mask.
+        while (found := waiting.popleft()).key != image.key:
+            yield found
+        assert isinstance(found, Annotated)
+        yield found.with_mask(mask)
+    yield from waiting
 
 
-def move_annotations(
-    image: SourceImage, sample: ImageSample, mask: bytes, options: NormalizeOptions
+def _moved(
+    image: SourceImage, outcome: ImageSample | Rejection, options: NormalizeOptions, *, has_annotations: bool
 ) -> Annotated | Rejection:
-    """The image with its boxes and its mask in the stored pixels, and its labels with the classes of the boxes left.
+    if isinstance(outcome, Rejection):
+        return outcome
+    return move_annotations(image, outcome, options) if has_annotations else Annotated(image, outcome)
 
-    A rejection if they are of an image of another size, or the mask is none.
+
+def move_annotations(image: SourceImage, sample: ImageSample, options: NormalizeOptions) -> Annotated | Rejection:
+    """The image with its boxes in the stored pixels, and its labels with the classes of the boxes left; its mask is
+    still to be made.
+
+    A rejection if boxes are of an image of another size.
     """
     values, geometry = decode_values(image.extra), plan_geometry(sample.source_height, sample.source_width, options)
     outlines, size = values.pop(OUTLINES, None), values.pop(ANNOTATED_SIZE, None)
-    has_mask = MASK in values or outlines is not None
+    upright = UprightSize(sample.source_height, sample.source_width, sample.orientation)
+    shape_HW = (int(size[1]), int(size[0])) if isinstance(size, list) else None
     try:
-        notes = _move_boxes(values, size, sample, geometry) if BOXES in values else []
-        if outlines is not None:
-            stored = _draw_mask(str(outlines), size, sample, geometry)
-        else:
-            stored = _move_mask(mask, sample, geometry) if has_mask else b""
+        notes = _move_boxes(values, shape_HW, upright, geometry) if BOXES in values else []
     except Refused as refusal:
         return image.rejected(refusal.reason, refusal.detail, "decode", sample.source_sha256)
-    if has_mask:
-        values[MASK] = hashlib.sha256(stored).hexdigest()
+    mask_task = None
+    if outlines is not None:
+        mask_task = MaskTask(upright, str(outlines), shape_HW)
+    elif MASK in values:
+        mask_task = MaskTask(upright)
     sample = replace(sample, notes=(*sample.notes, *notes))
-    return Annotated(replace(image, extra=encode_values(values)), sample, image.extra, stored)
+    return Annotated(replace(image, extra=encode_values(values)), sample, image.extra, mask_task=mask_task)
 
 
-def _move_boxes(values: dict[str, Value], size: Value, sample: ImageSample, geometry: Geometry) -> list[str]:
+def _move_boxes(
+    values: dict[str, Value], shape_HW: tuple[int, int] | None, upright: UprightSize, geometry: Geometry
+) -> list[str]:
     """Put the moved boxes in place of the listed ones. -> notes."""
     sides: list[float] = values[BOXES]  # pyright: ignore[reportAssignmentType]
-    if isinstance(size, list) and _is_of_file(int(size[1]), int(size[0]), sample, "its boxes are of"):
-        sides = list(turn_boxes(sides, sample.orientation, sample.source_height, sample.source_width))
+    if shape_HW is not None and upright.is_of_file(*shape_HW, "its boxes are of"):
+        sides = list(turn_boxes(sides, upright.orientation, upright.height, upright.width))
     moved = move_boxes(sides, geometry)
     values[BOXES] = list(moved.sides)
     names = values.get(BOX_LABELS)
@@ -127,39 +167,3 @@ def _move_boxes(values: dict[str, Value], size: Value, sample: ImageSample, geom
         values |= {BOX_LABELS: kept, LABEL: sorted(set(kept))}
     notes = [CLIPPED_NOTE] if moved.num_clipped else []
     return notes + ([f"{DROPPED_NOTE}{moved.num_dropped}"] if moved.num_dropped else [])
-
-
-def _move_mask(mask: bytes, sample: ImageSample, geometry: Geometry) -> bytes:
-    size = size_of_mask(mask)
-    is_of_file = size is not None and _is_of_file(*size, sample, "its mask has")
-    return _stored_mask(decode_mask(mask), sample, geometry, is_of_file=is_of_file)
-
-
-def _draw_mask(outlines: str, size: Value, sample: ImageSample, geometry: Geometry) -> bytes:
-    """Of outlines in an image of this width and height; of the upright one if the source does not say."""
-    height, width = sample.source_height, sample.source_width
-    if isinstance(size, list):
-        height, width = int(size[1]), int(size[0])
-    is_of_file = _is_of_file(height, width, sample, "its outlines are of")
-    mask_HW = draw_outlines(outlines_of(outlines, height, width), height, width)
-    return _stored_mask(mask_HW, sample, geometry, is_of_file=is_of_file)
-
-
-def _stored_mask(mask_HW: np.ndarray, sample: ImageSample, geometry: Geometry, *, is_of_file: bool) -> bytes:
-    if is_of_file:
-        mask_HW = apply_orientation(mask_HW[:, :, None], sample.orientation)[:, :, 0]
-    return encode_mask(move_mask(mask_HW, geometry))
-
-
-def _is_of_file(height: int, width: int, sample: ImageSample, what: str) -> bool:
-    """Whether this is the size of the file's own pixels, with the sides exchanged, and not that of the upright image.
-
-    Raises Refused if it is neither.
-    """
-    upright = sample.source_height, sample.source_width
-    if (height, width) == upright:
-        return False
-    if sample.orientation in SWAPS_SIDES and (width, height) == upright:
-        return True
-    detail = f"{what} {width}x{height} pixels; the image has {upright[1]}x{upright[0]}"
-    raise Refused(RejectReason.ANNOTATED_SIZE, detail)

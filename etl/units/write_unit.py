@@ -27,7 +27,8 @@ from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint, is_failpoint_set
 from shardmill.formats.rows import StoredRow
 from shardmill.ids import format_digest
-from shardmill.images.sandbox import DecodeSandbox
+from shardmill.images.make_mask import MAKE_MASK
+from shardmill.images.sandbox import PROCESS_IMAGE, DecodeSandbox
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.stores import open_store
@@ -45,14 +46,22 @@ class Decoder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """Of the images of a unit, and of their masks, whose entry is `MAKE_MASK`."""
+
+    images: Decoder
+    masks: Decoder
+
+
 def write_unit(
-    unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None, when_decoded: Callable[[], None] = lambda: None
+    unit: WorkUnit, task: UnitTask, decoders: Decoders | None = None, when_decoded: Callable[[], None] = lambda: None
 ) -> UnitResult:
     """Read, normalize and store every source of a unit. Safe to run twice, also at once: each attempt has own names.
 
-    Images are decoded by `decoder`; without one in a child process, so that none of them can end this one. What follows
-    `when_decoded` is mostly waiting for disks. Beside its sources' facts and the images under way, a unit of any size
-    takes `etl.shard_max_bytes` of memory twice: see `UnitShards`.
+    Images are decoded and masks made by `decoders`; without these in child processes, so that none ends this one. What
+    follows `when_decoded` is mostly waiting for disks. Beside its sources' facts and the images under way, a unit of
+    any size takes `etl.shard_max_bytes` of memory twice: see `UnitShards`.
 
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
@@ -65,7 +74,8 @@ def write_unit(
     # Read and normalize: each source ends as one row or one rejection. Rows are stored as they come, whole shards at a
     # time: the same chunks in every format.
     ended = _Ended()
-    rows = _rows(sources, task, reader, decoder or sandbox_of_process(task.config), ended)
+    decoders = decoders or sandboxes_of_process(task.config)
+    rows = _rows(sources, task, reader, decoders, ended)
     shards = UnitShards(dataset, unit.index, task)
     for split, row in _in_order(rows, sources, task, when_decoded):
         ended.accepted.append(row.source.key)
@@ -111,7 +121,11 @@ class _Ended:
 
 
 def _rows(
-    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder, ended: _Ended
+    sources: Sequence[SourceImage],
+    task: UnitTask,
+    reader: SourceReader,
+    decoders: Decoders,
+    ended: _Ended,
 ) -> Iterator[tuple[str, StoredRow]]:
     """The rows, each with its split, as their sources are read; adds the other sources to `ended`."""
     label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
@@ -130,10 +144,10 @@ def _rows(
                 yield image, data
 
     # What a dataset stores needs no decoder that an image may end.
-    decoder = reader if isinstance(reader, Unpacks) else decoder
+    decoder = reader if isinstance(reader, Unpacks) else decoders.images
     outcomes = decoder.decode(readable(), task.decode_options)
     outcomes = outcomes if task.mapping is None else map_rows(outcomes, task.mapping)
-    for found in with_annotations(outcomes, masks, task):
+    for found in with_annotations(outcomes, masks, task, partial(decoders.masks.decode, options=task.decode_options)):
         if isinstance(found, Rejection):
             ended.rejections.append(found)
         elif found.is_known:
@@ -168,16 +182,16 @@ def _in_order(
     return in_unit_order(decoded(), keys, task.config.shard_max_bytes, task.config.scratch_dir)
 
 
-def sandbox_of_process(config: EtlConfig) -> DecodeSandbox:
-    """One for all units of this process; its child ends with us."""
-    return _warm_sandbox(os.getpid(), config.decode_timeout_seconds, config.decode_memory_bytes)
+def sandboxes_of_process(config: EtlConfig) -> Decoders:
+    """The same for all units of this process; their children end with us, and start when there is work."""
+    limits = config.decode_limits()
+    return Decoders(_warm_sandbox(os.getpid(), PROCESS_IMAGE, limits), _warm_sandbox(os.getpid(), MAKE_MASK, limits))
 
 
 @cache
-def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) -> DecodeSandbox:
+def _warm_sandbox(process_id: int, entry: str, limits: DecodeLimits) -> DecodeSandbox:
     """A fork must not talk to its parent's child, so the process is part of the key."""
-    limits = DecodeLimits(decode_timeout_seconds=timeout_seconds, decode_memory_bytes=memory_bytes)
-    return DecodeSandbox(limits, config_section="etl")
+    return DecodeSandbox(limits, entry, config_section="etl")
 
 
 def _check_multiset(unit: WorkUnit, sources: Sequence[SourceImage], ended: _Ended) -> None:

@@ -10,11 +10,11 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardmill.images.process import process_image
-from shardmill.images.sandbox import CLOCK_PER_CPU_SECOND, DecodeSandbox
+from shardmill.images.sandbox import CLOCK_PER_CPU_SECOND, PROCESS_IMAGE, DecodeSandbox
 from shardmill.options import DecodeLimits, NormalizeOptions
+from shardmill.registry import load_object
 from shardmill.values import ImageSample, Rejection, SourceImage
 
 _PAGE_BYTES = resource.getpagesize()
@@ -24,20 +24,22 @@ _MOST_IMAGES, _MOST_BYTES = 16, 1 << 18
 _MOST_OF_TIME = 1 / 16
 
 _Image = tuple[SourceImage, bytes]
+Process = Callable[[SourceImage, bytes, NormalizeOptions], ImageSample | Rejection]
 
 
 class OwnProcessDecoder:
     """A `DecodeSandbox` that starts a child only when an image needs one. For the main thread."""
 
-    def __init__(self, limits: DecodeLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: DecodeLimits, entry: str = PROCESS_IMAGE) -> None:
+        self._limits, self._entry = limits, entry
+        self._process: Process = load_object(entry)
         self._address_space = resource.getrlimit(resource.RLIMIT_AS)
         self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115  as long as this process
 
     def decode(
         self, images: Iterable[_Image], options: NormalizeOptions
     ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
-        """Each image with what `process_image` gives; beyond limits of time this process ends by SIGPROF or SIGALRM."""
+        """Each image with what `entry` gives; beyond limits of time this process ends by SIGPROF or SIGALRM."""
         for batch in _batches(images):
             outcomes: list[ImageSample | Rejection] = []
             while len(outcomes) < len(batch):
@@ -45,7 +47,7 @@ class OwnProcessDecoder:
                     self._decode_some(batch[len(outcomes) :], options, outcomes)
                 except MemoryError:
                     source, data = batch[len(outcomes)]
-                    with DecodeSandbox(self._limits, config_section="etl") as sandbox:
+                    with DecodeSandbox(self._limits, self._entry, config_section="etl") as sandbox:
                         outcomes.append(sandbox.process(source, data, options))
             for (source, _), outcome in zip(batch, outcomes, strict=True):
                 yield source, outcome
@@ -58,7 +60,7 @@ class OwnProcessDecoder:
         end = time.monotonic() + _MOST_OF_TIME * self._limits.decode_timeout_seconds
         try:
             for source, data in images:
-                outcomes.append(process_image(source, data, options))
+                outcomes.append(self._process(source, data, options))
                 if time.monotonic() > end:
                     return
         finally:

@@ -14,16 +14,20 @@ from etl.outcome import BuildOutcome
 from etl.plan import plan_build
 from etl.sources import SOURCES
 from etl.units.finished import Finished
+from etl.units.move_annotations import Annotated, move_annotations
 from etl.units.units import images_of_table
 from etl.units.write_unit import write_unit
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats import SHARD_FORMATS
+from shardmill.images.make_mask import make_mask
+from shardmill.images.process import process_image
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue, SilentObserver
+from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
-from shardmill.values import SourceImage
+from shardmill.values import ImageSample, Rejection, SourceImage
 
 ETL = EtlConfig(
     engine="spark", image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS)
@@ -68,6 +72,16 @@ def build_source(source: SourceConfig, folder: Path, **etl: object) -> Manifest:
     manifest = commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     verify_dataset(open_dataset(dataset.uri), deep=True).raise_if_failed()
     return manifest
+
+
+def annotated(image: SourceImage, data: bytes, options: NormalizeOptions, mask: bytes = b"") -> Annotated | Rejection:
+    """An image with its boxes and its mask, decoded and moved in this process."""
+    sample = process_image(image, data, options)
+    assert isinstance(sample, ImageSample)
+    found = move_annotations(image, sample, options)
+    if isinstance(found, Rejection) or found.mask_task is None:
+        return found
+    return found.with_mask(make_mask(found.image, found.mask_task.with_file(mask), options))
 
 
 def images_of(listing: Listing) -> list[SourceImage]:

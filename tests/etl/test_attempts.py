@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from etl.config import EtlConfig
 from etl.plan import BuildPlan, plan_build
 from etl.units.finished import Finished
 from etl.units.units import WorkUnit
-from etl.units.write_unit import sandbox_of_process, write_unit
+from etl.units.write_unit import sandboxes_of_process, write_unit
 from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
@@ -36,7 +37,7 @@ class Slowed:
     """A decoder that gets on only when it may, as a process on a machine that hardly runs."""
 
     def __init__(self, plan: BuildPlan, may_go_on: Event) -> None:
-        self._decoder = sandbox_of_process(plan.task.config)
+        self._decoder = sandboxes_of_process(plan.task.config).images
         self._may_go_on = may_go_on
 
     def decode(
@@ -48,7 +49,7 @@ class Slowed:
 
 
 def _slow_attempt(plan: BuildPlan, unit: WorkUnit, may_go_on: Event) -> None:
-    write_unit(unit, plan.task, Slowed(plan, may_go_on))
+    write_unit(unit, plan.task, replace(sandboxes_of_process(plan.task.config), images=Slowed(plan, may_go_on)))
 
 
 @pytest.mark.parametrize("ends", ["before the commit", "behind the commit"])

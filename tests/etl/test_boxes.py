@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from etl.sources.boxes import ANNOTATED_SIZE, box_values
-from etl.units.move_annotations import Annotated, move_annotations
+from etl.units.move_annotations import Annotated
 from shardmill.formats.encodings import decode_row
-from shardmill.images.process import process_image
 from shardmill.kernel import shardmill_native
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import decode_values, encode_values
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.etl.building import annotated
 
 SHAPES = ((90, 160), (160, 90), (700, 400), (20, 31))
 MODES = ("crop", "pad", "stretch", "shorter", "longer", "none")
@@ -50,9 +50,7 @@ def found_in(image_HWC: np.ndarray) -> tuple[int, int, int, int] | None:
 
 def moved(data: bytes, options: NormalizeOptions, values: dict[str, Any]) -> tuple[SourceImage, ImageSample]:
     source = SourceImage("a.png", len(data), extra=encode_values(values))
-    sample = process_image(source, data, options)
-    assert isinstance(sample, ImageSample)
-    found = move_annotations(source, sample, b"", options)
+    found = annotated(source, data, options)
     assert isinstance(found, Annotated)
     return found.image, found.sample
 
@@ -93,10 +91,7 @@ def test_boxes_of_a_files_own_pixels_are_turned_with_them(orientation: int) -> N
 def test_boxes_of_an_image_of_another_size_are_refused() -> None:
     data = drawn(60, 120, [1, 1, 9, 9], 6)
     source = SourceImage("a.png", len(data), extra=encode_values({"boxes": [], ANNOTATED_SIZE: [240, 120]}))
-    options = NormalizeOptions()
-    sample = process_image(source, data, options)
-    assert isinstance(sample, ImageSample)
-    outcome = move_annotations(source, sample, b"", options)
+    outcome = annotated(source, data, NormalizeOptions())
     assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.ANNOTATED_SIZE
     assert outcome.detail == "its boxes are of 240x120 pixels; the image has 120x60"
 

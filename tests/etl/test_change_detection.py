@@ -12,6 +12,7 @@ import pytest
 
 from etl.config import EtlTree, SourceConfig
 from etl.job import build_dataset
+from etl.units.write_unit import Decoders
 from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
@@ -34,7 +35,7 @@ def test_touched_files_are_read_once_and_never_decoded(tmp_path: Path, monkeypat
     _touch(tmp_path, 5)
     # With an image to decode its child would be started, and end.
     no_child = DecodeSandbox(entry="nothing.there:at_all")
-    monkeypatch.setattr("etl.units.write_unit.sandbox_of_process", lambda config: no_child)
+    monkeypatch.setattr("etl.units.write_unit.sandboxes_of_process", lambda config: Decoders(no_child, no_child))
     touched = build(tmp_path, detect_changes="content")
     assert (touched.manifest.version, touched.num_images_read) == (1, 5)
     again = build(tmp_path, detect_changes="content")

@@ -17,7 +17,7 @@ from PIL import Image
 import shardmill
 from etl.boxes_config import BoxesConfig
 from etl.config import SourceConfig
-from etl.units.move_annotations import Annotated, move_annotations
+from etl.units.move_annotations import Annotated
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
@@ -25,15 +25,14 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_mask
 from shardmill.images.masks import decode_mask
 from shardmill.images.pixels import Refused
-from shardmill.images.process import process_image
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.drawn import picture_of
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import encode_values
-from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
-from tests.etl.building import build_source, list_images
+from shardmill.values import Rejection, RejectReason, SourceImage
+from tests.etl.building import annotated, build_source, list_images
 from tests.etl.test_boxes import MODES, RED, SHAPES, drawn, found_in
 from tests.etl.test_extra_columns import build
 from tests.shardmill.test_loader_boxes import AUGMENTATIONS
@@ -54,9 +53,7 @@ def as_png(image: Image.Image, **options: object) -> bytes:
 
 def moved(data: bytes, mask: bytes, options: NormalizeOptions) -> Annotated | Rejection:
     source = SourceImage("a.png", len(data), extra=encode_values({"mask": "m.png"}))
-    sample = process_image(source, data, options)
-    assert isinstance(sample, ImageSample)
-    return move_annotations(source, sample, mask, options)
+    return annotated(source, data, options, mask)
 
 
 def places_of(mask_HW: np.ndarray) -> list[int]:

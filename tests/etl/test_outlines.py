@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from matplotlib.path import Path as Polygon
@@ -14,16 +15,17 @@ import shardmill
 from etl.config import SourceConfig
 from etl.sources.boxes import ANNOTATED_SIZE
 from etl.sources.outlines import OUTLINES
-from etl.units.move_annotations import Annotated, move_annotations
+from etl.units.move_annotations import Annotated
+from shardmill.dataset.ledger import read_rejections
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_row, decode_stored_mask
 from shardmill.images.outlines import Outline, draw_outlines, polygon_of, run_lengths_of
 from shardmill.images.pixels import Refused
-from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
+from shardmill.stores import open_store
 from shardmill.typed_columns import encode_values
-from shardmill.values import ImageSample, Rejection, SourceImage
-from tests.etl.building import list_images
+from shardmill.values import Rejection, SourceImage
+from tests.etl.building import annotated, list_images
 from tests.etl.test_box_sources import ROWS, as_coco
 from tests.etl.test_boxes import MODES, drawn, found_in
 from tests.etl.test_extra_columns import build
@@ -105,9 +107,7 @@ def test_a_drawn_mask_lies_where_its_pixels_are(mode: str) -> None:
 def moved(data: bytes, outlines: list[Any], size: list[int], options: NormalizeOptions) -> Annotated | Rejection:
     values = {OUTLINES: json.dumps(outlines), ANNOTATED_SIZE: size}
     source = SourceImage("a.png", len(data), extra=encode_values(values))  # pyright: ignore[reportArgumentType]
-    sample = process_image(source, data, options)
-    assert isinstance(sample, ImageSample)
-    return move_annotations(source, sample, b"", options)
+    return annotated(source, data, options)
 
 
 def test_what_is_no_outline_rejects_its_image() -> None:
@@ -156,6 +156,21 @@ def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:
     assert after.operation == "incremental"
     full = build(source, tmp_path / "full", image_size=20).manifest
     assert after.content_digest == full.content_digest != first.content_digest
+
+
+def test_a_mask_beyond_the_limits_of_decoding_rejects_its_image(tmp_path: Path) -> None:
+    source = with_masks(tmp_path, {})
+    content = json.loads(Path(source.uri).read_text())
+    assert cv2.imwrite(str(tmp_path / "val2017" / "1.png"), np.zeros((1500, 1500, 3), np.uint8))
+    content["images"][1] |= {"width": 1500, "height": 1500}
+    box = next(each for each in content["annotations"] if each["image_id"] == 1)
+    runs = {"counts": [0, 1500 * 1500], "size": [1500, 1500]}
+    content["annotations"] += [{**box, "segmentation": runs}] * 300
+    Path(source.uri).write_text(json.dumps(content))
+    manifest = build(source, tmp_path / "dataset", image_size=20, decode_timeout_seconds=0.5).manifest
+    [refused] = read_rejections(open_store(str(tmp_path / "dataset")), manifest)
+    assert manifest.counts.by_reason == {"bad_mask": 1} and manifest.counts.accepted == len(ROWS) - 1
+    assert refused.detail == "its mask takes more than 0.5 s; etl.decode_timeout_seconds is the limit"
 
 
 def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:

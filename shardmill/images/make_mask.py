@@ -1,0 +1,115 @@
+"""Makes the mask that a row stores, of a mask's file or of outlines: what a decoder calls for masks, as `process_image`
+for images.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+
+from shardmill.formats.encodings import encode_mask
+from shardmill.images.geometry import plan_geometry
+from shardmill.images.masks import decode_mask, move_mask, size_of_mask
+from shardmill.images.outlines import Outline, draw_outlines, polygon_of, run_lengths_of
+from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation
+from shardmill.options import NormalizeOptions
+from shardmill.printable import printable
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+
+MAKE_MASK = "shardmill.images.make_mask:make_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class UprightSize:
+    """The size of a source that was turned upright by EXIF's orientation."""
+
+    height: int
+    width: int
+    orientation: int
+
+    def is_of_file(self, height: int, width: int, what: str) -> bool:
+        """Whether this is the size of the file's own pixels, with the sides exchanged, and not that of the upright
+        image.
+
+        Raises Refused if it is neither.
+        """
+        if (height, width) == (self.height, self.width):
+            return False
+        if self.orientation in SWAPS_SIDES and (width, height) == (self.height, self.width):
+            return True
+        detail = f"{what} {width}x{height} pixels; the image has {self.width}x{self.height}"
+        raise Refused(RejectReason.ANNOTATED_SIZE, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTask:
+    """What a mask is made of, besides its file."""
+
+    source: UprightSize
+    outlines: str | None = None
+    """JSON: a value, whether it is of a crowd, and a segmentation of COCO's, of each outline; None for a file."""
+    outlines_shape_HW: tuple[int, int] | None = None
+    """Of the image in which they were drawn; of the upright one if the source does not say."""
+
+    def with_file(self, mask: bytes) -> bytes:
+        """The bytes from which `make_mask` makes it."""
+        return json.dumps(asdict(self)).encode() + b"\n" + mask
+
+
+def make_mask(source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
+    """The stored mask as the `image` of a sample; a rejection if it is none, or of an image of another size."""
+    line, _, file = data.partition(b"\n")
+    facts: dict[str, Any] = json.loads(line)
+    task = MaskTask(**{**facts, "source": UprightSize(**facts["source"])})
+    try:
+        mask_HW = _of_file(file, task) if task.outlines is None else _of_outlines(task.outlines, task)
+        stored_HW = move_mask(mask_HW, plan_geometry(task.source.height, task.source.width, options))
+        stored = encode_mask(stored_HW)
+    except Refused as refusal:
+        return source.rejected(refusal.reason, refusal.detail)
+    except MemoryError:
+        raise
+    except Exception as error:  # as for images
+        if isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem:
+            raise MemoryError(str(error)) from error
+        return source.rejected(RejectReason.BAD_MASK, printable(f"{type(error).__name__}: {error}")[:300])
+    height, width = stored_HW.shape
+    return ImageSample(stored, height, width, 1, source_sha256="", channel_sums=(), channel_square_sums=())
+
+
+def _of_file(file: bytes, task: MaskTask) -> np.ndarray:
+    size = size_of_mask(file)
+    is_of_file = size is not None and task.source.is_of_file(*size, "its mask has")
+    return _upright(decode_mask(file), task, is_of_file=is_of_file)
+
+
+def _of_outlines(text: str, task: MaskTask) -> np.ndarray:
+    height, width = task.outlines_shape_HW or (task.source.height, task.source.width)
+    is_of_file = task.source.is_of_file(height, width, "its outlines are of")
+    outlines = [
+        Outline(value, bool(is_crowd), **_region(segmentation, height, width))
+        for value, is_crowd, segmentation in json.loads(text)
+    ]
+    return _upright(draw_outlines(outlines, height, width), task, is_of_file=is_of_file)
+
+
+def _region(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+    if isinstance(segmentation, list):
+        return {"polygons_P2": tuple(map(polygon_of, segmentation))}
+    if not isinstance(segmentation, dict) or "counts" not in segmentation:
+        raise Refused(RejectReason.BAD_MASK, f"the outline {printable(repr(segmentation)[:60])} is no polygon")
+    size = segmentation.get("size")
+    if size != [height, width]:
+        raise Refused(
+            RejectReason.ANNOTATED_SIZE,
+            f"the size (height, width) of its run lengths is {size}; its annotations have {[height, width]}",
+        )
+    return {"run_lengths": run_lengths_of(segmentation["counts"])}
+
+
+def _upright(mask_HW: np.ndarray, task: MaskTask, *, is_of_file: bool) -> np.ndarray:
+    return apply_orientation(mask_HW[:, :, None], task.source.orientation)[:, :, 0] if is_of_file else mask_HW
