@@ -91,8 +91,8 @@ def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
     with reading_bar("inspect") as on_progress:
         looks = read_looks(dataset, on_progress)
     if near_duplicates is not None:
-        groups = output.near_duplicates_document(find_near_duplicates(looks, near_duplicates))
-        return groups, output.near_duplicate_rows(groups)
+        found = output.near_duplicates_document(find_near_duplicates(looks, near_duplicates))
+        return found, output.near_duplicate_rows(found)
     copies = find_near_duplicates(looks, output.QUALITY_BITS)
     equal = find_equal_bytes(dataset)
     found = output.quality_document(find_faults(looks), dataset.manifest.counts, equal, copies)

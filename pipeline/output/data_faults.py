@@ -10,7 +10,7 @@ from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, SuspectImage, T
 from shardmill.words import counted
 
 if TYPE_CHECKING:
-    from shardmill.data_faults.near_duplicates import SimilarImages
+    from shardmill.data_faults.near_duplicates import Copies, SimilarImages
     from shardmill.data_faults.quality import Quality
     from shardmill.dataset.manifest import Counts
 
@@ -21,8 +21,12 @@ QUALITY_BITS = 3
 """What is most likely a copy: fewer bits miss some, more find others."""
 
 
-def near_duplicates_document(groups: Iterable[SimilarImages]) -> list[dict[str, Any]]:
+def near_duplicates_document(copies: Copies) -> dict[str, Any]:
     """Every group of images that look alike."""
+    return {"groups": _groups_document(copies.groups), "num_left_out": copies.num_left_out}
+
+
+def _groups_document(groups: Iterable[SimilarImages]) -> list[dict[str, Any]]:
     return [
         {
             "crosses_splits": group.crosses_splits,
@@ -34,7 +38,7 @@ def near_duplicates_document(groups: Iterable[SimilarImages]) -> list[dict[str, 
 
 
 def quality_document(
-    quality: Quality, counts: Counts, equal: Sequence[SimilarImages], groups: Iterable[SimilarImages]
+    quality: Quality, counts: Counts, equal: Sequence[SimilarImages], copies: Copies
 ) -> dict[str, Any]:
     """Suspect images by fault, properties that tell classes apart, and copies: equal bytes and near duplicates."""
     return {
@@ -48,9 +52,10 @@ def quality_document(
             "num_images": sum(len(group.images) for group in equal),
             "conflicting_label": counts.conflicting_label,
             "leaked_content": counts.leaked_content,
-            "groups": near_duplicates_document(equal),
+            "groups": _groups_document(equal),
         },
-        "near_duplicates": near_duplicates_document(groups),
+        "near_duplicates": _groups_document(copies.groups),
+        "near_duplicates_left_out": copies.num_left_out,
     }
 
 
@@ -67,7 +72,7 @@ def quality_rows(found: dict[str, Any]) -> Rows:
     rows += _copy_rows("equal bytes", found["equal_bytes"]["groups"]) + _copy_rows("near duplicates", near)
     if near:
         rows.append(("", f"at most {QUALITY_BITS} of 64 bits differ: inspect DATASET --near-duplicates {QUALITY_BITS}"))
-    return rows
+    return rows + _left_out_rows(found["near_duplicates_left_out"])
 
 
 def _copy_rows(kind: str, groups: list[dict[str, Any]]) -> Rows:
@@ -87,6 +92,12 @@ def _members(group: dict[str, Any]) -> str:
     return "; ".join(images[:_NUM_MEMBERS_SHOWN]) + (" ..." if len(images) > _NUM_MEMBERS_SHOWN else "")
 
 
+def _left_out_rows(num_images: int) -> Rows:
+    if not num_images:
+        return []
+    return [("WARNING", f"{counted(num_images, 'image')} look too alike to compare all: their groups are incomplete")]
+
+
 def _suspect(image: dict[str, Any]) -> str:
     of_class = image["class_name"] or "no class"
     measured = SuspectImage(**{**image, "fault": Fault(image["fault"])}).words
@@ -101,10 +112,11 @@ def telltale_words(found: Telltale) -> str:
     )
 
 
-def near_duplicate_rows(groups: list[dict[str, Any]]) -> Rows:
+def near_duplicate_rows(found: dict[str, Any]) -> Rows:
     """Rows with the number of groups, then the first groups; leaks between splits come first."""
+    groups, left_out = found["groups"], _left_out_rows(found["num_left_out"])
     if not groups:
-        return [("none", "no two images look alike")]
+        return left_out or [("none", "no two images look alike")]
     num_leaks = sum(group["crosses_splits"] for group in groups)
     num_conflicts = sum(group["conflicting_label"] for group in groups)
     rows = [
@@ -116,4 +128,4 @@ def near_duplicate_rows(groups: list[dict[str, Any]]) -> Rows:
         facts = [*(["leak"] if group["crosses_splits"] else []), *(["labels"] if group["conflicting_label"] else [])]
         rows.append((", ".join(facts) or "alike", _members(group)))
     left = len(groups) - _NUM_GROUPS_SHOWN
-    return [*rows, *([("", f"and {left:,} more: --json lists all")] if left > 0 else [])]
+    return [*rows, *([("", f"and {left:,} more: --json lists all")] if left > 0 else []), *left_out]

@@ -166,6 +166,8 @@ class QualityFindings(Shown):
     telltales: tuple[Telltale, ...]
     equal_bytes: EqualBytes
     near_duplicates: tuple[SimilarImages, ...]
+    near_duplicates_left_out: int
+    """Images that look too alike to be compared with each other: of those, groups may be missing."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -173,6 +175,8 @@ class NearDuplicates(Shown):
     """Groups of images that look alike (`shardmill.inspect` with `near_duplicates`)."""
 
     groups: tuple[SimilarImages, ...]
+    num_left_out: int
+    """Images that look too alike to be compared with each other: of those, groups may be missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def inspect(
         suspects = [image for images in found["faults"].values() for image in images]
         return value_of(QualityFindings, {**found, "suspects": suspects})
     if near_duplicates is not None:
-        return value_of(NearDuplicates, {"groups": found})
+        return value_of(NearDuplicates, found)
     if rejects:
         return value_of(Rejections, {"rejections": found})
     if versions:

@@ -1,6 +1,6 @@
 """Finds stored images that look alike although their bytes differ: resized, recompressed or slightly edited copies.
 
-Images whose difference hashes (`shardmill.images.look`) differ in few bits form a group.
+Images whose difference hashes (`shardmill.images.look`) differ in few bits form a group; `near_hashes` finds them.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -8,21 +8,16 @@ Images whose difference hashes (`shardmill.images.look`) differ in few bits form
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow.compute as pc
 
 from shardmill.data_faults.looks import RowLooks
+from shardmill.data_faults.near_hashes import connect
 from shardmill.errors import UsageError
 
 MAX_BITS = 7
-_HASH_BITS = 64
-# So many pairs are compared at once, about 90 bytes each.
-_BLOCK_PAIRS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +46,18 @@ class SimilarImages:
         return len({image.class_name for image in self.images}) > 1
 
 
-def find_near_duplicates(looks: RowLooks, max_bits: int) -> list[SimilarImages]:
-    """Groups of images whose hashes differ in at most `max_bits` of 64, those that cross splits first.
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The images of a version that look alike."""
+
+    groups: tuple[SimilarImages, ...]
+    """Those that cross splits first, then those of several classes."""
+    num_left_out: int
+    """Images that look too alike to be compared with each other, of which groups may be missing or too small."""
+
+
+def find_near_duplicates(looks: RowLooks, max_bits: int) -> Copies:
+    """Groups of images whose hashes differ in at most `max_bits` of 64, by steps from one to the next.
 
     Raises UsageError unless 0 <= max_bits <= 7.
     """
@@ -60,55 +65,24 @@ def find_near_duplicates(looks: RowLooks, max_bits: int) -> list[SimilarImages]:
         raise UsageError(f"{max_bits} bits may differ", f"expected 0 to {MAX_BITS}; 3 finds most copies", "")
     hashes = looks.rows.column("difference_hash")
     rows_N = np.flatnonzero(pc.is_valid(hashes).to_numpy())
+    unique_U, place_of_N = np.unique(
+        hashes.drop_null().to_numpy().astype(np.int64).view(np.uint64), return_inverse=True
+    )
+    found = connect(unique_U, max_bits)
     groups = [
-        SimilarImages(
-            tuple(sorted((_image(looks, int(rows_N[place])) for place in group), key=lambda each: each.source))
-        )
-        for group in _groups(hashes.drop_null().to_numpy().astype(np.int64).view(np.uint64), max_bits)
+        SimilarImages(tuple(sorted((_image(looks, row) for row in group), key=lambda each: each.source)))
+        for group in _groups(rows_N, found.representative_U[place_of_N])
     ]
-    return sorted(groups, key=lambda each: (not each.crosses_splits, not each.has_conflict, each.images[0].source))
+    groups.sort(key=lambda each: (not each.crosses_splits, not each.has_conflict, each.images[0].source))
+    return Copies(tuple(groups), int(found.is_left_out_U[place_of_N].sum()))
 
 
 def _image(looks: RowLooks, row: int) -> SimilarImage:
     return SimilarImage(looks.sources[row], looks.split(row), looks.class_name(row))
 
 
-def _groups(hashes_N: np.ndarray, max_bits: int) -> list[list[int]]:
-    """Places of hashes that are connected by steps of at most `max_bits`; groups of one are left out."""
-    unique_U, place_of_N = np.unique(hashes_N, return_inverse=True)
-    parent = list(range(len(unique_U)))
-
-    def root(place: int) -> int:
-        while parent[place] != place:
-            parent[place] = place = parent[parent[place]]
-        return place
-
-    for one, other in near_pairs(unique_U, max_bits):
-        parent[root(one)] = root(other)
-    members: dict[int, list[int]] = defaultdict(list)
-    for place, unique in enumerate(place_of_N.tolist()):
-        members[root(unique)].append(place)
-    return [group for group in members.values() if len(group) > 1]
-
-
-def near_pairs(hashes_U: np.ndarray, max_bits: int) -> Iterator[tuple[int, int]]:
-    """Pairs of places. Of b + 1 bands, two hashes that differ in b bits have at least one in common."""
-    edges = np.linspace(0, _HASH_BITS, max_bits + 2).astype(int).tolist()
-    for low, high in itertools.pairwise(edges):
-        mask = np.uint64((1 << (high - low)) - 1)
-        band_U = (hashes_U >> np.uint64(low)) & mask
-        order_U = np.argsort(band_U, kind="stable")
-        starts = np.flatnonzero(np.diff(band_U[order_U])) + 1
-        for bucket in np.split(order_U, starts):
-            block_rows = max(1, _BLOCK_PAIRS // len(bucket))
-            for first in range(0, len(bucket) - 1, block_rows):
-                block = bucket[first : first + block_rows]
-                differ = np.bitwise_xor.outer(hashes_U[block], hashes_U[bucket[first:]])
-                rows, columns = np.nonzero(_num_ones(differ) <= max_bits)
-                for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-                    if row < column:
-                        yield int(block[row]), int(bucket[first + column])
-
-
-def _num_ones(values: np.ndarray) -> np.ndarray:
-    return np.unpackbits(np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 8), axis=-1).sum(axis=-1)
+def _groups(rows_N: np.ndarray, group_of_N: np.ndarray) -> list[list[int]]:
+    """Rows of the same number; groups of one are left out."""
+    order_N = np.argsort(group_of_N, kind="stable")
+    parts = np.split(rows_N[order_N], np.flatnonzero(np.diff(group_of_N[order_N])) + 1)
+    return [part.tolist() for part in parts if len(part) > 1]

@@ -75,7 +75,9 @@ def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields()
 def test_copies_under_several_classes_are_counted():
     group = {"crosses_splits": False, "conflicting_label": True, "images": []}
     found = {"faults": {}, "num_images": 9, "telltales": [], "equal_bytes": {"groups": []}, "near_duplicates": [group]}
-    exact, near, _, how = (row[1] for row in quality_rows(found))
+    found["near_duplicates_left_out"] = 1200
+    exact, near, _, how, left_out = (row[1] for row in quality_rows(found))
     assert exact == "none"
     assert near == "1 group with 0 images; 0 groups in several splits, 1 of several classes"
     assert how == "at most 3 of 64 bits differ: inspect DATASET --near-duplicates 3"
+    assert left_out.startswith("1,200 images look too alike")

@@ -10,7 +10,8 @@ import pytest
 
 from etl.config import EtlConfig
 from shardmill.data_faults.looks import read_looks
-from shardmill.data_faults.near_duplicates import find_near_duplicates, near_pairs
+from shardmill.data_faults.near_duplicates import find_near_duplicates
+from shardmill.data_faults.near_hashes import connect
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.images.look import difference_hash, luma
@@ -39,7 +40,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_copies_are_found_and_leaks_lead(dataset):
-    leak, conflict = find_near_duplicates(read_looks(dataset), 3)
+    leak, conflict = find_near_duplicates(read_looks(dataset), 3).groups
     assert [image.source for image in leak.images] == ["test/cat/resized.jpg", "train/cat/0.png"]
     assert leak.crosses_splits and not leak.has_conflict
     assert [image.source for image in conflict.images] == ["train/cat/brighter.png", "train/dog/1.png"]
@@ -51,18 +52,65 @@ def test_the_number_of_bits_is_checked(dataset):
         find_near_duplicates(read_looks(dataset), 8)
 
 
-def test_no_near_pair_is_missed():
+def hashes_with_neighbours(common_bits: int, count: int = 1500) -> np.ndarray:
+    """Random but for the lowest bits; of a fifth there are neighbours, at every distance up to 9."""
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)
     generator = np.random.default_rng(seed)
-    hashes = generator.integers(0, 2**64, 300, np.uint64)
-    # Neighbours of some, at every distance up to 9.
-    flips = [sum(1 << int(bit) for bit in generator.choice(64, count, replace=False)) for count in range(1, 10)]
-    hashes = np.unique(np.concatenate([hashes, hashes[:9] ^ np.array(flips, np.uint64)]))
-    distances = np.array([[(one ^ other).bit_count() for other in hashes.tolist()] for one in hashes.tolist()])
+    hashes = generator.integers(0, 2**64, count, np.uint64) >> np.uint64(common_bits) << np.uint64(common_bits)
+    flips = [
+        sum(1 << int(bit) for bit in generator.choice(64, place % 9 + 1, replace=False)) for place in range(count // 5)
+    ]
+    return np.unique(np.concatenate([hashes, hashes[: len(flips)] ^ np.array(flips, np.uint64)]))
+
+
+def distances(hashes: np.ndarray) -> np.ndarray:
+    bits = np.unpackbits(hashes.view(np.uint8).reshape(-1, 8), axis=1).astype(np.float32)
+    ones = bits.sum(axis=1)
+    return ones[:, None] + ones[None] - 2 * bits @ bits.T
+
+
+def connected_one_by_one(is_near: np.ndarray) -> np.ndarray:
+    """Of each row the first row of its component, by a walk."""
+    first = np.full(len(is_near), -1)
+    for start in range(len(is_near)):
+        reached = [start] if first[start] < 0 else []
+        while reached:
+            new = np.flatnonzero(is_near[reached.pop()] & (first < 0))
+            first[new] = start
+            reached += new.tolist()
+    return first
+
+
+# A white margin is one band of a thumbnail that all images have in common, or two.
+@pytest.mark.parametrize("common_bits", [0, 16, 32, 46])
+def test_no_near_hash_is_missed(common_bits: int):
+    hashes = hashes_with_neighbours(common_bits)
+    apart = distances(hashes)
     for max_bits in range(8):
-        expected = {(i, j) for i, j in np.argwhere(distances <= max_bits).tolist() if i < j}
-        assert {tuple(sorted(pair)) for pair in near_pairs(hashes, max_bits)} == expected
+        found = connect(hashes, max_bits)
+        assert found.representative_U.tolist() == connected_one_by_one(apart <= max_bits).tolist(), max_bits
+        assert not found.is_left_out_U.any()
+
+
+@pytest.mark.parametrize("common_bits", [16, 32])
+def test_a_common_band_does_not_lead_to_a_comparison_of_each_with_each(common_bits: int):
+    hashes = hashes_with_neighbours(common_bits, 20_000)
+    num_pairs = len(hashes) ** 2 // 2
+    assert not connect(hashes, 3, max_comparisons=num_pairs // 8).is_left_out_U.any()
+
+
+def test_hashes_beyond_the_limit_are_named_and_those_of_others_are_exact():
+    crowd = np.arange(2**11, dtype=np.uint64)
+    others = hashes_with_neighbours(0)
+    hashes = np.unique(np.concatenate([crowd, others]))
+    found = connect(hashes, 3, max_comparisons=500_000)
+    assert found.is_left_out_U.any()
+    expected = connected_one_by_one(distances(hashes) <= 3)
+    # A left-out hash may have connected others.
+    is_exact = ~np.isin(expected, expected[found.is_left_out_U])
+    assert is_exact.sum() > 1000
+    assert found.representative_U[is_exact].tolist() == expected[is_exact].tolist()
 
 
 def test_a_plain_image_has_no_hash():
