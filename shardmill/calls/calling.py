@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from shardmill.calls.predictions import Predictions
 from shardmill.calls.process import Command
 from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import watcher_of
 from shardmill.dataset.dataset import Dataset
+from shardmill.errors import UsageError
 
+Given = ParamSpec("Given")
 Value = TypeVar("Value")
 Folder = str | os.PathLike[str]
 Place = Folder | Dataset | Predictions
+
+
+def without_settings(function: Callable[Given, Value]) -> Callable[Given, Value]:
+    """For a function that takes no settings: a mistyped argument gets the answer that it gets where those are taken."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def called(*places: Given.args, **arguments: Given.kwargs) -> Value:
+        for name in arguments:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise UsageError(
+                    f"{function.__name__} has no argument {name!r}",
+                    f"expected some of {', '.join(known)}",
+                    f"did you mean {near[0]}?" if near else "correct its name",
+                )
+        return function(*places, **arguments)
+
+    return called
 
 
 def flags(**flags: bool) -> list[str]:

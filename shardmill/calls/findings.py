@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from shardmill.calls.calling import Folder, Place, call, flags, named, repeated, value_of
+from shardmill.calls.calling import Folder, Place, call, flags, named, repeated, value_of, without_settings
 from shardmill.calls.data_findings import (
     Difference,
     DriftResult,
@@ -45,6 +45,7 @@ def drift(
     return value_of(DriftResult, call("drift", [dataset_or_config], options, settings, quiet=quiet))
 
 
+@without_settings
 def mislabels(
     predictions: Place, /, *, csv: Folder = "", html: Folder = "", limit: int = 0, quiet: bool = False
 ) -> MislabelsResult:
@@ -69,6 +70,7 @@ def inspect(dataset_or_config: Place, /, *, versions: Literal[True], quiet: bool
 def inspect(dataset_or_config: Place, /, *, diff: int, quiet: bool = False) -> Difference: ...
 @overload
 def inspect(dataset_or_config: Place, /, *, quiet: bool = False) -> LoadableDataset: ...
+@without_settings
 def inspect(
     dataset_or_config: Place, /, *, rejects: bool = False, versions: bool = False, diff: int | None = None,
     near_duplicates: int | None = None, quality: bool = False, quiet: bool = False,
@@ -96,6 +98,7 @@ def inspect(
     return version_of({"dataset": found}) if diff is None else value_of(Difference, found)
 
 
+@without_settings
 def lineage(model: Place, /, *, quiet: bool = False) -> Lineage:
     """Where a model is, and what it was made of, as the command `shardmill lineage`.
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.formats.rows import VECTOR
 from shardmill.html import table, text
-from shardmill.jobs.summary_rows import Rows
+from shardmill.jobs.summary_rows import Rows, lines_of
+from shardmill.printable import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +82,12 @@ class Predictions:
         ]
 
     def __repr__(self) -> str:
-        return f"<predictions {self.dataset.pin.uri}@{self.dataset.pin.version}>"
+        pin, manifest = self.dataset.pin, self.dataset.manifest
+        made = f"{manifest.counts.accepted:,} images by {manifest.predicted_by}"
+        return printable(f"<predictions {pin.uri}@{pin.version}: {made}>")
+
+    def __str__(self) -> str:
+        return lines_of([(name, printable(value)) for name, value in self._rows()])
 
     def _repr_html_(self) -> str:
         try:

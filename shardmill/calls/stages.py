@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardmill.calls.calling import Folder, Place, call, flags, named, value_of
+from shardmill.calls.calling import Folder, Place, call, flags, named, value_of, without_settings
 from shardmill.calls.model_findings import Garbage, GateDecision, TarFiles
 from shardmill.calls.result import RunResult, run_result, version_of
 from shardmill.jobs.workdir import DEFAULT_WORKDIR
@@ -45,6 +45,7 @@ def gate(
     return value_of(GateDecision, document["sections"]["gate"])
 
 
+@without_settings
 def report(
     source_or_config: Place = "", /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
 ) -> RunResult:  # fmt: skip

@@ -6,7 +6,7 @@ import unicodedata
 from contextlib import suppress
 from functools import cache
 
-from PIL import ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 # Where an operating system keeps its fonts, Pillow finds them by these names.
 _SYSTEM_FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial.ttf", "arial.ttf")
@@ -31,5 +31,11 @@ def writable(text: str, font: Font) -> str:
     text = unicodedata.normalize("NFC", text)
     if isinstance(font, ImageFont.ImageFont):
         return text.encode("latin-1", "replace").decode("latin-1")
-    absent = bytes(font.getmask(_NO_CHARACTER))
-    return "".join(each if each.isspace() or bytes(font.getmask(each)) != absent else "?" for each in text)
+    absent = _drawn(_NO_CHARACTER, font)
+    return "".join(each if each.isspace() or _drawn(each, font) != absent else "?" for each in text)
+
+
+def _drawn(character: str, font: ImageFont.FreeTypeFont) -> bytes:
+    picture = Image.new("L", (4 * _SIZE_PIXELS, 2 * _SIZE_PIXELS))
+    ImageDraw.Draw(picture).text((_SIZE_PIXELS, 0), character, fill=255, font=font)
+    return picture.tobytes()

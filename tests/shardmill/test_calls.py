@@ -73,6 +73,7 @@ def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[st
     embeddings_ND = predictions.embeddings()
     assert embeddings_ND.shape[0] == 100 and embeddings_ND.std() > 0
     html = predictions._repr_html_()
+    assert "100 images by " in repr(predictions) and "100 predicted, 0 rejected of 100 listed" in str(predictions)
     assert f">{rows['source'][0]}</td>" in html and "/models@1" in html
     chosen = shardmill.promote("shardmill-work/models@1", quiet=True)
     assert (chosen.decision, chosen.current) == ("already_current", 1) and "export 1" in chosen._repr_html_()
@@ -152,6 +153,15 @@ def test_settings_are_those_of_the_command_line():
     ):
         with pytest.raises(UsageError, match=said):
             as_options(wrong)
+    # Also where there are no settings.
+    for call, wrong, said in (
+        (shardmill.mislabels, "limt", "mislabels has no argument 'limt'; .* did you mean limit"),
+        (shardmill.inspect, "near_duplicate", "did you mean near_duplicates"),
+        (shardmill.lineage, "epochs", "expected some of quiet; correct its name"),
+        (shardmill.report, "work_dir", "did you mean workdir"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            call("place", **{wrong: 3})
 
 
 def test_what_is_imported_late_is_listed_and_a_decision_is_printed_as_rows():
