@@ -72,6 +72,12 @@ class Predictions:
             embeddings_ND[num_read:stop], num_read = chunk.embeddings_ND, stop
         return embeddings_ND
 
+    def _first_rows(self, columns: Collection[str]) -> pa.Table:
+        """Of the first shards: a version may have millions of rows."""
+        from shardmill.loader.metadata import read_metadata
+
+        return read_metadata(self.dataset, next(iter(self.dataset.manifest.splits)), columns, _ROWS_SHOWN)
+
     def _rows(self) -> Rows:
         counts, pin = self.dataset.manifest.counts, self.dataset.pin
         return [
@@ -93,7 +99,7 @@ class Predictions:
         try:
             made = self.dataset.manifest.predicted_by
             assert made is not None
-            rows = self.to_arrow(["source", *made.columns]).slice(0, _ROWS_SHOWN)
+            rows = self._first_rows(["source", *made.columns])
             first = table([[*row.values()] for row in rows.to_pylist()], rows.column_names)
         except (ShardmillError, OSError) as error:
             first = f"<p>no rows are shown: {text(error)}</p>"

@@ -30,8 +30,12 @@ def metadata_columns(schema: RowSchema) -> tuple[str, ...]:
     return (*(name for name in (*own, *labels) if name not in extra), *extra)
 
 
-def read_metadata(dataset: Dataset, split: str, columns: Collection[str] | None = None) -> pa.Table:
+def read_metadata(
+    dataset: Dataset, split: str, columns: Collection[str] | None = None, max_rows: int | None = None
+) -> pa.Table:
     """One row for each of the split, in stored order: `columns`, or all of `metadata_columns`.
+
+    With `max_rows`, the first ones: of the first shards only.
 
     Raises UsageError for a column that the dataset does not have, IntegrityError for a segment that was altered.
     """
@@ -46,8 +50,13 @@ def read_metadata(dataset: Dataset, split: str, columns: Collection[str] | None 
             "correct the name; `source.extra_columns` adds columns when a dataset is built",
         )
     index = dataset.index(split)
-    shards = map(index.shard, range(index.num_shards))
-    return pa.concat_tables([_of_shard(dataset, shard, wanted) for shard in shards])
+    tables, num_read = [], 0
+    for shard in map(index.shard, range(index.num_shards)):
+        tables.append(_of_shard(dataset, shard, wanted))
+        num_read += tables[-1].num_rows
+        if max_rows is not None and num_read >= max_rows:
+            break
+    return pa.concat_tables(tables).slice(0, max_rows)
 
 
 def check_names(argument: str, names: Collection[str] | None) -> None:

@@ -16,6 +16,7 @@ import pytest
 from etl.config import EtlConfig, SourceConfig
 from etl.outcome import BuildOutcome
 from etl.sources import COMMITTED
+from shardmill.calls.predictions import Predictions
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
@@ -59,6 +60,20 @@ def test_each_image_has_one_row_and_every_other_input_a_reason(engine: str, imag
         pixels = cv2.imread(str(images / "images" / key))
         assert probability == pytest.approx(brightness(pixels), rel=1e-5)
     assert manifest.predicted_by is not None and str(manifest.predicted_by) == "/models@1"
+
+
+def test_a_notebook_shows_predictions_by_their_first_shards_alone(images: Path):
+    predict(images / "images", images / "out")
+    dataset = open_for_training(str(images / "out"))
+    [split] = dataset.manifest.splits
+    whole = Predictions("r", dataset, 160, 1.0, True)
+    rows, index = whole.to_arrow(), dataset.index(split)
+    # The first two have the 8 rows that are shown.
+    assert index.num_shards > 3
+    for number in range(2, index.num_shards):
+        (images / "out" / index.shard(number).rows_path).unlink()
+    shown = whole._repr_html_()
+    assert all(f">{source}</td>" in shown for source in rows.column("source").to_pylist()[:8])
 
 
 def test_a_worker_opens_the_model_once(images: Path):
