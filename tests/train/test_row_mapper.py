@@ -18,9 +18,10 @@ import pytest
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.predict_job import predict_source
 from etl.sources import COMMITTED
+from shardmill.checksummed import verified_body, with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import ImageSample
@@ -142,6 +143,20 @@ def test_what_is_made_of_an_image_does_not_depend_on_its_batch(folder: Path, mon
     ]
     together = mapper.map(samples)
     assert [mapper.map([each])[0] for each in samples[::5]] == together[::5]
+
+
+def test_a_worker_refuses_another_model_than_the_drivers(folder: Path, tmp_path: Path):
+    # A copy that is made anew while late workers start.
+    models = tmp_path / "models"
+    shutil.copytree(folder / "models", models)
+    mapping = mapping_of(str(models))
+    open_mapper(mapping.options, "raw")
+    record = models / "exports" / "00000001.json"
+    digest, body = mapping.predicted_by.weights_sha256.encode(), verified_body(record.read_bytes(), str(record))
+    record.write_bytes(with_checksum(body.replace(digest, b"0" * 64)))
+    assert mapping_of(str(models)).predicted_by.weights_sha256 == "0" * 64
+    with pytest.raises(IntegrityError, match="the digest 0{12}; expected .* with which this job began"):
+        open_mapper(mapping.options, "raw")
 
 
 def test_more_classes_than_there_are_is_all_of_them(folder: Path):

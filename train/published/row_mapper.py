@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.ids import canonical_digest
 from shardmill.row_mapping import MappedRow, RowMapping, sample_encoding
 from shardmill.stores import open_store
@@ -64,7 +64,15 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
     )
     limits = {"top": top, "layer": layer, "digits": _DIGITS, "batch_size": _BATCH_SIZE}
     deciding = {"record": record.model_dump(mode="json"), **limits}
-    options = json.dumps({"models_uri": uri, "export": export.number, "top": top, "layer": layer})
+    options = json.dumps(
+        {
+            "models_uri": uri,
+            "export": export.number,
+            "weights_sha256": record.weights_sha256,
+            "top": top,
+            "layer": layer,
+        }
+    )
     return RowMapping(
         _OPENER,
         options,
@@ -79,14 +87,30 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
 
 
 def open_mapper(options: str, encoding: str) -> ExportMapper:
-    """The model of `mapping_of`, loaded in this process for one core. Raises IntegrityError for altered files."""
+    """The model of `mapping_of`, loaded in this process for one core.
+
+    Raises IntegrityError for altered files, and for another model that has taken the place of the driver's.
+    """
     given = json.loads(options)
     place, layer = (given["models_uri"], given["export"]), given["layer"]
-    record = read_export(*place).record
+    record = _same_record(*place, given["weights_sha256"])
     # One thread and deterministic kernels: there is a worker for each core.
     BACKENDS[record.backend].start(World(ranks_per_node=len(os.sched_getaffinity(0))), 0)
     predict = load_with_layer(*place, layer) if layer else _without_layer(load_exported(*place).predict)
+    # Files may have been replaced between the two.
+    _same_record(*place, given["weights_sha256"])
     return ExportMapper(record, predict, given["top"], encoding)
+
+
+def _same_record(models_uri: str, number: int, weights_sha256: str) -> ExportRecord:
+    record = read_export(models_uri, number).record
+    if record.weights_sha256 != weights_sha256:
+        raise IntegrityError(
+            f"{models_uri}@{number} has weights with the digest {record.weights_sha256[:12]}",
+            f"expected {weights_sha256[:12]}, with which this job began: the folder was made anew meanwhile",
+            "run the job again: it predicts all images with one model",
+        )
+    return record
 
 
 def _without_layer(predict: Predict) -> PredictWithLayer:
