@@ -63,7 +63,7 @@ def _how(suspect: SuspectLabel) -> str:
 
 def _mistakes(found: Mislabels) -> str:
     if not found.num_tested:
-        return "unknown: the model may have been trained on each image; predict a dataset while the training's version is kept"
+        return "unknown: any image may be one of the training; predict a dataset, and keep the version of the training"
     return f"the model is wrong in {found.num_mistaken:,} of {found.num_tested:,} that it was not trained on"
 
 
