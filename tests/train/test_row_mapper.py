@@ -159,6 +159,13 @@ def test_a_worker_refuses_another_model_than_the_drivers(folder: Path, tmp_path:
         open_mapper(mapping.options, "raw")
 
 
+def test_at_least_one_class_is_stored(folder: Path):
+    # spark-submit and the operator have no minimum of their own; workers failed after the source was listed.
+    for top in (0, -2):
+        with pytest.raises(UsageError, match=f"^{top} classes to store of each image; expected at least 1"):
+            mapping_of(str(folder / "models"), top=top)
+
+
 def test_more_classes_than_there_are_is_all_of_them(folder: Path):
     assert mapping_of(str(folder / "models"), top=9) == mapping_of(str(folder / "models"), top=3)
 

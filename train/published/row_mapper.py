@@ -40,9 +40,11 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
 
     `top`: how many classes to store; all of them if there are fewer.
 
-    Loads no model unless a layer is named, whose output is then stored too. Raises UsageError if there is no such
-    model or layer, or this machine decodes images differently.
+    Loads no model unless a layer is named, whose output is then stored too. Raises UsageError if `top` is below 1,
+    there is no such model or layer, or this machine decodes images differently.
     """
+    if top < 1:
+        raise UsageError(f"{top} classes to store of each image", "expected at least 1", "omit --top for the first one")
     exact = exact_name(model)
     uri, _, number = exact.rpartition("@")
     # Workers have other working directories.
