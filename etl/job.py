@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from etl.checks.data_faults import fault_warnings
 from etl.checks.facts import (
     check_classes,
     check_same_source,
@@ -114,6 +115,7 @@ def _build(
         check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
         record_if_missing(plan.store, parent.version)
         _warn(observer, version_warnings(plan.store, parent))
+        _warn(observer, fault_warnings(plan.store, parent), "etl.faults")
         # An earlier run may have been killed just behind its commit.
         _warn(observer, refresh_card(plan.store))
         clear_pending(plan.store, plan.units, parent.version)
@@ -174,6 +176,7 @@ def _commit_once(
         # Commit: the limits, the accounting, then one manifest.
         manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
     _warn(observer, [*emptied_splits(plan, manifest), *version_warnings(plan.store, manifest)])
+    _warn(observer, fault_warnings(plan.store, manifest), "etl.faults")
     _warn(observer, refresh_card(plan.store))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, tree, manifest, time.monotonic() - started_seconds, kept, sum(retries))
@@ -236,9 +239,9 @@ def _settings(tree: EtlTree) -> EngineSettings:
     return EngineSettings(tree.spark, tree.etl.num_workers)
 
 
-def _warn(observer: Observer, messages: Iterable[str]) -> None:
+def _warn(observer: Observer, messages: Iterable[str], event: str = "etl.warning") -> None:
     for message in messages:
-        observer.event("etl.warning", {WARNING: message})
+        observer.event(event, {WARNING: message})
 
 
 def main() -> int:

@@ -67,7 +67,7 @@ def quality_rows(found: dict[str, Any]) -> Rows:
         rows += [("", _suspect(each)) for each in images[:_NUM_SUSPECTS_SHOWN]]
         if len(images) > _NUM_SUSPECTS_SHOWN:
             rows.append(("", f"and {len(images) - _NUM_SUSPECTS_SHOWN:,} more: --json lists all"))
-    rows += [("WARNING", telltale_words(Telltale(**each))) for each in found["telltales"]]
+    rows += [("WARNING", Telltale(**each).words) for each in found["telltales"]]
     near = found["near_duplicates"]
     rows += _copy_rows("equal bytes", found["equal_bytes"]["groups"]) + _copy_rows("near duplicates", near)
     if near:
@@ -102,14 +102,6 @@ def _suspect(image: dict[str, Any]) -> str:
     of_class = image["class_name"] or "no class"
     measured = SuspectImage(**{**image, "fault": Fault(image["fault"])}).words
     return f"{image['source']} ({image['split']}, {of_class}): {measured}"
-
-
-def telltale_words(found: Telltale) -> str:
-    """A telltale as a sentence."""
-    return (
-        f"{found.feature} alone tells the class of {found.accuracy:.0%} of the images (the largest class has "
-        f"{found.majority:.0%}): a model may learn it in place of what the images show"
-    )
 
 
 def near_duplicate_rows(found: dict[str, Any]) -> Rows:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from pipeline.output.data_faults import telltale_words
 from pipeline.report.data import Picture, RejectedGroup, ReportData, SuspectGroup
 from pipeline.report.page import render
 from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
@@ -131,7 +130,7 @@ def _faults(dataset: Dataset) -> dict[str, Any]:
             for fault, images in suspects.items()
             if images
         ),
-        "telltales": tuple(map(telltale_words, quality.telltales)),
+        "telltales": tuple(each.words for each in quality.telltales),
     }
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmill.data_faults.looks import RowLooks
+if TYPE_CHECKING:
+    from shardmill.data_faults.row_looks import RowLooks
 
 
 class Fault(StrEnum):
@@ -101,6 +103,14 @@ class Telltale:
     """
     majority: float
     """Share of the most frequent class."""
+
+    @property
+    def words(self) -> str:
+        """A sentence."""
+        return (
+            f"{self.feature} alone tells the class of {self.accuracy:.0%} of the images (the largest class has "
+            f"{self.majority:.0%}): a model may learn it in place of what the images show"
+        )
 
 
 @dataclass(frozen=True, slots=True)

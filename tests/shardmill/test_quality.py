@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 
+from etl.checks.data_faults import fault_warnings
 from etl.config import EtlConfig
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.quality import Fault, find_faults
@@ -81,7 +82,9 @@ def test_rows_of_an_older_shardmill_are_decoded(photos: Path, tmp_path: Path, mo
     with monkeypatch.context() as older:
         older.setattr(row_segments, "LOOK_COLUMNS", {})
         build(photos, tmp_path / "older", encoding="png")
-    looks = read_looks(open_dataset(str(tmp_path / "older")))
+    older = open_dataset(str(tmp_path / "older"))
+    looks = read_looks(older)
+    assert not [*fault_warnings(older.store, older.manifest)]
     newer = read_looks(build(photos, tmp_path / "newer", encoding="png"))
     assert looks.rows.equals(newer.rows)
     np.testing.assert_array_equal(looks.sharpness_N, newer.sharpness_N)
@@ -117,14 +120,23 @@ def _sharpness(folder: Path) -> dict[str, float]:
 def test_a_telltale_is_named(feature: str, image_of_class: Callable[[int, int], np.ndarray], tmp_path: Path):
     for seed in range(60):
         write(tmp_path / "images", f"{('cat', 'dog')[seed % 2]}/{seed}.png", image_of_class(seed % 2, seed))
-    telltales = find_faults(read_looks(build(tmp_path / "images", tmp_path / "dataset"))).telltales
+    dataset = build(tmp_path / "images", tmp_path / "dataset")
+    telltales = find_faults(read_looks(dataset)).telltales
     assert feature in {each.feature for each in telltales}
     [named] = [each for each in telltales if each.feature == feature]
     assert named.accuracy > 0.9 and named.majority == 0.5
+    # The build says so at its end.
+    [warning] = fault_warnings(dataset.store, dataset.manifest)
+    assert f"{feature} alone tells the class of" in warning
+    assert warning.endswith(f"`shardmill inspect {dataset.pin.uri}@1 --quality` names them")
 
 
 def test_classes_of_like_images_have_no_telltale(photos: Path, tmp_path: Path):
-    assert find_faults(read_looks(build(photos, tmp_path / "dataset"))).telltales == ()
+    dataset = build(photos, tmp_path / "dataset")
+    assert find_faults(read_looks(dataset)).telltales == ()
+    [warning] = fault_warnings(dataset.store, dataset.manifest)
+    counts = "uniform 1, dark 1, blurred 1, odd_size 1, odd_aspect 1"
+    assert warning.startswith(f"5 accepted images differ from the others as faults often do ({counts}): `shardmill")
 
 
 def test_copies_are_named_with_units_and_values_with_names(photos: Path, tmp_path: Path):
