@@ -64,6 +64,8 @@ class ReportData:
     notes: dict[str, int] = field(default_factory=dict)
     """Accepted with care: number of samples by note."""
     suspects: tuple[SuspectGroup, ...] = ()
+    num_not_searched: int = 0
+    """Images that are too many to search for faults while a report is written."""
     telltales: tuple[str, ...] = ()
     """Properties of whole images that tell the classes apart, a sentence each."""
     drift: Drift | None = None

@@ -121,7 +121,7 @@ def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:
 
 def _faults(dataset: Dataset) -> dict[str, Any]:
     if dataset.manifest.counts.accepted > MAX_ROWS_SEARCHED_FOR_FAULTS:
-        return {}
+        return {"num_not_searched": dataset.manifest.counts.accepted}
     quality = find_faults(read_looks(dataset))
     suspects = {fault: quality.of(fault) for fault in Fault}
     return {

@@ -19,6 +19,7 @@ import pytest
 
 from etl.config import EtlConfig, SourceConfig
 from pipeline.config_file import to_toml
+from pipeline.report import write
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
 from pipeline.report.data import Picture, RejectedGroup, ReportData
 from pipeline.report.page import render
@@ -122,6 +123,16 @@ def test_the_files_of_a_run_are_gathered(tmp_path: Path):
     assert f"Before: {num_bytes / 1e6:.1f} MB in 61 files" in page
     for title, bucket in (("Longer side, in pixels", "16-31"), ("Width to height", "7:8 to 8:7")):
         assert bucket in page[page.index(title) :].split("</svg>")[0]
+
+
+def test_a_report_of_very_many_images_says_that_it_has_not_searched_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_images(tmp_path / "images", num_images=12)
+    uri = build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), EtlConfig(image_size=16))
+    monkeypatch.setattr(write, "MAX_ROWS_SEARCHED_FOR_FAULTS", 11)
+    page = render(gather(tmp_path, "r", {"dataset": {"uri": uri, "version": 1}}))
+    assert "The 12 images are too many to search them for faults" in page
 
 
 def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):

@@ -66,15 +66,8 @@ def mapping_of(model: str, top: int = 1, layer: str = "") -> RowMapping:
     )
     limits = {"top": top, "layer": layer, "digits": _DIGITS, "batch_size": _BATCH_SIZE}
     deciding = {"record": record.model_dump(mode="json"), **limits}
-    options = json.dumps(
-        {
-            "models_uri": uri,
-            "export": export.number,
-            "weights_sha256": record.weights_sha256,
-            "top": top,
-            "layer": layer,
-        }
-    )
+    place = {"models_uri": uri, "export": export.number, "weights_sha256": record.weights_sha256}
+    options = json.dumps({**place, "top": top, "layer": layer})
     return RowMapping(
         _OPENER,
         options,
