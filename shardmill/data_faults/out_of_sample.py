@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 NUM_FOLDS = 5
-_MAX_DIMENSIONS = 256
+MAX_DIMENSIONS = 256
 # A probability of 0 has no logarithm.
 _SMALLEST_LOG = -700.0
 _MAX_ROWS_CALIBRATED = 20_000
@@ -37,11 +37,11 @@ def out_of_sample_probabilities(embeddings_ND: np.ndarray, labels_N: np.ndarray,
 
 def _reduced(embeddings_ND: np.ndarray) -> np.ndarray:
     """The principal components, which know of no label, if an embedding has more numbers than a class has images."""
-    if embeddings_ND.shape[1] <= _MAX_DIMENSIONS:
+    if embeddings_ND.shape[1] <= MAX_DIMENSIONS:
         return embeddings_ND
     from sklearn.decomposition import PCA
 
-    return PCA(min(_MAX_DIMENSIONS, len(embeddings_ND)), random_state=0).fit_transform(embeddings_ND)
+    return PCA(min(MAX_DIMENSIONS, len(embeddings_ND)), random_state=0).fit_transform(embeddings_ND)
 
 
 def _calibrated(logs_NK: np.ndarray, labels_N: np.ndarray) -> np.ndarray:

@@ -12,16 +12,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardmill.data_faults.out_of_sample import MAX_DIMENSIONS
 from shardmill.dataset.chunks import read_embeddings
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_pinned
 from shardmill.dataset.row_segments import read_rows
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.free_memory import free_bytes
 from shardmill.values import DatasetPin, PredictedBy
 from shardmill.words import first_of
 
 TRAIN = "train"
+_NUM_COPIES = 6
 _HOW = "shardmill predict MODELS DATASET --layer NAME --out DIR"
 
 
@@ -56,6 +59,7 @@ def read_predicted_rows(
     IntegrityError for an altered shard.
     """
     made_by = _checked(predictions)
+    check_memory(predictions, free_bytes())
     schema, num_rows = predictions.manifest.row_schema, predictions.manifest.counts.accepted
     embeddings_ND = np.empty((num_rows, schema.vector_size), np.float32)
     hashes_N, chunks, splits, num_read, num_finite = np.empty(num_rows, np.uint64), [], [], 0, 0
@@ -90,6 +94,23 @@ def read_predicted_rows(
         embeddings_ND=embeddings_ND,
         hashes_N=hashes_N,
     )
+
+
+def check_memory(predictions: Dataset, num_free_bytes: int) -> None:
+    """Raises UsageError if the search for wrong labels needs more than is free. `num_free_bytes`: 0 if unknown."""
+    manifest = predictions.manifest
+    num_classes, num_numbers = len(_classes_with_images(manifest)), manifest.row_schema.vector_size
+    # Embeddings as float32, those that are judged once more, and their components; the probabilities of each class,
+    # which SciPy and cleanlab copy.
+    bytes_of_row = 2 * 4 * num_numbers + 8 * min(num_numbers, MAX_DIMENSIONS) + _NUM_COPIES * 8 * num_classes
+    num_bytes = manifest.counts.accepted * bytes_of_row
+    if num_bytes > num_free_bytes > 0:
+        raise UsageError(
+            f"{manifest.counts.accepted:,} images of {num_classes:,} classes, with {num_numbers:,} numbers each, "
+            f"take about {num_bytes / 1e9:,.1f} GB of memory",
+            f"expected at most the {num_free_bytes / 1e9:,.1f} GB that are free",
+            "run it on a machine with more memory, or predict a part of the images",
+        )
 
 
 def _classes_with_images(manifest: Manifest) -> list[str]:

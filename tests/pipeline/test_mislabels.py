@@ -20,7 +20,7 @@ from shardmill.calls.calling import value_of
 from shardmill.calls.data_findings import MislabelsResult
 from shardmill.cells import from_cell
 from shardmill.data_faults.mislabels import find_mislabels
-from shardmill.data_faults.predicted_rows import may_be_seen, read_predicted_rows
+from shardmill.data_faults.predicted_rows import check_memory, may_be_seen, read_predicted_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
@@ -52,6 +52,13 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     build_dataset(tree_for(folder, **ETL), run_id="first")
     dataset = open_dataset(str(folder / "dataset"))
     return Planted(folder, true_label, dataset, predict_pixels(dataset, folder / "predictions"))
+
+
+def test_a_search_that_would_not_fit_in_memory_is_refused_before_anything_is_read(planted: Planted):
+    check_memory(planted.predictions, 10**9)
+    check_memory(planted.predictions, 0)
+    with pytest.raises(UsageError, match=r"images of 10 classes, with .* take about .* GB .* that are free"):
+        check_memory(planted.predictions, 10**5)
 
 
 def test_planted_labels_are_at_the_head_of_the_list(planted: Planted):

@@ -13,6 +13,7 @@ import pytest
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
+from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from shardmill.stores import open_store
@@ -22,7 +23,6 @@ from tests.train.test_job import Recorder, tree_of
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.planning.auto import resolve
-from train.planning.host_memory import free_bytes
 from train.planning.images_at_once import images_at_once, most_microbatches
 from train.planning.memory import Memory, look_at_memory
 from train.planning.memory_fit import decided

@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shardmill.free_memory import free_bytes
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
 from train.contracts.world import World
 from train.launching.side_process import answer
-from train.planning.host_memory import HOST_FRAMEWORK_BYTES, free_bytes
+from train.planning.host_memory import HOST_FRAMEWORK_BYTES
 from train.planning.state_program import check_divided
 from train.planning.trial_build import BuildTask
 from train.strategies import STRATEGIES, mesh_of

@@ -14,6 +14,7 @@ from typing import Any
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
+from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.words import counted
 from train.backends.backend import model_spec
@@ -23,7 +24,7 @@ from train.contracts.values import Blocks
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
 from train.planning.exchange import ExchangeFacts, Weighed, weigh
-from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, free_bytes, limit_of, ranks_here
+from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, limit_of, ranks_here
 from train.planning.input_memory import input_bytes
 from train.planning.make import plan_training
 from train.planning.memory import Memory, measured

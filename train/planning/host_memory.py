@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmill.free_memory import free_bytes
 from train.launching import LAUNCHERS
 from train.launching.devices import gpus_here
 from train.strategies import roles_of
@@ -58,25 +59,6 @@ def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
 def bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> int:
     """What one rank may use of it."""
     return limit.rank_bytes or limit.host_bytes // max(1, ranks_here(config, spark))
-
-
-def free_bytes(root: Path) -> int:
-    """Return the host's available memory, or this container's remaining limit if lower; 0 if unknown."""
-    found = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    group = root / "sys/fs/cgroup"
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-    if limit and limit[0].isdigit() and used:
-        # Pages of files are given back when memory is needed.
-        files = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("inactive_file "))
-        found.append(max(0, int(limit[0]) - int(used[0]) + files))
-    return min(found, default=0)
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def gpu_bytes() -> int:

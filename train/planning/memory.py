@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
+from shardmill.free_memory import free_bytes
 from shardmill.storage import Store
 from train.backends.backend import model_spec
 from train.checkpoints.checkpoint import open_checkpoint
@@ -24,7 +25,6 @@ from train.planning.host_memory import (
     GPU_FRAMEWORK_BYTES,
     Limit,
     bytes_of_a_rank,
-    free_bytes,
     limit_of,
     ranks_here,
 )
