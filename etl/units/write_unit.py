@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from etl.config import EtlConfig
 from etl.listing.splits import split_of
@@ -184,7 +184,7 @@ def _in_order(
 
 def sandboxes_of_process(config: EtlConfig) -> Decoders:
     """The same for all units of this process; their children end with us, and start when there is work."""
-    limits = config.decode_limits()
+    limits: Any = config.decode_limits()  # frozen, so it has a hash, which Pyright does not see
     return Decoders(_warm_sandbox(os.getpid(), PROCESS_IMAGE, limits), _warm_sandbox(os.getpid(), MAKE_MASK, limits))
 
 
