@@ -115,7 +115,6 @@ def _build(
         check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
         record_if_missing(plan.store, parent.version)
         _warn(observer, version_warnings(plan.store, parent))
-        _warn(observer, fault_warnings(plan.store, parent), "etl.faults")
         # An earlier run may have been killed just behind its commit.
         _warn(observer, refresh_card(plan.store))
         clear_pending(plan.store, plan.units, parent.version)
