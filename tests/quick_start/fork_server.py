@@ -6,7 +6,6 @@ over the socket DESCRIPTOR with three pipes: for the outputs of the fork, and fo
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import json
@@ -16,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 from typing import Any, NoReturn
 
 MAX_REQUEST = 200_000
@@ -92,18 +90,7 @@ def run_request(request: dict[str, Any], outputs: list[int]) -> NoReturn:
         code: object = getattr(importlib.import_module(module), function)()
     except SystemExit as exit_:
         code = exit_.code
-    if code is None or isinstance(code, int):
-        _exit(code or 0)
     sys.exit(code)  # pyright: ignore[reportArgumentType]
-
-
-def _exit(code: int) -> NoReturn:
-    """As `sys.exit`, but what was imported is not taken apart: that copies the pages of the server one by one."""
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  waits for threads that are no daemons
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
