@@ -1,4 +1,4 @@
-"""How long the search for near duplicates takes among made-up hashes, of which all have 0, 16 or 32 bits in common.
+"""How long the search for near duplicates takes in random hashes that share 0, 16 or 32 bits.
 
 python benchmarks/near_duplicates.py [--images 200000 1000000] [--bits 3]
 

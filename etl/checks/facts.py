@@ -56,7 +56,7 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
         raise UsageError(
             f"dataset {plan.store.uri}@{plan.parent.version} also holds images of {dropped}",
             f'expected etl.write_mode = "append": otherwise the new version would only hold those of {now.described}',
-            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+            f"give each source its own {_place(plan)}, or give --replace-source",
         )
     # If the very same files are listed, the source has moved, or is named in another way.
     has_moved = before.listing_fingerprint == now.listing_fingerprint and plan.listing.has_all_sizes

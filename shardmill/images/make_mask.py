@@ -8,14 +8,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import cv2
 import numpy as np
 
 from shardmill.formats.encodings import encode_mask
 from shardmill.images.geometry import plan_geometry
 from shardmill.images.masks import decode_mask, move_mask, size_of_mask
 from shardmill.images.outlines import Outline, draw_outlines, polygon_of, run_lengths_of
-from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation
+from shardmill.images.pixels import SWAPS_SIDES, Refused, apply_orientation, refusal_of
 from shardmill.options import NormalizeOptions
 from shardmill.printable import printable
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
@@ -69,14 +68,9 @@ def make_mask(source: SourceImage, data: bytes, options: NormalizeOptions) -> Im
         mask_HW = _of_file(file, task) if task.outlines is None else _of_outlines(task.outlines, task)
         stored_HW = move_mask(mask_HW, plan_geometry(task.source.height, task.source.width, options))
         stored = encode_mask(stored_HW)
-    except Refused as refusal:
-        return source.rejected(refusal.reason, refusal.detail)
-    except MemoryError:
-        raise
-    except Exception as error:  # as for images
-        if isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem:
-            raise MemoryError(str(error)) from error
-        return source.rejected(RejectReason.BAD_MASK, printable(f"{type(error).__name__}: {error}")[:300])
+    except Exception as error:
+        refused = refusal_of(error, RejectReason.BAD_MASK)
+        return source.rejected(refused.reason, refused.detail)
     height, width = stored_HW.shape
     return ImageSample(stored, height, width, 1, source_sha256="", channel_sums=(), channel_square_sums=())
 

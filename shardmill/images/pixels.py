@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
+from shardmill.printable import printable
 from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
     from shardmill.options import NormalizeOptions
 
+MAX_DETAIL_CHARACTERS = 300
 # Rows are worked on in strips of about this many pixels, so that temporaries stay small next to a 64 MP image.
 STRIP_PIXELS = 1 << 18
 
@@ -43,6 +45,21 @@ class Refused(Exception):
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}")
+
+
+def refusal_of(error: Exception, of_a_bug: RejectReason) -> Refused:
+    """The refusal that `error` is, or for one image stands for: a decoder's bug must not end a job over a billion
+    others.
+
+    Raises MemoryError, which concerns the machine and not the image, also for OpenCV's own.
+    """
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem:
+        raise MemoryError(str(error)) from error
+    return Refused(of_a_bug, printable(f"{type(error).__name__}: {error}")[:MAX_DETAIL_CHARACTERS])
 
 
 class Complaint(Refused):

@@ -19,7 +19,7 @@ from shardmill.images.extensions import has_other_extension
 from shardmill.images.icc import CONVERTED_NOTE
 from shardmill.images.look import difference_hash, laplacian_square_sum, luma
 from shardmill.images.normalize import normalize
-from shardmill.images.pixels import DecodedImage, Refused, prepare_opencv
+from shardmill.images.pixels import MAX_DETAIL_CHARACTERS, DecodedImage, Refused, prepare_opencv, refusal_of
 from shardmill.kernel import shardmill_native
 from shardmill.options import NormalizeOptions
 from shardmill.printable import printable
@@ -27,7 +27,6 @@ from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
 # Sources with a shorter side than this are accepted; the note lets one find them.
 TINY_SIDE_PIXELS = 8
-MAX_DETAIL_CHARACTERS = 300
 # A build of the kernel from before it had them lacks them.
 _native_sums = getattr(shardmill_native, "channel_sums", None)
 
@@ -40,16 +39,10 @@ def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -
     source_sha256 = hashlib.sha256(data).hexdigest()
     try:
         return _process(source, data, source_sha256, options)
-    except Refused as refusal:
-        reason, detail = refusal.reason, refusal.detail
-    except MemoryError:
-        raise
-    except Exception as error:  # a decoder's bug on one strange file must not end a job over a billion others
-        if isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem:
-            raise MemoryError(str(error)) from error
-        reason, detail = RejectReason.DECODER_ERROR, f"{type(error).__name__}: {error}"
+    except Exception as error:
+        refused = refusal_of(error, RejectReason.DECODER_ERROR)
     # Parts of the detail come from the file.
-    return source.rejected(reason, printable(detail)[:MAX_DETAIL_CHARACTERS], "decode", source_sha256)
+    return source.rejected(refused.reason, printable(refused.detail)[:MAX_DETAIL_CHARACTERS], "decode", source_sha256)
 
 
 def _process(source: SourceImage, data: bytes, source_sha256: str, options: NormalizeOptions) -> ImageSample:

@@ -86,11 +86,7 @@ def run_request(request: dict[str, Any], outputs: list[int]) -> NoReturn:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     module, _, function = request["function"].partition(":")
-    try:
-        code: object = getattr(importlib.import_module(module), function)()
-    except SystemExit as exit_:
-        code = exit_.code
-    sys.exit(code)  # pyright: ignore[reportArgumentType]
+    sys.exit(getattr(importlib.import_module(module), function)())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_fixed
+
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.services.marked import MARK, free_ports, marked
 from tests.services.servers import CACHE, fetching, start_server, wait_until_up
@@ -25,6 +28,15 @@ _START_SECONDS = 400.0
 _END_SECONDS = 60.0
 _WAIT_SECONDS = 900.0
 _SHOWN_CHARACTERS = 6000
+
+
+def _is_rolled_back(error: BaseException) -> bool:
+    """Whether the API server has undone a request, which one may then repeat.
+
+    Over SQLite it does that at any time: if the scheduler has written since a request's transaction began to read, that
+    transaction cannot write, however long it waits ("database is locked", https://sqlite.org/wal.html#concurrency).
+    """
+    return isinstance(error, urllib.error.HTTPError) and error.code == 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +53,19 @@ class Airflow:
         """The DAG folder."""
         return self.home / "dags"
 
+    @retry(retry=retry_if_exception(_is_rolled_back), stop=stop_after_delay(60), wait=wait_fixed(0.5), reraise=True)
     def api(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """An answer of the REST API. `path`: below /api/v2/."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}/api/v2/{path}", data, {"Content-Type": "application/json"}, method=method
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read() or b"{}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as refused:
+            refused.add_note(refused.read().decode(errors="replace")[:_SHOWN_CHARACTERS])
+            raise
 
     def set_paused(self, dag_id: str, paused: bool) -> None:
         self.api("PATCH", f"dags/{dag_id}", {"is_paused": paused})
@@ -64,7 +81,8 @@ class Airflow:
 
     def trigger(self, dag_id: str) -> str:
         """What the button does. -> the run's id"""
-        return self.api("POST", f"dags/{dag_id}/dagRuns", {"logical_date": None})["dag_run_id"]
+        run_id = f"manual__{secrets.token_hex(8)}"
+        return self.api("POST", f"dags/{dag_id}/dagRuns", {"logical_date": None, "dag_run_id": run_id})["dag_run_id"]
 
     def mark_failed(self, dag_id: str, run_id: str, task_id: str) -> None:
         """What the button does, whether the task runs or not; returns once that has ended its run.

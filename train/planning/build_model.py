@@ -43,7 +43,7 @@ def _too_large(task: BuildTask) -> Any:
     try:
         module = empty_module(task.config, task.spec)
     except Exception:
-        # A user's module may raise anything; what is told is how it builds with numbers.
+        # A user's module may raise anything. The build with numbers, which follows, reports its error.
         return None
     num_bytes = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
     has_room = HOST_FRAMEWORK_BYTES + num_bytes < (free_bytes(Path("/")) or math.inf)

@@ -8,7 +8,7 @@ from typing import Any
 from shardmill.errors import ShardmillError
 from train.backends.backend import ModelSpec
 from train.backends.torch.freeze import freeze
-from train.backends.torch.model import classifier_of, create_model
+from train.backends.torch.model import classifier_of, create_model, start_keras_if_imported
 from train.backends.torch.optimizers import new_optimizer, state_tensors
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
@@ -22,6 +22,7 @@ def empty_module(config: TrainConfig, spec: ModelSpec) -> Any:
     and for a Keras model.
     """
     torch = import_torch()
+    start_keras_if_imported(config)
     try:
         with torch.device("meta"):
             module = create_model(config, spec)

@@ -72,8 +72,7 @@ def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = Tr
     `has_numbers`: false on a rank that is given those of rank 0, which also tries the model.
     """
     check_labels(config, spec.labels)
-    if "keras" in imported_packages(config):
-        _start_keras(config)
+    start_keras_if_imported(config)
     make, why_whole = partial(create_model, config, spec), ""
     if not has_numbers:
         model, why_whole = built_without_numbers(make)
@@ -165,8 +164,13 @@ def classifier_of(model: Any, *, is_keras: bool, spec: ModelSpec) -> Any:
     return Classifier()
 
 
-def _start_keras(config: TrainConfig) -> None:
-    """On PyTorch, if it is not running yet; Keras reads the variable once."""
+def start_keras_if_imported(config: TrainConfig) -> None:
+    """Import Keras with PyTorch as its backend, before the factory of `train.model` imports it with another one.
+
+    Raises UsageError if it already runs on another backend.
+    """
+    if "keras" not in imported_packages(config):
+        return
     # A driver that has imported TensorFlow leaves its own choice in the environment of its ranks.
     os.environ["KERAS_BACKEND"] = "torch"
     import keras
