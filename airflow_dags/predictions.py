@@ -12,7 +12,7 @@ from airflow_dags.operators import RUN_ID, ShardmillSparkOperator
 
 
 class ShardmillPredictOperator(ShardmillSparkOperator):
-    """One version of predictions: the current model, or one export, over the source of a config file."""
+    """One version of predictions: the current model, or one export, over a dataset or the source of a config file."""
 
     def __init__(
         self,
@@ -21,15 +21,19 @@ class ShardmillPredictOperator(ShardmillSparkOperator):
         models: str,
         out: str,
         workdir: str,
+        dataset: str = "",
         top: int = 1,
         options: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        """`options`: further ones of the job, such as `--layer` and its name. `kwargs`: SparkSubmitOperator's."""
+        """`dataset`: `DATASET` or `DATASET@N`, in place of the file's source. `options`: further ones of the job, such
+        as `--layer` and its name. `kwargs`: SparkSubmitOperator's.
+        """
         from shardmill.user_module import applications_home
 
         arguments = [models, "--config", str(config_file), "--out", out, "--top", str(top)]
-        arguments += ["--workdir", workdir, "--run-id", RUN_ID, *options]
+        arguments += ["--workdir", workdir, "--run-id", RUN_ID]
+        arguments += [*(["--dataset", dataset] if dataset else []), *options]
         super().__init__(
             stage="predict",
             workdir=workdir,

@@ -1,7 +1,7 @@
 """Build a version of predictions: the ETL with a model's images, and its answers stored in place of pixels.
 Also `spark-submit etl/predict_job.py`.
 
-spark-submit etl/predict_job.py MODELS[@N] --config FILE --out DIR [--top K] [--layer NAME]
+spark-submit etl/predict_job.py MODELS[@N] --config FILE --out DIR [--dataset DATASET[@N]] [--top K] [--layer NAME]
   [--set SECTION.NAME=VALUE]... [--workdir DIR --run-id ID] [--replace-source]
 """
 
@@ -134,6 +134,9 @@ def main() -> int:
     parser = job_parser("Predict all images of a source.")
     parser.add_argument("model", metavar="MODELS[@N]", help="models folder or URI (its current model), or one export")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder or URI of the predictions")
+    parser.add_argument(
+        "--dataset", default="", metavar="DATASET[@N]", help="predict its images, not the file's source"
+    )
     parser.add_argument("--top", type=int, default=1, metavar="K", help="most probable classes to store of each image")
     parser.add_argument("--layer", default="", metavar="NAME", help="also store the output of this layer")
     parser.add_argument("--replace-source", action="store_true", help="allow the images to come from another source")
@@ -141,7 +144,8 @@ def main() -> int:
 
     def job(run: RunRecord, observer: Observer) -> None:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
-        tree = tree.model_copy(update={"dataset": DatasetConfig(uri=arguments.out)})
+        source = SourceConfig(uri=arguments.dataset, kind=COMMITTED) if arguments.dataset else tree.source
+        tree = tree.model_copy(update={"dataset": DatasetConfig(uri=arguments.out), "source": source})
         mapping_of: Callable[[str, int, str], RowMapping] = load_object(_MAPPING)
         run.stage(
             "predict",

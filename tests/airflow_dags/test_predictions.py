@@ -17,6 +17,7 @@ def test_the_operator_submits_the_job():
             models="s3://b/models",
             out="s3://b/out",
             workdir="/work",
+            dataset="s3://b/photos@2",
             top=3,
             options=["--layer", "pool"],
         )
@@ -25,7 +26,7 @@ def test_the_operator_submits_the_job():
     assert task.application_args[:7] == [
         "s3://b/models", "--config", "/configs/photos.toml", "--out", "s3://b/out", "--top", "3"
     ]  # fmt: skip
-    assert task.application_args[-2:] == ["--layer", "pool"]
+    assert task.application_args[-4:] == ["--dataset", "s3://b/photos@2", "--layer", "pool"]
     assert task.stage == "predict" and [each.name for each in task.outlets] == ["predict:new"]
 
 

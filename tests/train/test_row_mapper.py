@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import cv2
 import jsonschema
@@ -198,15 +199,28 @@ def test_options_of_a_batch_job_need_a_folder(folder: Path, tmp_path: Path):
     assert done.returncode == 2 and "--out with 2 sources" in done.stderr
 
 
-def test_the_job_of_spark_submit_gives_on_spark_what_the_local_engine_gives(folder: Path, tmp_path: Path):
-    config = tmp_path / "photos.toml"
-    engine = 'engine = "spark"\nunit_min_images = 20\n[spark]\nmaster = "local[2]"\n'
-    config.write_text(f'[source]\nuri = "{folder}/images"\n[etl]\n{engine}')
-    arguments = ["--config", config, "--out", tmp_path / "out", "--workdir", tmp_path / "work"]
-    command = [sys.executable, ROOT / "etl" / "predict_job.py", f"{folder}/models@1", *arguments]
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+def submitted(folder: Path, cwd: Path, *arguments: str) -> dict[str, Any]:
+    """What a run of the job of spark-submit, with `photos.toml` in `cwd`, says that it has made."""
+    command = [sys.executable, ROOT / "etl" / "predict_job.py", f"{folder}/models@1", "--config", "photos.toml"]
+    command += ["--out", cwd / "out", "--workdir", cwd / "work", *arguments]
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)["sections"]["predictions"]
+    return json.loads(done.stdout)["sections"]["predictions"]
+
+
+def test_the_job_of_spark_submit_predicts_a_dataset_version_in_place_of_the_source(folder: Path, tmp_path: Path):
+    (tmp_path / "photos.toml").write_text('[source]\nuri = "no/images"\n[etl]\nengine = "local"\n')
+    made = submitted(folder, tmp_path, "--dataset", f"{folder}/dataset@1")
+    counts = open_dataset(f"{folder}/dataset@1").manifest.counts
+    assert (made["source"], made["counts"]["accepted"]) == (f"{folder}/dataset", counts.accepted)
+    made_by = open_dataset(str(tmp_path / "out")).manifest.predicted_by
+    assert made_by is not None and made_by.predicted == open_dataset(f"{folder}/dataset@1").pin
+
+
+def test_the_job_of_spark_submit_gives_on_spark_what_the_local_engine_gives(folder: Path, tmp_path: Path):
+    engine = 'engine = "spark"\nunit_min_images = 20\n[spark]\nmaster = "local[2]"\n'
+    (tmp_path / "photos.toml").write_text(f'[source]\nuri = "{folder}/images"\n[etl]\n{engine}')
+    made = submitted(folder, tmp_path)
     assert (made["version"], made["counts"]["accepted"], made["published"]) == (1, 120, True)
     assert (made["engine"], made["num_units"]) == ("spark", 8)
     [summary] = (tmp_path / "work" / "runs").glob("*/summary.json")
