@@ -17,14 +17,12 @@ from train.planning.images_at_once import pipeline_microbatches
 from train.planning.scaling_step import undivided_axis
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
-from train.strategies import axes_of, exchanges_of, mesh_of
+from train.strategies import declared, mesh_of
 from train.strategies.exchanges import Work
 from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
 NETWORK_GBIT = 10.0
 """As `shardmill plan` assumes it."""
-WITHOUT_CURVE = ("mirrored", "parameter_server", "local_sgd")
-"""A process of theirs does not time the exchanges of a step, or they do not follow from the weights and the blocks."""
 
 
 def scaling_of_run(
@@ -53,8 +51,10 @@ def scaling_of_run(
 
 def has_curve(strategy: str, blocks: Blocks | None) -> bool:
     """Whether its exchanges follow from what a run knows; those of divided layers need what blocks hand on."""
-    is_known = exchanges_of(strategy) is not None and strategy not in WITHOUT_CURVE
-    return is_known and (bool(blocks) or not set(axes_of(strategy)) & set(AXES_OF_LAYERS))
+    found = declared(strategy)
+    if found is None or found.exchanges is None or not found.times_exchanges:
+        return False
+    return bool(blocks) or not set(found.axes) & set(AXES_OF_LAYERS)
 
 
 def _acts_as(config: TrainConfig, mesh: MeshShape) -> str:

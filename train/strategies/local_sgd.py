@@ -237,6 +237,7 @@ LOCAL_SGD = Strategy(
     max_world_size=None,
     join=join_local_sgd,
     replica_exchanges=averages_state,
+    times_exchanges=False,
     check=check_local_sgd,
     may_lose=ranks_that_may_be_lost,
     secondary_error=re.compile(f"{HOROVOD.secondary_error.pattern}|{TORCH_DDP.secondary_error.pattern}", re.IGNORECASE),

@@ -184,5 +184,6 @@ MIRRORED = Strategy(
     leaves_out_batches=False,
     join=join_mirrored,
     replica_exchanges=sums_gradients,
+    times_exchanges=False,
     check=check_mirrored,
 )

@@ -212,6 +212,7 @@ PARAMETER_SERVER = Strategy(
     serve=serve,
     reads_all=True,
     replica_exchanges=asks_servers,
+    times_exchanges=False,
     recomputes=False,
     leaves_out_batches=False,
 )

@@ -114,6 +114,8 @@ class Strategy:
     replica_exchanges: Exchanges | None = None
     """What ranks with the whole model exchange in a step, for predictions of other numbers of ranks. None: it is not
     known; a plan counts a sum of gradients, and draws no curve."""
+    times_exchanges: bool = True
+    """A rank times the exchanges of each step, so that a run's report can draw a curve of scaling from them."""
     reads_all: bool = False
     """One process reads all rows and hands them out."""
     shared_model: SharedModel | None = None
