@@ -147,6 +147,11 @@ NEW_SHARED_STRATEGY = Strategy(
     join=join_new_shared,
     shared_model=SharedModel(axes=("fsdp",), held=held_by_new_shared, exchanges=gathers_at_once),
 )
+# Its ranks divide layers, and it names no other strategy.
+NEW_LAYERS_STRATEGY = replace(
+    NEW_SHARED_STRATEGY,
+    shared_model=SharedModel(axes=("tensor",), held=held_by_new_shared, exchanges=gathers_at_once),
+)
 NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
 NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new, join=replicated(join_new))
 NEW_BACKEND = KerasBackend()

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shardmill.errors import UsageError
+from train.config import TrainConfig
 from train.contracts.mesh_shape import AXES_OF_LAYERS, MeshShape
 from train.contracts.values import Blocks
-from train.planning.scaling_run import has_curve
+from train.planning.scaling_run import drawn_strategy, has_curve
 from train.planning.scaling_step import SIZES, mesh_for, predict
 from train.planning.scaling_table import Planned, assumptions_of, scaling_table
 from train.strategies import STRATEGIES, axes_of, exchanges_of
@@ -95,6 +96,20 @@ def test_every_strategy_has_a_model_of_its_exchanges():
         "mirrored", "parameter_server", "local_sgd"
     }  # fmt: skip
     assert not has_curve("hybrid", None) and has_curve("torch_fsdp", None)
+
+
+@pytest.mark.parametrize(("strategy", "backend", "mesh", "drawn"), [
+    ("single", "torch", ALONE, "torch_ddp"),
+    ("single", "keras", ALONE, "horovod"),
+    ("tensor_parallel", "torch", MeshShape(data=2), "torch_ddp"),
+    ("pipeline_parallel", "torch", ALONE, "torch_ddp"),
+    ("pipeline_parallel", "torch", MeshShape(pipeline=2), "pipeline_parallel"),
+    ("hybrid", "torch", MeshShape(fsdp=2), "torch_fsdp"),
+    ("hybrid", "torch", MeshShape(fsdp=2, tensor=2), "hybrid"),
+    ("torch_fsdp", "torch", ALONE, "torch_fsdp"),
+])  # fmt: skip
+def test_where_nothing_is_divided_a_report_draws_the_curve_of_what_ranks_do(strategy, backend, mesh, drawn):
+    assert drawn_strategy(TrainConfig(strategy=strategy, backend=backend), mesh) == drawn
 
 
 def test_computation_hides_gradients_but_not_sums_of_activations():

@@ -17,7 +17,7 @@ from train.planning.images_at_once import pipeline_microbatches
 from train.planning.scaling_step import undivided_axis
 from train.planning.scaling_table import Planned, scaling_table
 from train.reporting.rank_times import MIN_STEPS, RankRow
-from train.strategies import declared, mesh_of
+from train.strategies import STRATEGIES, declared, mesh_of
 from train.strategies.exchanges import Work
 from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
@@ -28,8 +28,8 @@ NETWORK_GBIT = 10.0
 def scaling_of_run(
     config: TrainConfig, rows: Sequence[RankRow], store: Store, checkpoint: str, blocks: Blocks | None
 ) -> dict[str, Any] | None:
-    """The document of a `ScalingTable` with a point for this run; None if too few steps were timed, or if what its
-    strategy exchanges is not known."""
+    """The document of a `ScalingTable` with a point for this run; None if too few steps were timed, if what its
+    strategy exchanges is not known, or if its ranks divide no layer and no other strategy's curve stands for it."""
     if not has_curve(config.strategy, blocks) or min((each.num_steps for each in rows), default=0) < MIN_STEPS:
         return None
     try:
@@ -37,14 +37,15 @@ def scaling_of_run(
     except ShardmillError:
         return None
     mesh = mesh_of(config)
+    shape = mesh.shape
+    drawn = drawn_strategy(config, shape)
+    if drawn is None:
+        return None
     computing, exchanging = (
         statistics.mean(each.seconds[part] / each.num_steps for each in rows) for part in ("compute", "allreduce")
     )
-    shape = mesh.shape
     work = work_of(config, computing * shape.tensor * shape.pipeline, num_bytes, blocks or Blocks())
-    document = scaling_table(
-        Planned(_acts_as(config, shape), work, "measured in this run", shape, NETWORK_GBIT)
-    ).document()
+    document = scaling_table(Planned(drawn, work, "measured in this run", shape, NETWORK_GBIT)).document()
     here = {"num_ranks": mesh.num_ranks, "efficiency": computing / (computing + exchanging)}
     return {**document, "this_run": here}
 
@@ -57,14 +58,10 @@ def has_curve(strategy: str, blocks: Blocks | None) -> bool:
     return bool(blocks) or not set(found.axes) & set(AXES_OF_LAYERS)
 
 
-def _acts_as(config: TrainConfig, mesh: MeshShape) -> str:
-    """The strategy whose exchanges its ranks make. One rank alone exchanges nothing: what several would do is of
-    interest."""
-    if config.strategy == "single":
-        return "torch_ddp" if config.backend == "torch" else "horovod"
-    if undivided_axis(config.strategy, mesh):
-        return "torch_fsdp" if mesh.fsdp > 1 else "torch_ddp"
-    return config.strategy
+def drawn_strategy(config: TrainConfig, mesh: MeshShape) -> str | None:
+    """The name of the strategy whose curve is drawn. None if its ranks divide no layer: a curve would keep that."""
+    drawn = STRATEGIES[config.strategy].curve_of(config, mesh)
+    return None if undivided_axis(drawn, mesh) else drawn
 
 
 def work_of(config: TrainConfig, step_seconds: float, num_bytes: int, blocks: Blocks) -> Work:

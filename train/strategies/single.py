@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from train.config import TrainConfig
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.world import World
 from train.strategies.collective import SingleCollective
 from train.strategies.exchanges import exchanges_nothing
@@ -15,6 +16,11 @@ def open_single(world: World, config: TrainConfig) -> SingleCollective:
     return SingleCollective()
 
 
+def _of_several(config: TrainConfig, mesh: MeshShape) -> str:
+    """One rank alone exchanges nothing: what several would do is of interest."""
+    return "torch_ddp" if config.backend == "torch" else "horovod"
+
+
 SINGLE = Strategy(
     backends=("keras", "torch"),
     synchronous=True,
@@ -24,4 +30,5 @@ SINGLE = Strategy(
     max_world_size=1,
     join=replicated(open_single),
     replica_exchanges=exchanges_nothing,
+    curve_of=_of_several,
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
+from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import Role, World
 from train.strategies.held import Held, holds_all
@@ -46,6 +47,10 @@ class Join(Protocol):
 
 def _loses_none(config: TrainConfig) -> frozenset[int]:
     return frozenset()
+
+
+def _its_own(config: TrainConfig, mesh: MeshShape) -> str:
+    return config.strategy
 
 
 def all_members(config: TrainConfig) -> tuple[Role, ...]:
@@ -116,6 +121,9 @@ class Strategy:
     known; a plan counts a sum of gradients, and draws no curve."""
     times_exchanges: bool = True
     """A rank times the exchanges of each step, so that a run's report can draw a curve of scaling from them."""
+    curve_of: Callable[[TrainConfig, MeshShape], str] = _its_own
+    """The name of the strategy whose curve a run's report draws, where the ranks of that mesh divide nothing and
+    several would do something else."""
     reads_all: bool = False
     """One process reads all rows and hands them out."""
     shared_model: SharedModel | None = None

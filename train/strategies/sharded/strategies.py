@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from train.contracts.mesh_shape import MeshShape
+from train.config import TrainConfig
+from train.contracts.mesh_shape import AXES_OF_LAYERS, MeshShape
 from train.strategies.exchanges import Assumed, Exchanged, Work
 from train.strategies.network import all_gather, reduce_scatter
 from train.strategies.sharded import pipeline, zero1
@@ -51,6 +52,13 @@ def _gathers_and_sums(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchange
     return replace(_gathers_weights(work, mesh, assumed), exposed=exposed)
 
 
+def _undivided(config: TrainConfig, mesh: MeshShape) -> str:
+    """Ranks that divide no layer exchange what those of another strategy do."""
+    if any(mesh.sizes[axis] > 1 for axis in AXES_OF_LAYERS):
+        return config.strategy
+    return "torch_fsdp" if mesh.fsdp > 1 else "torch_ddp"
+
+
 TORCH_FSDP = Strategy(
     backends=("torch",),
     synchronous=True,
@@ -65,6 +73,7 @@ TORCH_FSDP = Strategy(
 )
 TENSOR_PARALLEL = replace(
     TORCH_FSDP,
+    curve_of=_undivided,
     shared_model=SharedModel(
         axes=("tensor",),
         held=held_when_placed,
@@ -75,6 +84,7 @@ TENSOR_PARALLEL = replace(
 )
 HYBRID = replace(
     TORCH_FSDP,
+    curve_of=_undivided,
     shared_model=SharedModel(
         axes=("fsdp", "tensor"),
         held=held_when_placed,
@@ -90,6 +100,7 @@ ZERO1 = replace(
 )
 PIPELINE_PARALLEL = replace(
     TORCH_FSDP,
+    curve_of=_undivided,
     join=pipeline.join_pipeline,
     check=pipeline.check,
     less_work="or give its stage fewer layers (by the model's `stages()`, or with more ranks)",
