@@ -22,6 +22,7 @@ from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.summary_rows import stage_rows
 from shardmill.registry import Entry, install_hint
+from shardmill.stores import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
 from tests.services.faulty_store import FaultyStore
 from tests.support import make_dataset, write_images
@@ -218,13 +219,13 @@ def test_a_rehearsal_that_is_asked_to_end_ends(tmp_path: Path):
     command = [str(BIN / "shardmill"), "doctor", "c.toml", "--rehearse", "--set", "train.num_workers=1"]
     doctor = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     deadline_seconds = time.monotonic() + 120
-    # Not its temporary file: ended within that write it may leave one, which `gc` removes by its age.
+    # Not its temporary file: ended within a write it may leave one, which `gc` removes by its age.
     while not list((tmp_path / "models").glob("reach/[!.]*")) and time.monotonic() < deadline_seconds:
         time.sleep(0.01)
     doctor.terminate()
     _, stderr = doctor.communicate(timeout=120)
     assert doctor.returncode == 143, stderr
-    assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
+    assert not list(open_store(str(tmp_path / "models")).list(""))
 
 
 @pytest.mark.drill
