@@ -70,6 +70,17 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert validated.training_seconds(1, 0, 0.0, staged) == 4 + 6 * 3 / 4
 
 
+@pytest.mark.parametrize("strategy", ["single", "torch_ddp", "torch_fsdp"])
+def test_a_model_that_is_too_large_to_be_timed_here_is_refused_before_it_is_built(tiny_uri, tmp_path, strategy):
+    train = {"strategy": strategy, "num_workers": 1 + (strategy != "single"), "model": "tests.train.torch_models:huge"}
+    tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
+    with pytest.raises(
+        UsageError,
+        match=r"takes 18,\d{3}\.\d GiB, and this host has .* free; .* with --memory SIZE, .* nothing; or plan on",
+    ):
+        estimate_training(TrainTree.model_validate({**tree, "train": {"global_batch_size": 24, **train}}))
+
+
 def test_a_step_of_ranks_that_share_layers_is_theirs(tiny_uri, tmp_path):
     train = {"global_batch_size": 24, "num_workers": 2, "model": "tests.train.torch_models:tiny_vit"}
     tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}

@@ -19,6 +19,14 @@ def linear(image_shape, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, num_classes))
 
 
+def huge(image_shape, num_classes):
+    """Of 4 TB: no host has the memory, and the allocator refuses it at once."""
+    height, width, channels = image_shape
+    side = 1_000_000
+    layers = [nn.Linear(height * width * channels, side), nn.Linear(side, side), nn.Linear(side, num_classes)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
 def wide(image_shape, num_classes):
     """With far more activations than weights."""
     return nn.Sequential(

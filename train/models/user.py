@@ -61,6 +61,11 @@ def imported_packages(config: TrainConfig) -> set[str]:
     return {each.partition(".")[0] for each in imported} | by_ours
 
 
+def trains_module(config: TrainConfig) -> bool:
+    """Whether the model is an `nn.Module` and no Keras model on PyTorch: one that can be counted without numbers."""
+    return config.backend == "torch" and "keras" not in imported_packages(config)
+
+
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:
     """Call the factory and return its model. Raises UsageError if it raises."""
     factory: Any = MODELS[name]

@@ -32,10 +32,11 @@ from train.planning.memory_fit import Fit, decided, size_of
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.planning.rank_part import RankPart, RankParts
+from train.planning.rank_part import RankParts
 from train.planning.scaling_run import work_of
 from train.planning.scaling_step import Step, predict
 from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
+from train.planning.state_bytes import StateBytes
 from train.strategies import has_chief, mesh_of
 from train.strategies.exchanges import Assumed, Work
 from train.strategies.network import Link, Network
@@ -148,7 +149,7 @@ def estimate_training(
     # The same rank with random images, whose bytes and seconds are counted.
     spec = model_spec(dataset.manifest, paced.config)
     part_of = RankParts(lambda config: model_spec(dataset.manifest, config))
-    _check_host(paced.config, part_of(config), local_batch_size)
+    _check_host(paced.config, part_of.whole_of(config), local_batch_size)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
     work = _work(config, cost)
     step = _step(config.strategy, work, mesh, network_gbit)
@@ -208,18 +209,20 @@ def _work(config: TrainConfig, cost: StepCost) -> Work:
     )
 
 
-def _check_host(config: TrainConfig, part: RankPart | None, local_batch_size: int) -> None:
-    """Raises UsageError if a model that ranks share is too large for the process that times its step here."""
-    if part is None:
+def _check_host(config: TrainConfig, whole: StateBytes | None, local_batch_size: int) -> None:
+    """Raises UsageError if a model is known to be too large for the process that times its step here."""
+    if whole is None:
         return
-    whole, free, num_images = part.whole, free_bytes(Path("/")), -(-local_batch_size // config.num_accumulated)
-    needed = HOST_FRAMEWORK_BYTES + whole.state + whole.step + num_images * whole.image
+    free, num_images = free_bytes(Path("/")), -(-local_batch_size // config.num_accumulated)
+    of_model = HOST_FRAMEWORK_BYTES + whole.state + whole.step
+    needed = of_model + num_images * whole.image
     if free and needed > free:
+        of_fewer = "set train.accumulation_steps; " if of_model + whole.image < free else ""
         raise UsageError(
             f"a step of train.model = {config.model!r} takes {size_of(needed)}, and this host has {size_of(free)} free",
             f"expected memory for the whole model and {num_images} images: plan times such a step in one process",
-            "run shardmill plan with --memory SIZE, which counts what each rank would hold and builds nothing; set "
-            "train.accumulation_steps; or plan on a larger host",
+            f"run shardmill plan with --memory SIZE, which counts what each rank would hold and builds nothing; "
+            f"{of_fewer}or plan on a larger host",
         )
 
 

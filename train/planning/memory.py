@@ -20,7 +20,7 @@ from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.launching.devices import gpus_here
-from train.models.user import imported_packages
+from train.models.user import trains_module
 from train.planning.host_memory import (
     GPU_FRAMEWORK_BYTES,
     Limit,
@@ -272,7 +272,7 @@ def facts_of(
         recomputed_image_bytes=recomputed_image_bytes,
         why_not_recomputed=why_not if may_recompute else "",
         may_ask_to_recompute=not is_settled,
-        may_divide=config.backend == "torch" and "keras" not in imported_packages(config) and part is None,
+        may_divide=trains_module(config) and part is None,
     )
 
 

@@ -16,7 +16,7 @@ from shardmill.words import counted
 from train.backends.backend import ModelSpec, model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
-from train.models.user import imported_packages
+from train.models.user import trains_module
 from train.planning.auto import AUTO, resolve
 from train.planning.choose_backend import choose_backend
 from train.planning.divide import REPLICATED, ModelFacts, division_rules, nothing_holds
@@ -131,7 +131,7 @@ def _candidates(asked: TrainConfig) -> tuple[dict[str, TrainConfig], dict[str, M
 
 def _count(configs: dict[str, TrainConfig], spec: ModelSpec) -> dict[str, StateBytes]:
     """By strategy."""
-    modules = {name: config for name, config in configs.items() if _is_module(config)}
+    modules = {name: config for name, config in configs.items() if trains_module(config)}
     counted_states = count_state(tuple(modules.values()), spec) if modules else ()
     found = dict(zip(modules, counted_states, strict=True))
     others = {name: config for name, config in configs.items() if name not in modules}
@@ -140,10 +140,6 @@ def _count(configs: dict[str, TrainConfig], spec: ModelSpec) -> dict[str, StateB
         measured = _measure(next(iter(others.values())), spec)
         found |= dict.fromkeys(others, measured)
     return found
-
-
-def _is_module(config: TrainConfig) -> bool:
-    return config.backend == "torch" and "keras" not in imported_packages(config)
 
 
 def _measure(config: TrainConfig, spec: ModelSpec) -> StateBytes:

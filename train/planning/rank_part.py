@@ -1,13 +1,15 @@
-"""The part of one rank of a model that ranks hold together, beside what was measured of a rank with the whole model."""
+"""The part of one rank of a model that ranks hold together, beside what a rank with the whole model has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardmill.errors import ShardmillError
 from train.backends.backend import ModelSpec
 from train.config import TrainConfig
+from train.models.user import trains_module
 from train.planning.memory_record import MemoryRecord
 from train.planning.state_bytes import StateBytes, count_state
 from train.settings.mesh import MeshConfig
@@ -50,11 +52,25 @@ class RankParts:
             self._found[key] = self._count(config)
         return self._found[key]
 
+    def whole_of(self, config: TrainConfig) -> StateBytes | None:
+        """Of a rank that has the whole model, alone; None for a Keras model, and for one that cannot be counted."""
+        if part := self(config):
+            return part.whole
+        if STRATEGIES[config.strategy].needs_module or not trains_module(config):
+            return None
+        with suppress(ShardmillError):
+            [whole] = count_state((_alone(config),), self._spec_of(config))
+            return whole
+        return None
+
     def _count(self, config: TrainConfig) -> RankPart | None:
-        alone = config.model_copy(update={"num_workers": 1, "rank_weights": (), "mesh": MeshConfig()})
         try:
-            mine, whole = count_state((config, alone), self._spec_of(config))
+            mine, whole = count_state((config, _alone(config)), self._spec_of(config))
         except ShardmillError:
             # The rank that builds the model says why.
             return None
         return None if mine.refused else RankPart(mine, whole)
+
+
+def _alone(config: TrainConfig) -> TrainConfig:
+    return config.model_copy(update={"num_workers": 1, "rank_weights": (), "mesh": MeshConfig()})
