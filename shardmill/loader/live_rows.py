@@ -103,8 +103,9 @@ class LiveRows:
     def gather(self, step: StepRows, futures: Mapping[int, Future[ChunkRows]]) -> GatheredRows:
         """The rows of a step; the futures read those of its chunks that are missing, and are done."""
         chunks = step.chunks_N.tolist()
-        for chunk in self.missing(chunks):
-            self._add(chunk, futures[chunk].result())
+        if not self.is_complete:
+            for chunk in self.missing(chunks):
+                self._add(chunk, futures[chunk].result())
         slots_N = np.fromiter(map(self._slots.__getitem__, chunks), np.int64, len(chunks))
         index_N = self._starts[slots_N] + step.rows_N
         assert self._labels_M is not None
