@@ -158,16 +158,19 @@ class EpochPlan:
         last = min(first + self.spec.window_chunks, len(self.chunk_order))
         window_start = max(start, int(self.chunk_starts[first]))
         window_stop = min(stop, int(self.chunk_starts[last]))
-        virtual_N = np.arange(window_start, window_stop)
+        # In stored order the rows of a chunk are one run; behind the shuffle each row would have to be searched for.
+        borders = self.chunk_starts[first : last + 1].clip(window_start, window_stop)
+        places_N = np.repeat(np.arange(first, last), np.diff(borders))
+        chunks_N = self.chunk_order[places_N].astype(np.int64)
+        rows_N = np.arange(window_start, window_stop) - self.chunk_starts[places_N]
         if self.spec.shuffle:
-            key = (_WINDOW_ORDER, self.spec.seed, self.epoch, stream, index)
-            virtual_N = virtual_N[permutation(len(virtual_N), *key)]
-        places_N = np.searchsorted(self.chunk_starts, virtual_N, side="right") - 1
+            order_N = permutation(len(rows_N), _WINDOW_ORDER, self.spec.seed, self.epoch, stream, index)
+            chunks_N, rows_N = chunks_N[order_N], rows_N[order_N]
         return Window(
             start=window_start - start,
             chunk_numbers=frozenset(self.chunk_order[first:last].tolist()),
-            chunks_N=self.chunk_order[places_N].astype(np.int64),
-            rows_N=virtual_N - self.chunk_starts[places_N],
+            chunks_N=chunks_N,
+            rows_N=rows_N,
         )
 
     def _chunk_at(self, virtual_row: int) -> int:
