@@ -8,6 +8,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The endpoint of a running server; the AWS_* environment points at it for the whole session."""
     [port] = free_ports(1)
     folder = tmp_path_factory.mktemp("moto")
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = start_server(command, folder / "server.log", os.environ)
+    command = [sys.executable, "-m", "tests.services.moto_server", str(port)]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    server = start_server(command, folder / "server.log", {**os.environ, "PYTHONPATH": path})
     endpoint = f"http://127.0.0.1:{port}"
     settings = {
         "AWS_ENDPOINT_URL": endpoint,
