@@ -47,7 +47,6 @@ class ForkedProcess:
         self.stderr = None if errors is None else open(errors, "rb")  # noqa: SIM115
         self._end = open(end)  # noqa: SIM115
         self.pid = int(self._end.readline())
-        self._name = program.arguments[0]
         self.returncode: int | None = None
         self._waiting = threading.Thread(target=self._wait, daemon=True)
         self._waiting.start()
@@ -59,16 +58,10 @@ class ForkedProcess:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._waiting.join(timeout)
-        if self.returncode is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired(self._name, timeout)
+    def wait(self) -> int:
+        self._waiting.join()
+        assert self.returncode is not None
         return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, number)
 
 
 def parent_of_forks(modules: tuple[str, ...]) -> int:

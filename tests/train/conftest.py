@@ -10,7 +10,6 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
-from tests.side_processes import forked_side_processes
 from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
@@ -66,26 +65,3 @@ def own_jvm(monkeypatch):
     if SparkContext._gateway is not None:
         SparkContext._gateway.shutdown()
         SparkContext._gateway.proc.kill()
-
-
-@pytest.fixture(scope="session")
-def trained_alone(tiny_uri, tmp_path_factory):
-    """trained_alone(config) -> the training of one rank: its result, its losses, and where its models are."""
-    found = {}
-
-    def train(config):
-        key = repr(sorted(config.items()))
-        if key not in found:
-            models, recorder = tmp_path_factory.mktemp("alone"), Recorder()
-            result = train_here(tiny_uri, models, recorder, **config)
-            found[key] = result, {step: float.fromhex(loss) for step, loss in recorder.losses.items()}, models
-        return found[key]
-
-    return train
-
-
-@pytest.fixture(scope="module")
-def forked_planning():
-    """What a test itself asks a process of the planning forks; what a command asks does not."""
-    with forked_side_processes():
-        yield

@@ -25,8 +25,6 @@ from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES
 from train.training import train_model
 
-pytestmark = pytest.mark.usefixtures("forked_planning")
-
 GIB = 2**30
 # 1 GiB of weights, with Adam: 4 GiB; 2 GiB of activations for each of 8 images.
 STATE = StateBytes(GIB, GIB, 2 * GIB, image=2 * GIB)

@@ -67,8 +67,10 @@ SHARE_OF_TWO_STAGES = 0.6
 
 
 @pytest.fixture(scope="module")
-def alone(trained_alone):
-    return trained_alone(BASE)[:2]
+def alone(tiny_uri, tmp_path_factory):
+    recorder = Recorder()
+    result = train_here(tiny_uri, tmp_path_factory.mktemp("alone"), recorder, **BASE)
+    return result, {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
 
 
 @pytest.mark.parametrize(
@@ -145,19 +147,20 @@ def test_an_export_puts_the_shards_of_ranks_together(tiny_uri, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["torch_fsdp", "tensor_parallel", "zero1"])
-def test_any_layout_has_the_weights_of_torchvisions_transformer(tiny_uri, tmp_path, trained_alone, strategy):
+def test_any_layout_has_the_weights_of_torchvisions_transformer(tiny_uri, tmp_path, strategy):
     """To divide its attention, ranks take it apart; checkpoints, hashes and exports have it as torchvision has it."""
     config = {**BASE, "model": "tests.train.sharded_models:torchvisions_vit", "optimizer": "sgd", "export": "last"}
-    _, expected, models = trained_alone(config)
-    one = read_whole_model(files_of(models))
+    recorder = Recorder()
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    one = read_whole_model(files_of(tmp_path / "one"))
     sharded = {**config, "strategy": strategy}
-    result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, sharded)
-    found = {step: float.fromhex(loss) for step, loss in watcher.losses.items()}
-    assert found == pytest.approx(expected, rel=1e-5)
+    result, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, sharded)
+    expected = [float.fromhex(loss) for loss in recorder.losses.values()]
+    assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
     # Weights are sums of gradients.
-    assert_weights_close(read_whole_model(files_of(tmp_path)).weights, one.weights)
-    settings = task_of(tiny_uri, tmp_path, num_workers=2, launcher="local", **sharded).config
-    record = export_training(str(tmp_path), settings, result, "run").export.record
+    assert_weights_close(read_whole_model(files_of(tmp_path / "two")).weights, one.weights)
+    settings = task_of(tiny_uri, tmp_path / "two", num_workers=2, launcher="local", **sharded).config
+    record = export_training(str(tmp_path / "two"), settings, result, "run").export.record
     assert record.weights_sha256 == result.weights_sha256
 
 
@@ -178,11 +181,13 @@ def test_torchvisions_transformer_goes_on_in_other_layouts(tiny_uri, tmp_path, m
 
 @pytest.mark.parametrize("name", ["zero1", "torch_fsdp", "tensor_parallel", "hybrid"])
 @pytest.mark.parametrize("unfrozen_at", [0, 1])
-def test_what_is_frozen_stays_as_it_was_in_every_layout(tiny_uri, tmp_path, trained_alone, name, unfrozen_at):
+def test_what_is_frozen_stays_as_it_was_in_every_layout(tiny_uri, tmp_path, name, unfrozen_at):
     layout = dict(LAYOUTS[name])
     config = {**BASE, "epochs": 2, "freeze": ["blocks.0.*", "embedding.*"], "unfreeze_epoch": unfrozen_at}
-    _, expected, _ = trained_alone(config)
-    _, watcher = train_on_ranks(tiny_uri, tmp_path, layout.pop("num_workers"), {**config, **layout})
+    recorder = Recorder()
+    train_here(tiny_uri, tmp_path / "one", recorder, **config)
+    _, watcher = train_on_ranks(tiny_uri, tmp_path / "several", layout.pop("num_workers"), {**config, **layout})
+    expected = {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
     found = {step: float.fromhex(loss) for step, loss in watcher.losses.items()}
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -285,7 +290,6 @@ def test_ranks_of_one_group_draw_the_same_after_another_layout(tiny_uri, tmp_pat
     assert "resumed" in watcher.events and result.resumed_from is not None
 
 
-@pytest.mark.usefixtures("forked_planning")
 def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
     # Before the ETL, in a process that builds the model.
     config = TrainConfig(model=MODEL, strategy="tensor_parallel", num_workers=3, launcher="local")

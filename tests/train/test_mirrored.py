@@ -25,7 +25,7 @@ from train.config import TrainConfig
 from train.strategies.mirrored import check_rows
 from train.strategies.options import MirroredOptions
 
-# 100 steps and more; 12 rows are 3 for each of 4 devices, and 2 or 3 for each of 5.
+# 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.
 MIRRORED = {"strategy": "mirrored", "model": SMOOTH_MODEL["keras"]}
 
 

@@ -17,8 +17,6 @@ from train.planning.memory_table import PARTS
 from train.planning.pace import Pace, Shares
 from train.tree import TrainTree
 
-pytestmark = pytest.mark.usefixtures("forked_planning")
-
 
 def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     models = {"models": {"uri": str(tmp_path / "models")}}

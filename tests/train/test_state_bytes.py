@@ -31,8 +31,6 @@ from train.settings.reading import ReadingConfig
 from train.strategies import strategies_that_share
 from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
-pytestmark = pytest.mark.usefixtures("forked_planning")
-
 SHARING = tuple(strategies_that_share())
 # Two steps of the 44 rows of the data set `tiny`.
 TWO_STEPS = {"model": MODEL, "num_streams": 4, "global_batch_size": 24, "epochs": 1, "num_workers": 2}
