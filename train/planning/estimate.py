@@ -221,7 +221,7 @@ def _check_host(config: TrainConfig, whole: StateBytes | None, local_batch_size:
         raise UsageError(
             f"a step of train.model = {config.model!r} takes {size_of(needed)}, and this host has {size_of(free)} free",
             f"expected memory for the whole model and {num_images} images: plan times such a step in one process",
-            f"run shardmill plan with --memory SIZE, which counts what each rank would hold and builds nothing; "
+            "run shardmill plan with --memory SIZE, which counts what each rank would hold and builds nothing; "
             f"{of_fewer}or plan on a larger host",
         )
 
