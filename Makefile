@@ -1,14 +1,16 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
 # make test    the tests, without drills
+# make test-fast   those that start no other process: no server, Spark, rank or command
 # make drill   the drills: slow tests of real faults, servers and clusters
+# make test-all    all tests and drills, with whole products and many trials: an hour or two
 # make check   formatting, lint, types, documentation, tests; .ci/run adds the drills
 # make docs    the documentation site, in ./site; a link that leads nowhere fails it
-# make test-fast   those that start no other process: no server, Spark, rank or command
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test test-fast drill check setup lint docs bundle clean
+.PHONY: demo test test-fast drill test-all check setup lint docs bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
+PYTEST := pytest --dist loadscope --no-loadscope-reorder
 
 demo:
 	@scripts/setup.sh demo
@@ -19,13 +21,17 @@ setup:
 	@scripts/setup.sh all
 
 test: setup
-	@$(RUN) pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not drill"
+	@$(RUN) $(PYTEST) -n 2 --tier test
 
 test-fast: setup
-	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill" --in-process -r fE
+	@$(RUN) $(PYTEST) -n 2 --tier fast
 
+# Drills wait for servers half of their time.
 drill: setup
-	@$(RUN) pytest -n 3 --dist loadscope --no-loadscope-reorder -m drill
+	@$(RUN) $(PYTEST) -n 3 --tier drill
+
+test-all: setup
+	@$(RUN) SHARDMILL_FULL=1 $(PYTEST) -n 3 --tier all
 
 lint: setup
 	@$(RUN) ruff format --check .

@@ -12,7 +12,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 from tests.demo import demo
-from tests.in_process import pytest_addoption, pytest_configure, pytest_runtest_protocol
+from tests.lab import tiers
 from tests.quick_start import pytest_sessionstart
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
@@ -32,10 +32,7 @@ __all__ = [
     "gateway_bucket",
     "hdfs_root",
     "hdfs_server",
-    "pytest_addoption",
     "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_runtest_protocol",
     "pytest_sessionstart",
     "pytest_xdist_make_scheduler",
     "s3_bucket",
@@ -54,6 +51,10 @@ settings.load_profile("shardmill")
 # would ignore it too. A terminal does not.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.register(tiers, "tiers")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -30,4 +30,4 @@ sys.dont_write_bytecode = False
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Before other processes of tests start."""
     is_worker = hasattr(session.config, "workerinput")
-    use_archived_classes(may_create=not is_worker and not session.config.getoption("--in-process"))
+    use_archived_classes(may_create=not is_worker and session.config.getoption("--tier") != "fast")

@@ -39,6 +39,7 @@ class ForkedProcess:
         errors, also_written = (None, os.dup(written)) if is_one_output else os.pipe()
         end, told = os.pipe()
         request = json.dumps(asdict(program)).encode()
+        sys.audit("tests.fork", program.function)
         socket.send_fds(_server(modules)[0], [request], [written, also_written, told])
         for each in (written, also_written, told):
             os.close(each)
