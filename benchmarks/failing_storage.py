@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.results import hardware
 from benchmarks.servers import s3_root
 from shardmill.stores import s3_requests
+from tests.lab.datasets import upload, write_images
 from tests.services.fault_proxy import FaultProxy, proxying
 from tests.services.versitygw import connect_to
-from tests.support import upload, write_images
 from tests.test_s3_faults import MIXES, MIXES_DEADLINE_SECONDS, build_and_train
 
 _UNDISTURBED = "undisturbed"

@@ -69,7 +69,7 @@ def main() -> None:
             print("| rows | at step | import, s | open, s | loader, s | first batch, s | from open on, s | its CPU s |")
             print("|---|---|---|---|---|---|---|---|", flush=True)
         for num_rows in arguments.rows:
-            from tests.support import make_dataset
+            from tests.lab.datasets import make_dataset
 
             uri = make_dataset(
                 Path(folder) / f"rows-{num_rows}", num_images=num_rows, image_size=28, encoding="raw",
@@ -147,7 +147,7 @@ def first_batch(uri: str, step: int) -> dict[str, float]:
 def write_index(folder: Path, num_chunks: int) -> str:
     """A committed version with an index of so many chunks; returns its URI."""
     # Not at the top: what is measured imports shardmill alone.
-    from tests.support import make_dataset
+    from tests.lab.datasets import make_dataset
 
     uri = make_dataset(folder, num_images=60, formats=("parquet",))
     dataset, store = open_dataset(uri), open_store(uri)

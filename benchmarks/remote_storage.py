@@ -27,8 +27,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.stores import open_store
+from tests.lab.datasets import upload
 from tests.services.s3 import s3_client
-from tests.support import upload
 
 _NUM_THREADS = 2
 _PARALLEL_DOWNLOADS = 4

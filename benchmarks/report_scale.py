@@ -46,7 +46,7 @@ from shardmill.jobs.run_files import PARTIAL, StageRecord, dataset_section, writ
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin, Rejection, RejectReason
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 from train.contracts.values import ClassFigures, Confusion, EpochRecord, Evaluation
 
 NUM_IMAGES, SIDE, EPOCHS, RUN_ID = 2500, 128, 90, "large"

@@ -27,7 +27,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask

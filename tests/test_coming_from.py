@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.lab.datasets import write_images
 from tests.pipeline.command import ENVIRONMENT, ROOT
-from tests.support import write_images
 
 PAGE = ROOT / "docs" / "coming-from.md"
 NUM_IMAGES = 60

@@ -15,8 +15,8 @@ import yaml
 from shardmill.checksummed import verified_body
 from tests.demo import Demo
 from tests.etl.test_box_sources import ROWS, as_coco
+from tests.lab.datasets import write_images
 from tests.pipeline.command import ENVIRONMENT, shardmill
-from tests.support import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.etl.building import build_source
 from tests.etl.test_box_sources import ROWS, as_jsonl
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT
-from tests.support import write_images
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # Less to compute than for a person's photos; still some epochs of the head alone, and some of everything.

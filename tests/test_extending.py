@@ -25,9 +25,9 @@ from scripts.docs_site.entries import entries, of_registry
 from scripts.docs_site.extension_points import registry_file
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, OneOf, Registry, install_hint, load_object
+from tests.lab.datasets import write_images
 from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.quick_start import FOLDER
-from tests.support import write_images
 from train.contracts.mesh_shape import MeshShape
 from train.planning.scaling_run import drawn_strategy
 from train.strategies import STRATEGIES

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.datasets import write_images
 from tests.pipeline.command import ROOT
 from tests.services.packed_environment import find_uv
-from tests.support import write_images
 
 MODEL = """
 from pathlib import Path

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.import_graph import ROOT, imports_of, modules
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.test_architecture import HEAVY
 
 # Whose code may know a framework: all else sees backends, strategies and models through their registries.

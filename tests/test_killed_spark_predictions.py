@@ -12,11 +12,11 @@ import pytest
 
 from shardmill.dataset.open import has_version, open_dataset
 from shardmill.dataset.verify import verify_dataset
+from tests.lab.datasets import write_images
 from tests.pipeline.command import shardmill
 from tests.services.lost_executor import executors, until
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster
 from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of, to_standalone
-from tests.support import write_images
 
 pytestmark = pytest.mark.drill
 

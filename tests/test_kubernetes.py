@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from pipeline.config import load_pipeline
+from tests.lab.datasets import make_dataset
 from tests.services.kubernetes import ApiServer
 from tests.services.marked import free_ports
 from tests.services.servers import wait_until_up
 from tests.services.spark_operator import definition, strict_schema
 from tests.services.spark_submit import make_bundle
-from tests.support import make_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "kubernetes"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardmill.loader.dataset import open_dataset
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import ENVIRONMENT
 from tests.services.marked import free_ports
-from tests.support import make_dataset
 
 LOOPS = Path(__file__).resolve().parent.parent / "examples" / "loops"
 

@@ -17,7 +17,7 @@ from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError
 from shardmill.stores import open_store
-from tests.support import build_here, read_all, upload, write_images
+from tests.lab.datasets import build_here, read_all, upload, write_images
 
 _CONFIG = EtlConfig(image_size=16, formats=("parquet",), encoding="png", chunk_bytes=4_000, unit_min_images=20)
 

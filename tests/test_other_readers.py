@@ -19,9 +19,9 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.dataset import open_dataset as open_loadable
 from shardmill.stores import open_store
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.services.packed_environment import find_uv
-from tests.support import make_dataset
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "other-readers.md"
 SPLITS = ("train", "validation", "test")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardmill.user_module import APPLICATIONS
+from tests.lab.datasets import make_dataset, write_images
 from tests.services.packed_environment import find_uv
-from tests.support import make_dataset, write_images
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a process must not see of this checkout: else it would test the checkout and not the wheel.

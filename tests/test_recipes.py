@@ -19,7 +19,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.observer import SilentObserver
 from tests.cifar_files import write_cifar10
 from tests.etl.test_sources_idx import idx_bytes
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 from tests.train.training import train_here
 from train.planning.make import plan_training
 from train.planning.preflight import check_trainable

@@ -18,7 +18,7 @@ from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
-from tests.support import upload, write_images
+from tests.lab.datasets import upload, write_images
 
 # Spark over HDFS is for the tests on YARN.
 CASES = [("gateway_bucket", "spark", "parquet"), ("hdfs_root", "local", "tfrecord")]

@@ -22,9 +22,9 @@ from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store, s3_requests
 from tests.canaries import files_with_canaries
+from tests.lab.datasets import build_here, upload, write_images
 from tests.services.fault_proxy import Choice, Fault, at_random, in_turn, proxying
 from tests.services.versitygw import Gateway, connect_to
-from tests.support import build_here, upload, write_images
 from tests.train.training import Recorder, train_here
 
 pytestmark = pytest.mark.drill

@@ -10,12 +10,12 @@ from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
 from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.lab.datasets import build_here, upload, write_images
 from tests.services.marked import MARK, free_ports
 from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.versitygw import KEY, SECRET, Gateway
 from tests.services.watch import ON_EXECUTORS, watching
-from tests.support import build_here, upload, write_images
 from tests.test_remote_chain import shardmill
 
 pytestmark = pytest.mark.drill

@@ -21,6 +21,7 @@ from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.stores import open_store
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.pipeline.test_spark_terminal import SPARK_LINES, Terminal
 from tests.processes import LOCAL, listeners
@@ -37,7 +38,6 @@ from tests.services.marked import free_ports
 from tests.services.slowed_attempt import SlowedAttempt
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster, start_worker
 from tests.services.spark_submit import Submitter, make_bundle, summary_of, to_standalone
-from tests.support import write_images
 
 pytestmark = pytest.mark.drill
 

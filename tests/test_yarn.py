@@ -13,6 +13,7 @@ from etl.config import EtlConfig
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.lab.datasets import build_here, upload, write_images
 from tests.pipeline.command import shardmill
 from tests.services.hadoop import pyspark_jars
 from tests.services.lost_executor import (
@@ -29,7 +30,6 @@ from tests.services.packed_environment import NAME, pack_environment
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.watch import ON_EXECUTORS, watching
 from tests.services.yarn import YarnCluster
-from tests.support import build_here, upload, write_images
 
 pytestmark = pytest.mark.drill
 

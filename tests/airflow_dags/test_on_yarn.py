@@ -19,6 +19,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import toml_table
+from tests.lab.datasets import build_here, upload, write_images
 from tests.pipeline.command import ROOT
 from tests.processes import is_running, parent_of
 from tests.services.airflow import Airflow, running_airflow
@@ -26,7 +27,6 @@ from tests.services.hadoop import pyspark_jars
 from tests.services.marked import QUICK_JVM, free_ports, marked
 from tests.services.spark_submit import make_bundle, summary_of
 from tests.services.yarn import YarnCluster
-from tests.support import build_here, upload, write_images
 
 DAG_ID, TRAINED_ID = "shardmill_far", "shardmill_trained"
 TRAINING_ID = f"{TRAINED_ID}_train"

@@ -18,12 +18,12 @@ from airflow_dags.run_folder import RunFolder
 from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.lab.datasets import write_images
 from tests.pipeline.command import ROOT
 from tests.processes import parent_of
 from tests.quick_start import FOLDER
 from tests.services.airflow import Airflow, running_airflow
 from tests.services.marked import marked
-from tests.support import write_images
 
 DAG_ID = "shardmill_tiny"
 ASSET_ID, TRAINING_ID = "shardmill_own", "shardmill_own_train"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
 from tests.services.airflow import put_database
-from tests.support import write_images
 
 STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 @pytest.fixture

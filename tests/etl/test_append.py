@@ -21,7 +21,7 @@ from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _ETL = EtlConfig(
     engine="tests.extending_entries:NEW_ENGINE", image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,

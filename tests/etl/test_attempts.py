@@ -27,7 +27,7 @@ from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, SourceImage
 from tests.etl.building import tree_for
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 ROOT = Path(__file__).parents[2]
 _ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=12, chunk_bytes=4_000)

@@ -19,7 +19,7 @@ from shardmill.errors import StorageError
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.jobs.config import DatasetConfig
 from tests.etl.test_incremental import _ETL, build, opened, paint
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 def _touch(folder: Path, num_files: int, mtime_ns: int = 1) -> list[Path]:

@@ -17,7 +17,7 @@ from shardmill.errors import UsageError
 from shardmill.loader.metadata import read_metadata
 from tests.etl.building import Recorder
 from tests.etl.test_incremental import build, opened, tree_for
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 @pytest.fixture

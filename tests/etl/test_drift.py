@@ -15,7 +15,7 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import DriftLimitExceeded, UsageError
 from shardmill.stores import open_store
 from tests.etl.test_incremental import build, tree_for
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 @pytest.fixture

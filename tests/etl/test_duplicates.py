@@ -21,7 +21,7 @@ from shardmill.jobs.observer import WARNING, Observer
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, Recorder
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _COPIES = ("class_0/a_copy.png", "class_1/z_copy.png", "class_2/z_copy.png")
 

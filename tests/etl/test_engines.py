@@ -35,7 +35,7 @@ from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.stores import open_store
 from tests.etl.building import COLLIDING, ETL, digests
-from tests.support import build_here
+from tests.lab.datasets import build_here
 
 CRASHING_OPENCV = """
 import os, signal

@@ -33,7 +33,7 @@ from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import SilentObserver
 from tests.etl.building import Recorder
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 _ETL = EtlConfig(

@@ -21,7 +21,7 @@ from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkCo
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, digests, tree_for
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 
 def test_digests_are_equal_on_any_engine_master_and_partitioning(images: Path):

@@ -24,11 +24,11 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.loader.samples import read_samples
 from tests.etl.building import tree_for
+from tests.lab.datasets import build_here, write_images
 from tests.pipeline.command import MODULES
 from tests.polling import polled
 from tests.quick_start.forked import Program, run_forked
 from tests.services.marked import MARK, marked
-from tests.support import build_here, write_images
 
 ROOT = Path(__file__).parents[2]
 _SETTINGS = EtlConfig(engine="local", num_workers=2, image_size=16, encoding="png", unit_min_images=8)

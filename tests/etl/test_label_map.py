@@ -15,7 +15,7 @@ from pipeline.output.inspection import describe
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
 from tests.etl.test_incremental import build, opened, tree_for
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 def test_every_kind_of_file_gives_the_same_map(tmp_path: Path):

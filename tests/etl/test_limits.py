@@ -25,8 +25,8 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.run_files import failed_stage
 from shardmill.stores import open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
+from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
-from tests.support import write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
 

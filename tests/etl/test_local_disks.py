@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from etl.engines import ENGINES
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.services.marked import MARK, end_marked, marked
-from tests.support import write_images
 
 _NUM_IMAGES, _OF_A_UNIT, _IMAGE_BYTES = 144, 8, 256 * 256 * 3
 _NUM_WORKERS = 2

@@ -28,7 +28,7 @@ from shardmill.errors import IntegrityError
 from shardmill.ids import canonical_digest
 from shardmill.stores import open_store
 from tests.etl.test_incremental import build, opened, paint, tree_for
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 def rename_class(images: Path) -> None:

@@ -16,7 +16,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.stores import open_store
 from tests.etl.building import tree_for
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _CONFIG = EtlConfig(engine="local", image_size=16, encoding="png", unit_min_images=8, formats=("parquet", "tfrecord"))
 

@@ -17,7 +17,7 @@ from shardmill.errors import UsageError
 from shardmill.storage import StoredFile
 from shardmill.stores.local import LocalStore
 from tests.etl.building import list_images
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 def test_braces_name_the_files_that_they_match():

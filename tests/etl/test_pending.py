@@ -28,8 +28,8 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
+from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
-from tests.support import write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 _ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, formats=("parquet",), chunk_bytes=4_000)

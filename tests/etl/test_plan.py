@@ -19,7 +19,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from tests.etl.building import Recorder
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
 

@@ -28,7 +28,7 @@ from tests.etl.brightness import brightness, mapping, predict
 from tests.etl.test_extra_columns import build
 from tests.etl.test_masks import as_table
 from tests.etl.test_outlines import with_masks
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 
 
 def table_of(out: Path) -> pa.Table:

@@ -23,8 +23,8 @@ from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import planted
 from shardmill.values import Rejection
+from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
-from tests.support import write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
 

@@ -29,8 +29,8 @@ from shardmill.errors import AccessDenied, StorageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from tests.etl.building import ETL, Recorder, digests, tree_for
+from tests.lab.datasets import build_here, write_images
 from tests.services.faulty_store import FaultyStore
-from tests.support import build_here, write_images
 
 
 @pytest.mark.drill

@@ -13,7 +13,7 @@ import pytest
 from etl.config import SourceConfig
 from shardmill.errors import UsageError
 from tests.etl.building import images_of, list_images
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 COLUMNS = {
     "one_hot": {"cat": [1, 0, 0, 1, 0, 0], "dog": [0, 1, 1, 0, 1, 1]},

@@ -28,7 +28,7 @@ from shardmill.formats.tf_example import encode_example
 from shardmill.formats.tfrecord import frame
 from tests.cifar_files import records
 from tests.etl.building import build_source, images_of, list_images
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 Files = list[tuple[Path, str]]
 """Image files with their classes."""

@@ -17,7 +17,7 @@ from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
 from tests.cifar_files import FILES, NAMES, python2_batch, records, write_cifar10
 from tests.etl.building import build_source, images_of, list_images
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (4, 3072), np.uint8)
 LABELS = np.array([3, 1, 9, 0])

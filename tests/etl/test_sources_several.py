@@ -16,7 +16,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from tests.etl.building import build_source
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _SETTINGS = EtlConfig(engine="local", num_workers=1, image_size=8, encoding="png", max_reject_fraction=1)
 

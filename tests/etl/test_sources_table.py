@@ -23,8 +23,8 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from shardmill.values import UNKNOWN_SIZE, SourceImage
 from tests.etl.building import ETL, build_source, images_of, list_images
+from tests.lab.datasets import write_images
 from tests.services.s3 import s3_client
-from tests.support import write_images
 
 HF_LABELS = {
     b"huggingface": json.dumps(

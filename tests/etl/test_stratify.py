@@ -19,7 +19,7 @@ from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import FieldValue
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _SETTINGS = EtlConfig(
     engine="tests.extending_entries:NEW_ENGINE", image_size=8, encoding="png", stratified_splits=True,

@@ -11,8 +11,8 @@ from etl.sources import SOURCES
 from shardmill.errors import UsageError
 from shardmill.values import SourceImage
 from tests.etl.building import build_source, images_of, list_images
+from tests.lab.datasets import write_images
 from tests.services.s3 import s3_client
-from tests.support import write_images
 
 
 def write(file: Path, text: str) -> None:

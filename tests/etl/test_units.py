@@ -25,7 +25,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import SourceImage
 from tests.etl.building import ETL, build_source
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 class ListedKeys:

@@ -18,7 +18,7 @@ from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from shardmill.values import RejectReason
 from tests.etl.building import list_images
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 
 class VanishingStore(LocalStore):

@@ -18,7 +18,7 @@ from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
 from shardmill.jobs.config import DatasetConfig
-from tests.support import write_images
+from tests.lab.datasets import write_images
 
 _ETL = EtlConfig(engine="tests.extending_entries:NEW_ENGINE", image_size=8, encoding="png", max_reject_fraction=1)
 

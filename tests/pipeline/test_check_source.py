@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.lab.datasets import write_images
 from tests.pipeline.command import last_line, shardmill
-from tests.support import write_images
 
 
 @pytest.fixture

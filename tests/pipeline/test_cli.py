@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardmill.dataset.open import open_dataset
+from tests.lab.datasets import make_dataset, write_images
 from tests.pipeline.command import BIN, ENVIRONMENT, last_line, shardmill
-from tests.support import make_dataset, write_images
 
 
 def refused(done, code: int, *parts: str) -> str:
@@ -156,7 +156,7 @@ def test_a_flat_folder_cannot_be_trained_on(tmp_path: Path):
 
 def make_flat(folder: Path) -> str:
     from etl.config import EtlConfig
-    from tests.support import build_here
+    from tests.lab.datasets import build_here
 
     return build_here(str(folder / "images" / "class_0"), str(folder / "dataset"), EtlConfig(image_size=16))
 

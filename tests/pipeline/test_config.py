@@ -16,7 +16,7 @@ from pipeline.config_file import FIRST_KEYS, commented_toml, to_toml
 from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 OVERRIDES = (
     "train.epochs=3",

@@ -11,8 +11,8 @@ import pytest
 from shardmill.dataset.leases import writing
 from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import last_line, shardmill
-from tests.support import make_dataset
 
 
 @pytest.fixture

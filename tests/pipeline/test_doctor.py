@@ -23,9 +23,9 @@ from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.summary_rows import stage_rows
 from shardmill.registry import Entry, install_hint
 from shardmill.stores import open_store
+from tests.lab.datasets import make_dataset, write_images
 from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
 from tests.services.faulty_store import FaultyStore
-from tests.support import make_dataset, write_images
 from train.backends import BACKENDS
 
 

@@ -13,7 +13,7 @@ from pipeline.doctor.finding import Finding
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.preflight import check_trainable

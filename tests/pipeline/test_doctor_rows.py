@@ -18,9 +18,9 @@ from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
 from shardmill.registry import Entry, install_hint
+from tests.lab.datasets import make_dataset, write_images
 from tests.services.faulty_store import FaultyStore
 from tests.services.marked import free_ports
-from tests.support import make_dataset, write_images
 from train.backends.gpu_builds import why_no_gpu
 from train.launching.devices import CUDA_VARIABLE
 from train.optimizers import OPTIMIZERS

@@ -12,8 +12,8 @@ import pytest
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
 from tests.etl.pixels import predict_pixels
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import SUMMARY_SCHEMA, last_line, shardmill
-from tests.support import make_dataset
 
 
 @pytest.fixture(scope="module")

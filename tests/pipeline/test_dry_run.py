@@ -18,8 +18,8 @@ from pipeline.config import load_pipeline
 from pipeline.output import screen
 from shardmill.errors import StorageError
 from tests.etl.test_incremental import paint
+from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
-from tests.support import write_images
 
 _SETTINGS = ("etl.engine=tests.extending_entries:NEW_ENGINE", "etl.image_size=16", "etl.unit_min_images=16")
 

@@ -9,8 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
-from tests.support import make_dataset
 
 OPTIONS = (
     *("--set", "train.epochs=4", "--set", "train.global_batch_size=16", "--set", "train.checkpoint_every_steps=3"),

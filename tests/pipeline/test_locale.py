@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
-from tests.support import write_images
 
 # Python turns its UTF-8 mode on by itself in the locale C, unless it is told not to.
 IN_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}

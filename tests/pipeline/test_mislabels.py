@@ -28,8 +28,8 @@ from shardmill.loader.samples import iterate_samples
 from shardmill.values import DatasetPin
 from tests.etl.pixels import predict_pixels
 from tests.etl.test_incremental import tree_for
+from tests.lab.datasets import write_images
 from tests.pipeline.command import ROOT, last_line, shardmill
-from tests.support import write_images
 
 ETL = {"image_size": 32, "unit_min_images": 400, "formats": ("parquet",)}
 

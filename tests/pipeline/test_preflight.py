@@ -16,8 +16,8 @@ from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import Finding, examine
 from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
+from tests.lab.datasets import write_images
 from tests.pipeline.command import last_line, shardmill
-from tests.support import write_images
 from train.models.find import find_model
 from train.planning.preflight import check_schema
 

@@ -29,7 +29,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 from train.contracts.values import ClassFigures, Confusion, EpochRecord, Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"

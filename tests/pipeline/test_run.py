@@ -22,8 +22,8 @@ from pipeline.running import Run
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT, SUMMARY_SCHEMA, last_line, shardmill
-from tests.support import write_images
 
 OPTIONS = (
     *("--workdir", "work", "--run-id", "mine"),

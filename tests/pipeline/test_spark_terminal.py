@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.canaries import files_with_canaries
+from tests.lab.datasets import write_images
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.pipeline.test_secrets import write_config
-from tests.support import write_images
 
 # What Spark, Hadoop and the JVM say when they start, warn or fail.
 SPARK_LINES = re.compile(r"\bWARN\b|INFO|ERROR [^0-9]|log4j|default log level|NativeCode|Picked up|\tat |java\.")

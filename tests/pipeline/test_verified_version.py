@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import shardmill
-from tests.support import make_dataset
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
-from tests.support import build_here
+from tests.lab.datasets import build_here
 
 source, disk = sys.argv[1:]
 dataset = f"{disk}/dataset"

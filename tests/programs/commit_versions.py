@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from etl.config import EtlConfig
-from tests.support import build_here
+from tests.lab.datasets import build_here
 
 folder, last = Path(sys.argv[1]), int(sys.argv[2])
 for version in range(1, last + 1):

@@ -14,7 +14,7 @@ from shardmill.dataset.maintenance.retention import Retention
 from shardmill.ids import add_digests, format_digest
 from shardmill.stores import open_store
 from tests.etl.building import tree_for
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 
 def config_of(image_size: int) -> EtlConfig:

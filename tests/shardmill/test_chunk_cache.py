@@ -23,8 +23,8 @@ from shardmill.failpoints import VARIABLE
 from shardmill.stores import STORES
 from tests.counting_store import BYTES_READ
 from tests.far_store import ENTRY, SCHEME
+from tests.lab.datasets import make_dataset, upload
 from tests.services.versitygw import gateway, gateway_bucket, versitygw
-from tests.support import make_dataset, upload
 
 __all__ = ["gateway", "gateway_bucket", "versitygw"]
 

@@ -31,7 +31,7 @@ from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 
 ROOT = Path(__file__).parents[2]
 _NUM_WRITERS, _NUM_ROUNDS = 8, 100

@@ -18,7 +18,7 @@ from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import StoredRow
 from tests.etl.building import tree_for
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 

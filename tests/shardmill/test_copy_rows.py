@@ -19,7 +19,7 @@ from shardmill.formats.cutting import cut_chunks
 from shardmill.ids import add_digests, format_digest
 from shardmill.stores import open_store
 from shardmill.values import ShardInfo
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from shardmill.step_planner import StepPlanner
 from shardmill.stores import STORES
 from shardmill.values import ShardInfo
 from tests.far_store import ENTRY, SCHEME
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 NUM_FLIPS = int(os.environ.get("SHARDMILL_DAMAGE", "40"))
 NUM_CUTS = NUM_FLIPS // 5

@@ -10,7 +10,7 @@ from etl.config import EtlConfig
 from shardmill.dataset.diff import ChangeKind, RowPlace, count_changes, diff_versions
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 _CONFIG = EtlConfig(image_size=16, encoding="png", unit_min_images=8, formats=("tfrecord",))

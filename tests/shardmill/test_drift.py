@@ -12,7 +12,7 @@ from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.statistics import NUM_SIDE_BUCKETS, ChannelSums, ImageSizes, SizeCounts
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 _SEED = random.SystemRandom().randrange(2**32)
 

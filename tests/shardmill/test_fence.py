@@ -26,10 +26,10 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import CommitConflict
 from shardmill.failpoints import VARIABLE
 from shardmill.stores import open_store
+from tests.lab.datasets import build_here, write_images
 from tests.programs import write_a_version
 from tests.services.faulty_store import FaultyStore
 from tests.shardmill.collecting import build, config_of, files_of, gc_now, with_images
-from tests.support import build_here, write_images
 
 ROOT = Path(__file__).parents[2]
 

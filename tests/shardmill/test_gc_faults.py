@@ -22,11 +22,11 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.stores import open_store
+from tests.lab.datasets import build_here
 from tests.polling import polled
 from tests.services.faulty_store import FaultyStore
 from tests.services.s3 import s3_client
 from tests.shardmill.collecting import build, config_of, files_of, gc_now, leave_orphans, read_all, with_images
-from tests.support import build_here
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,11 +19,11 @@ from shardmill.errors import IntegrityError, StorageError
 from shardmill.storage import TEMPORARY_PREFIX
 from shardmill.stores import hdfs, open_store
 from tests.etl.building import build_source
+from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
 from tests.services.hadoop import write_settings
 from tests.services.hdfs import HdfsServer
 from tests.shardmill.races import NUM_ROUNDS, race_of_writers
-from tests.support import build_here, read_all, upload, write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 

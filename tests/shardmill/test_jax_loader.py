@@ -14,9 +14,9 @@ from shardmill.errors import UsageError
 from shardmill.loader.dataset import open_dataset
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.ranks import Ranks
+from tests.lab.datasets import make_dataset
 from tests.pipeline.command import ENVIRONMENT, ROOT
 from tests.services.marked import free_ports
-from tests.support import make_dataset
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import shardmill
 from shardmill.environments import ENVIRONMENTS
 from shardmill.errors import UsageError
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 

@@ -14,7 +14,7 @@ from shardmill.augment.one_image import augment
 from shardmill.augment.options import AugmentOptions
 from shardmill.errors import UsageError
 from tests.etl import test_label_kinds as label_kinds
-from tests.support import build_here, make_dataset
+from tests.lab.datasets import build_here, make_dataset
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 OF_ONE_IMAGE = {

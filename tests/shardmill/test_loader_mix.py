@@ -18,7 +18,7 @@ from shardmill.loader.selection import select_apart
 from shardmill.stores import STORES
 from tests.etl import test_extra_columns as extra_columns
 from tests.far_store import ENTRY, SCHEME
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 

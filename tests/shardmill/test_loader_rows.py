@@ -19,7 +19,7 @@ from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import UsageError
 from shardmill.loader.sampling import _shared
 from tests.etl import test_extra_columns as extra_columns
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 CLASSES = ("class_0", "class_1", "class_2")

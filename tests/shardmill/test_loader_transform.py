@@ -9,7 +9,7 @@ import pytest
 
 import shardmill
 from shardmill.errors import UsageError
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 

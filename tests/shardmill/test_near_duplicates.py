@@ -15,7 +15,7 @@ from shardmill.data_faults.near_hashes import connect
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.images.look import difference_hash, luma
-from tests.support import build_here
+from tests.lab.datasets import build_here
 
 
 def picture(seed: int, side: int = 96) -> np.ndarray:

@@ -15,7 +15,7 @@ from shardmill.jobs.config import load_tree
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.registry import Entry
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "raw"])

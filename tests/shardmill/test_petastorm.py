@@ -10,7 +10,7 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored
 from shardmill.loader.samples import read_samples
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "png", "raw", "webp"])

@@ -24,7 +24,7 @@ from shardmill.loader.row_source import ReaderOptions
 from shardmill.loader.samples import read_samples
 from shardmill.step_planner import StepPlanner
 from shardmill.values import Batch
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 
 @pytest.fixture(scope="module", params=["png", "raw", "jpeg", "webp"])

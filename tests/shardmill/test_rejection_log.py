@@ -16,7 +16,7 @@ from shardmill.ids import add_digests, key_bytes, key_hash
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 from tests.etl.building import ETL
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 
 def few_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

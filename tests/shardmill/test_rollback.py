@@ -20,7 +20,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.stores import open_store
 from tests.etl.building import tree_for
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 
 def config_of(image_size: int) -> EtlConfig:

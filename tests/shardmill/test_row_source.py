@@ -22,7 +22,7 @@ from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch
 from tests.far_store import ENTRY, SCHEME
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 BATCH = {"global_batch_size": 8, "seed": 5}
 

@@ -27,7 +27,7 @@ from shardmill.errors import IntegrityError
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, ShardInfo
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError
 from shardmill.stores import open_store
+from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
 from tests.services.fault_proxy import proxying
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
 from tests.shardmill.races import NUM_ROUNDS, race_of_writers
-from tests.support import build_here, read_all, upload, write_images
 
 pytestmark = pytest.mark.drill
 

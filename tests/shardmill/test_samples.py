@@ -17,7 +17,7 @@ from shardmill.loader.samples import iterate_samples, read_samples
 from tests.etl import test_extra_columns as extra_columns
 from tests.etl import test_label_kinds as label_kinds
 from tests.etl.test_extra_columns import build
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from shardmill.errors import IntegrityError, SecurityRefusal
 from shardmill.stores import STORES, open_store
 from shardmill.values import ShardFile, ShardInfo
 from tests.counting_store import CALLS, ENTRY, SCHEME
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 
 @pytest.fixture(scope="module")

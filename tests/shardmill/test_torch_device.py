@@ -14,7 +14,7 @@ import shardmill
 from shardmill.errors import UsageError
 from shardmill.loader.torch_device import InFlight, place_on
 from shardmill.recycled_memory import RecycledMemory
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 
 torch = pytest.importorskip("torch")
 BATCH = {"global_batch_size": 24, "seed": 7}

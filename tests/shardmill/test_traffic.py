@@ -15,7 +15,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from shardmill.stores import STORES
 from tests.counting_store import CALLS, ENTRY, SCHEME
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.formats import SHARD_FORMATS
-from tests.support import make_dataset, read_all
+from tests.lab.datasets import make_dataset, read_all
 
 _SEED = random.SystemRandom().randrange(2**32)
 _NUM_FLIPS = 60

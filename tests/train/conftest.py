@@ -10,7 +10,7 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
 from train.planning.auto import resolve

@@ -12,7 +12,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.loader.samples import read_samples
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.planning.preflight import check_trainable

@@ -10,7 +10,7 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
 from shardmill.typed_columns import LABEL_TYPES
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.training import MODELS, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec

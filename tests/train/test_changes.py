@@ -15,7 +15,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.stores import open_store
 from shardmill.values import Cursor
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
 from train.identity import fields_of_settings, settings_of
 from train.planning.changes import Again, BegunTraining, check_allowed

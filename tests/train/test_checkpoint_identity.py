@@ -7,7 +7,7 @@ import pytest
 from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.checkpoints import CONFIG, newest
 from tests.train.training import Killed, Recorder, train_here
 from train.checkpoints.checkpoint import (

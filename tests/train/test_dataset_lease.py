@@ -14,7 +14,7 @@ from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.stores import open_store
-from tests.support import build_here, make_dataset
+from tests.lab.datasets import build_here, make_dataset
 from train.config import TrainConfig
 from train.training import train_model
 from train.tree import TrainTree

@@ -18,8 +18,8 @@ from shardmill.environments.place import Place
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
+from tests.lab.datasets import make_dataset
 from tests.processes import in_own_process
-from tests.support import make_dataset
 from tests.train.driver_process import PIN, WORKERS
 from tests.train.training import check_terms
 from train.backends import BACKENDS

@@ -11,7 +11,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.loader.reader import read_batches, read_split
 from shardmill.loader.samples import read_samples
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from train.contracts.values import Evaluation
 from train.evaluation.evaluate import Outputs, evaluate_batches, scores_by
 from train.labels import LabelSpec

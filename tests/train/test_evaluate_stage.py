@@ -18,7 +18,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.exports import put_export
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig

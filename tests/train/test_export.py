@@ -21,8 +21,8 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.loader.samples import read_samples
 from shardmill.section import Section
 from shardmill.stores import open_store
+from tests.lab.datasets import make_dataset
 from tests.services.faulty_store import FaultyStore, send_twice
-from tests.support import make_dataset
 from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig

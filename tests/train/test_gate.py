@@ -13,7 +13,7 @@ import pytest
 from shardmill.checksummed import with_checksum
 from shardmill.errors import GateNotPassed, IntegrityError, UsageError
 from shardmill.stores import open_store
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.train.exports import put_export
 from train.contracts.values import Evaluation
 from train.published.candidate import promote_export

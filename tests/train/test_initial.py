@@ -18,7 +18,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.test_backends import SHAPE, TORCH_MODELS
 from tests.train.test_models import THREE, batch_of
 from tests.train.training import MODELS, Recorder, check_terms, keras_model_of, train_here

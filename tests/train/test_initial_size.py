@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardmill.jobs.observer import WARNING
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.initialization.initial import pinned

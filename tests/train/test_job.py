@@ -19,7 +19,7 @@ from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
-from tests.support import build_here, make_dataset, write_images
+from tests.lab.datasets import build_here, make_dataset, write_images
 from train.config import TrainConfig
 from train.planning.trainings import choose_training, training_id
 from train.published.candidate import promote_export

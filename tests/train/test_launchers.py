@@ -17,7 +17,7 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.reach import planted
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.driver_process import PIN, WORKERS, Driver, start_driver
 from tests.train.training import check_terms
 from train.config import TrainConfig

@@ -192,7 +192,7 @@ def test_the_last_worker_is_not_spared(tiny_uri, tmp_path):
 
 @pytest.mark.drill
 def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path):
-    from tests.support import make_dataset
+    from tests.lab.datasets import make_dataset
 
     uri = make_dataset(tmp_path / "data")
     for shard in (tmp_path / "data").rglob("*.parquet"):

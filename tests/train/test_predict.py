@@ -18,7 +18,7 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.loader.samples import read_samples
 from shardmill.options import DecodeLimits
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from train.config import TrainConfig
 from train.published.candidate import promote_export
 from train.published.export import export_training

@@ -19,7 +19,7 @@ from shardmill.loader.samples import read_samples
 from shardmill.stores import STORES
 from tests.counting_store import BYTES_READ
 from tests.far_store import ENTRY, SCHEME
-from tests.support import make_dataset
+from tests.lab.datasets import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig

@@ -14,7 +14,7 @@ import pytest
 from etl.config import EtlConfig, SplitFractions
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.support import build_here, write_images
+from tests.lab.datasets import build_here, write_images
 from tests.train.forked_ranks import launch_forked
 from tests.train.test_multi_rank import WORKERS
 from tests.train.training import StepWatcher, check_terms, task_of

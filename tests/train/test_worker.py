@@ -15,8 +15,8 @@ from shardmill.ids import format_sample_id
 from shardmill.loader.reader import read_batches
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
+from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.processes import in_own_process
-from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints, open_checkpoint
 from train.config import TrainConfig

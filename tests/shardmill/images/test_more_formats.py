@@ -16,8 +16,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
+from tests.lab.datasets import make_dataset
 from tests.shardmill.images.make import OPTIONS, decode, mean_error, over_white, photo, ramp_alpha, refusal
-from tests.support import make_dataset
 
 MORE = OPTIONS.model_copy(update={"more_formats": ("heic", "jpeg_xl")})
 SAVED = {"heic": "HEIF", "jpeg_xl": JpegXLImagePlugin.JXLImageFile.format}
