@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardmill.epoch_plan import (
     EpochPlan,
     PlanSpec,
+    num_streams_for,
     plan_epoch,
     streams_of_rank,
     window_chunks_within,
@@ -215,11 +216,46 @@ def test_a_permutation_is_the_stable_sort_by_mixes(num_items: int, key: tuple[in
     assert found.dtype == np.int64 and np.array_equal(found, by_mix)
 
 
+def digest(*arrays: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(each.astype("<i8").tobytes() for each in arrays)).hexdigest()[:16]
+
+
 def test_the_plan_of_many_chunks_is_what_it_was():
     """Order and starts of an earlier release, in which datasets and checkpoints were made."""
     chunk_rows = np.arange(300_000) % 97 + 1
     plan = plan_epoch(PlanSpec("layout", "train", 5, 64, 8, 3), chunk_rows, 2)
-    digests = [
-        hashlib.sha256(each.astype("<i8").tobytes()).hexdigest()[:16] for each in (plan.chunk_order, plan.chunk_starts)
-    ]
-    assert digests == ["be4fc7e6f53e4078", "20cad839841d67c2"]
+    assert [digest(plan.chunk_order), digest(plan.chunk_starts)] == ["be4fc7e6f53e4078", "20cad839841d67c2"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "epoch", "stream", "position", "start", "expected"),
+    [
+        (5, 2, 0, 0, 0, "05dea9db1d698617"),
+        (5, 2, 7, 0, 0, "c3eb679ef51a2cbd"),
+        (5, 2, 7, 9000, 8990, "cff7b21e27e2dca6"),
+        (5, 3, 7, 9000, 8968, "dca27a0e0141fc4a"),
+        (6, 2, 0, 0, 0, "8571c40c333d1d26"),
+        (2**63, 0, 3, 17000, 16940, "ada08f67e234525a"),
+    ],
+)
+def test_the_rows_inside_a_window_are_those_of_earlier_releases(
+    seed: int, epoch: int, stream: int, position: int, start: int, expected: str
+):
+    """A key of the shuffle that changed would give a resumed training other rows under the same fingerprint."""
+    plan = plan_epoch(PlanSpec("layout", "train", seed, 64, 8, 3), np.arange(3000) % 97 + 1, epoch)
+    window = plan.window_at(stream, position)
+    assert (window.start, digest(window.chunks_N, window.rows_N)) == (start, expected)
+
+
+def test_plans_without_a_selection_keep_the_name_that_they_had_before_there_was_one():
+    spec = PlanSpec("layout", "train", 5, 64, 8, 3)
+    assert spec.fingerprint == "c7ca41fd8e0060d3163bac8dfe6ea38f7ccbb428aaeb6693896d3e0b15935be3"
+    assert dataclasses.replace(spec, selection="a").fingerprint != spec.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "world_size", "expected"),
+    [(64, 1, 8), (64, 8, 8), (64, 9, 16), (64, 16, 16), (90, 8, 9), (90, 9, 9), (90, 10, 10), (4, 1, 4), (64, 99, 64)],
+)
+def test_streams_are_as_many_as_up_to_eight_ranks_share(global_batch_size: int, world_size: int, expected: int):
+    assert num_streams_for(global_batch_size, world_size) == expected
