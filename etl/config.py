@@ -50,8 +50,8 @@ class SourceConfig(Section):
     """A column, feature or tar member with each image's mask, a PNG of class numbers, or a column with its file
     (docs/boxes.md); empty: no masks."""
     key_field: str = ""
-    """A table's column with a permanent name for each image; empty: `key`. Without such a column, the URI is the
-    name."""
+    """A column or feature with a permanent name for each image, whatever file holds its row; empty: a table's `key`.
+    Without one, the name is the URI, or the file and the row's number."""
     label_kind: SourceLabelKind = "class"
     """Kind of the labels: one class, several classes (`multi_label`), a number, a vector of numbers, or `none`."""
     extra_columns: tuple[str, ...] = ()
@@ -124,6 +124,10 @@ class SourceConfig(Section):
         """The settings that select the image field of a row: the only source settings that a listing does not show."""
         named = {name: part.image_field for name, part in self.parts.items() if part.image_field}
         return json.dumps(named, sort_keys=True) if named else self.image_field
+
+    def has_key_fields(self) -> bool:
+        """Whether columns name the images, whatever file holds their rows."""
+        return any(part.key_field for part in (self, *self.parts.values()))
 
     def label_kinds(self) -> frozenset[SourceLabelKind]:
         """Label kinds of all parts; a dataset has one."""

@@ -250,7 +250,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
     config = plan.task.config
-    rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, config, plan.task.mapping)
+    rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, plan.task)
     compared = Compared(groups, rows, refused, plan.listing, is_same_source=is_same_source)
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),

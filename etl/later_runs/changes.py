@@ -2,8 +2,8 @@
 
 A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split), and has the
 sample id that it has in this listing. With
-`etl.detect_changes = "content"` it is also unchanged if the task that reads the source finds the bytes of the row, and
-makes its mask again.
+`etl.detect_changes = "content"`, or a column of keys, it is also unchanged if the task that reads the source finds the
+bytes of the row, and makes its mask again.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -119,7 +119,7 @@ class Compared:
         if not self._rows.compares_content:
             return self._without_same(images)
         # Equal facts of a file of which nothing was listed but its name say nothing of its bytes.
-        is_named_only_N = _are_named_only(images)
+        is_named_only_N = _are_named_only(images) & self._rows.rereads_named
         self._rereads |= bool(is_named_only_N.any())
         changed = self._without_same(images.filter(pa.array(~is_named_only_N)))
         return self._with_known(pa.concat_tables([changed, images.filter(pa.array(is_named_only_N))]))

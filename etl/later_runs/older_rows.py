@@ -27,6 +27,7 @@ from shardmill.typed_columns import MASK, decode_values
 if TYPE_CHECKING:
     from etl.config import EtlConfig
     from etl.listing.listing import Listing
+    from etl.units.units import UnitTask
     from shardmill.formats.rows import RowSchema
     from shardmill.row_mapping import RowMapping
     from shardmill.storage import Store
@@ -48,16 +49,17 @@ class OlderRows:
         shards: Sequence[tuple[ShardInfo, ...]],
         schema: RowSchema,
         listing: Listing,
-        config: EtlConfig,
-        mapping: RowMapping | None = None,
+        task: UnitTask,
     ) -> None:
-        """`shards` are those of the older version; the listing says whether splits have to be compared, and `mapping`
-        which values no source lists.
+        """`shards` are those of the older version; the listing says whether splits have to be compared, and the mapping
+        of `task` which values no source lists.
 
         Raises IntegrityError for a missing or altered row segment.
         """
-        self.compares_content = config.detect_changes == "content"
-        splits = _SplitsBuilder(listing, config) if listing.has_splits else None
+        self.rereads_named = task.config.detect_changes == "content"
+        # Of rows that have moved to another file, no size and no time tells whether they are the same.
+        self.compares_content = self.rereads_named or task.source.has_key_fields()
+        splits = _SplitsBuilder(listing, task.config) if listing.has_splits else None
         self.sizes: list[int] = []
         facts, names = [np.empty(0, "S16")], [np.empty(0, "S16")]
         sha256s, mask_sha256s = [np.empty((0, 32), np.uint8)], [np.empty((0, 32), np.uint8)]
@@ -65,7 +67,7 @@ class OlderRows:
         columns = (*_COMPARED_COLUMNS, "source_sha256") if needs_digests else _COMPARED_COLUMNS
         for copies in shards:
             rows = read_rows(store, copies[0], schema, columns)
-            images = _as_listed(rows, schema, mapping)
+            images = _as_listed(rows, schema, task.mapping)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)
             if splits is not None:

@@ -71,7 +71,7 @@ class FeatureNames:
             key, problem = _key_of(features, self.key)
             if key is None:
                 return image.rejected(RejectReason.BAD_ROW, problem, "list")
-            image = replace(image, key=f"{image.container}\0{whole_text(key)}")
+            image = replace(image, key=whole_text(key))
         if self._expects_none:
             self._refuse_label(image, features)
         if self.label is None:

@@ -198,9 +198,10 @@ class _Place:
 def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, extra: ExtraColumns) -> ListingBatch:
     num_rows = rows.num_rows
     found = row_columns(rows, chosen, file.path, extra, pa.repeat(place.mask, num_rows) if place.mask else None)
-    names = place.rows.cast(pa.string()) if found.keys is None else found.keys
+    numbered = pc.binary_join_element_wise(file.path, place.rows.cast(pa.string()), "\0")
     columns = {
-        "key": pc.binary_join_element_wise(file.path, names, "\0"),
+        # A key is the image's identity, whatever file holds its row.
+        "key": numbered if found.keys is None else found.keys,
         "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
         "etag": pa.repeat(file.etag, num_rows),
         "split": pa.repeat(pa.scalar(place.split, pa.string()), num_rows),

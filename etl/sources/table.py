@@ -152,8 +152,7 @@ def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -
     if found.keys is not None:
         # Rows with a key of their own may name one file, which each of them reads whole.
         blocks = pa.repeat(pa.scalar(NO_BLOCK, pa.int64()), num_rows)
-        keys = pc.binary_join_element_wise(batch.table, found.keys, "\0")
-        columns |= {"key": keys, "container": uris, "block": blocks}
+        columns |= {"key": found.keys, "container": uris, "block": blocks}
     if chosen.size_bytes is not None:
         columns["size_bytes"], is_odd = batch.numbers(chosen.size_bytes, UNKNOWN_SIZE)
         problems = or_else(problems, is_odd, "size_bytes is no whole number")

@@ -9,7 +9,7 @@ import pytest
 from etl.config import SourceConfig
 from etl.sources import SOURCES
 from shardmill.errors import UsageError
-from shardmill.values import SourceImage
+from shardmill.values import RejectReason, SourceImage
 from tests.etl.building import build_source, images_of, list_images
 from tests.lab.datasets import write_images
 from tests.services.s3 import s3_client
@@ -88,9 +88,12 @@ def test_names_are_looked_up_beside_the_table(tmp_path: Path):
 
 def test_a_key_of_its_own_reads_the_file_beside_its_table(tmp_path: Path):
     for name in ("a", "b"):
-        write(tmp_path / name / "t.csv", "uri,key\n1.jpg,k\n")
+        write(tmp_path / name / "t.csv", f"uri,key\n1.jpg,k{name}\n1.jpg,same\n")
         write(tmp_path / name / "1.jpg", name)
-    assert read_all(table_of(str(tmp_path))) == {"a/t.csv\0k": b"a", "b/t.csv\0k": b"b"}
+    # The key is the image, whatever table has it.
+    assert read_all(table_of(str(tmp_path))) == {"ka": b"a", "kb": b"b", "same": b"a"}
+    [again] = list_images(table_of(str(tmp_path))).rejections
+    assert (again.key, again.reason) == ("same\x002", RejectReason.DUPLICATE_KEY)
 
 
 def test_paths_from_the_source_s_root_are_distinguished_from_lost_files(tmp_path: Path):

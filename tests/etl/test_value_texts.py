@@ -170,8 +170,8 @@ def test_a_key_of_a_record_is_called_as_in_a_table(tmp_path: Path):
     for name, key in zip("ab", keys, strict=True):
         features = {"image": picture(1), "id": key}
         (tmp_path / f"{name}.tfrecord").write_bytes(frame(encode_example(features)))
-    images = images_of(list_images(SourceConfig(uri=str(tmp_path), kind="tfrecord", key_field="id"), 10_000))
-    assert [image.key for image in images] == ["a.tfrecord\x007", "b.tfrecord\x007"]
+    listing = list_images(SourceConfig(uri=str(tmp_path), kind="tfrecord", key_field="id"), 10_000)
+    assert [each.key for each in (*images_of(listing), *listing.rejections)] == ["7", "7\x002"]
 
 
 def test_a_rounded_number_is_no_key_of_a_record_and_no_class(tmp_path: Path):
