@@ -12,7 +12,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 from tests.demo import demo
-from tests.lab import tiers
+from tests.lab import costs, tiers
 from tests.quick_start import pytest_sessionstart
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
@@ -55,6 +55,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.register(tiers, "tiers")
+    pluginmanager.register(costs, "costs")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

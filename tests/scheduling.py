@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Roughly, on two cores; only the order in which files start depends on it.
-_SECONDS_OF_A_TEST = {"train": 4.0, "etl": 3.0, "pipeline": 2.0, "airflow_dags": 100.0, "tests": 5.0}
+from tests.lab.costs import read_costs
+from tests.lab.tiers import tier_of
+
+# Of a test of a file that was never measured; only the order in which files start depends on it.
+_SECONDS_OF_A_TEST = 0.3
 # What takes long to start, and the files that share it.
 _SHARED = {
     "demo": ("test_documented_commands.py", "test_whole_pipeline.py"),
@@ -26,9 +29,11 @@ def scope_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long scopes start first, those of several files before all; inside a scope the order stays as written."""
+    costs, tiers = read_costs(), {tier_of(item) for item in items}
     seconds: defaultdict[str, float] = defaultdict(float)
-    for item in items:
-        seconds[scope_of(item.nodeid)] += _SECONDS_OF_A_TEST.get(item.path.parent.name, 0.1)
+    for file, num_tests in Counter(item.nodeid.partition("::")[0] for item in items).items():
+        measured = sum(cost for tier, cost in costs.get(file, {}).items() if tier in tiers)
+        seconds[scope_of(file)] += measured or _SECONDS_OF_A_TEST * num_tests
     items.sort(key=lambda item: (scope_of(item.nodeid) not in _SHARED, -seconds[scope_of(item.nodeid)]))
 
 

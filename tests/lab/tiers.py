@@ -1,22 +1,16 @@
-"""What a test may start, which command runs it, and what it may cost (a plugin of pytest).
+"""What a test may start, and which command runs it (a plugin of pytest).
 
 A test names what it starts: `@pytest.mark.starts("ranks")`; one that names nothing starts no process, and one that
-starts something else fails. `make test-fast` runs the tests that start nothing, `make test` those and the ones with `starts`,
-`make drill` the drills, `make test-all` everything. Processor time is counted for each test, and held against
-`tests/budget.toml`: it is steady where the time of the wall is not.
+starts something else fails. `make test-fast` runs the tests that start nothing, `make test` those and the ones with
+`starts`, `make drill` the drills, `make test-all` everything.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
-import tomllib
-from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +18,6 @@ from tests.lab import decoder
 
 KINDS = ("decoder", "program", "command", "ranks", "server", "jvm")
 TIERS = ("fast", "test", "drill", "all")
-BUDGET = tomllib.loads((Path(__file__).parents[1] / "budget.toml").read_text(encoding="utf-8"))
 # Fixtures that start something for all tests that use them, and those that only drills may use.
 _STARTED_BY = {"s3_server": "server", "spark": "jvm"}
 _OF_DRILLS = frozenset(
@@ -42,7 +35,6 @@ _KIND_OF_FILE = {
     "/pyspark/": "jvm",
     "/shardmill/images/": "decoder",
 }
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -52,7 +44,7 @@ class _Running:
     may_start: frozenset[str] | None
     """None: anything."""
     started: set[str] = field(default_factory=set)
-    seconds: dict[str, float] = field(default_factory=dict)
+    has_failed: bool = False
 
 
 _running: _Running | None = None
@@ -60,9 +52,6 @@ _running: _Running | None = None
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, help="run the tests of this tier alone (tests/lab/tiers.py)")
-    parser.addoption(
-        "--costs", help="append a JSON line for each test to this file: what it started, processor seconds"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,10 +105,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        if (costs := item.config.getoption("--costs")) and _running is not None:
-            line = {"test": item.nodeid, "tier": tier_of(item), "starts": sorted(_running.started), **_running.seconds}
-            with open(costs, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        item.user_properties.append(("starts", sorted(_running.started)))
         _running = None
 
 
@@ -128,11 +114,14 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if _running is not None and call.when == "teardown" and _running.may_start is not None:
-        unnamed = _running.started - _running.may_start
-        if unnamed and report.passed:
-            report.outcome = "failed"
-            report.longrepr = _unnamed(unnamed)
+    if _running is None or _running.may_start is None:
+        return report
+    _running.has_failed |= report.failed
+    unnamed = _running.started - _running.may_start
+    if call.when == "teardown" and unnamed and not _running.has_failed:
+        # Whoever started it went on without.
+        report.outcome = "failed"
+        report.longrepr = _unnamed(unnamed)
     return report
 
 
@@ -164,92 +153,3 @@ def _kind_of_start() -> str | None:
                 return kind
         frame = frame.f_back
     return "program"
-
-
-# What a test costs
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _counted("setup"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _counted("call"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    try:
-        return (yield from _counted("teardown"))
-    finally:
-        if _running is not None:
-            item.user_properties.append(("processor_seconds", dict(_running.seconds)))
-
-
-def _counted(phase: str) -> Generator[None, object, object]:
-    before = processor_seconds()
-    try:
-        return (yield)
-    finally:
-        if _running is not None:
-            _running.seconds[phase] = round(processor_seconds() - before, 3)
-
-
-def processor_seconds() -> float:
-    """Of this process, of its children that have ended, and of all that descend from it now."""
-    times = os.times()
-    return (
-        time.process_time()
-        + times.children_user
-        + times.children_system
-        + sum(map(_seconds_of, _descendants(os.getpid())))
-    )
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    try:
-        for task in os.scandir(f"/proc/{pid}/task"):
-            for child in Path(task.path, "children").read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))
-    except (FileNotFoundError, ProcessLookupError):
-        return
-
-
-def _seconds_of(pid: int) -> float:
-    """With its own children that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return sum(map(int, fields[11:15])) / _CLOCK_TICKS
-
-
-class Budget:
-    """Adds up what the tests of each folder cost; registered where the reports of all processes arrive."""
-
-    def __init__(self, tier: str | None) -> None:
-        self._tier = tier
-        self._folders: defaultdict[str, float] = defaultdict(float)
-        self._slow: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "teardown":
-            return
-        for name, seconds in report.user_properties:
-            if name == "processor_seconds" and isinstance(seconds, dict):
-                self._folders[folder_of(report.nodeid)] += sum(seconds.values())
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if sum(self._folders.values()) < 5:
-            return
-        terminalreporter.section("processor seconds")
-        for folder, seconds in sorted(self._folders.items(), key=lambda pair: -pair[1]):
-            terminalreporter.line(f"{seconds:8.1f}  {folder}")
-
-
-def folder_of(nodeid: str) -> str:
-    """`tests/train` of `tests/train/test_auto.py::...`; images count with the library."""
-    return "/".join(nodeid.partition("::")[0].split("/")[:-1][:2])
