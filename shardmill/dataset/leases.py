@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,14 +58,24 @@ class Lease:
         return self.age_seconds <= self.ttl_seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What tells a holder the time, and lets it wait."""
+
+    # The wall clock: a monotonic one stops while a machine is suspended.
+    now: Callable[[], float] = time.time
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
+
+
 class HeldLease:
     """This process's own lease; a thread renews it."""
 
-    def __init__(self, store: Store, path: str, data: bytes, ttl_seconds: float) -> None:
+    def __init__(self, store: Store, path: str, data: bytes, ttl_seconds: float, clock: Clock) -> None:
         self.path = path
         self._store = store
         self._data = data
         self._ttl_seconds = ttl_seconds
+        self._clock = clock
         self._renewed: float | None = None
         self._longest_gap_seconds = 0.0
         self._ended = threading.Event()
@@ -78,7 +88,7 @@ class HeldLease:
 
         A renewal does not make up for that: `gc` may have worked between the two.
         """
-        self._note_gap(time.time())
+        self._note_gap(self._clock.now())
         if self._longest_gap_seconds > self._ttl_seconds:
             raise CommitConflict(
                 f"the lease {self.path} of {self._store.uri} was not renewed for {self._longest_gap_seconds:.0f} s",
@@ -88,9 +98,9 @@ class HeldLease:
 
     def renew(self) -> float:
         """Write the lease again; returns the time by the store's clock, in seconds since the epoch."""
-        began = time.time()
+        began = self._clock.now()
         self._store.put(self.path, self._data)
-        self._note_gap(time.time())
+        self._note_gap(self._clock.now())
         self._renewed = began
         stored = self._store.stat(self.path)
         return stored.mtime_ns / 1e9 if stored is not None else began
@@ -104,24 +114,25 @@ class HeldLease:
             self._store.delete(self.path)
 
     def _note_gap(self, now: float) -> None:
-        # By the wall clock: a monotonic one stops while a machine is suspended.
         if self._renewed is not None:
             self._longest_gap_seconds = max(self._longest_gap_seconds, now - self._renewed)
 
     def _renew_until_ended(self) -> None:
-        while not self._ended.wait(self._ttl_seconds / _RENEWALS_PER_TTL):
+        while not self._clock.wait(self._ended, self._ttl_seconds / _RENEWALS_PER_TTL):
             # A store that fails for a moment is asked again; one that fails for longer is noticed by `check`.
             with suppress(ShardmillError):
                 self.renew()
 
 
 @contextmanager
-def writing(store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
+def writing(
+    store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS, clock: Clock | None = None
+) -> Iterator[HeldLease]:
     """A writer's lease around units and their commit, which is given its `check`.
 
     Raises CommitConflict (exit 6) if `gc` is deleting.
     """
-    with _held(store, LeaseKind.WRITER, purpose, ttl_seconds) as lease:
+    with _held(store, LeaseKind.WRITER, purpose, ttl_seconds, clock=clock) as lease:
         _refuse_beside(store, lease, {LeaseKind.GC})
         yield lease
 
@@ -168,11 +179,17 @@ def list_leases(store: Store, now: float) -> list[Lease]:
 
 @contextmanager
 def _held(
-    store: Store, kind: LeaseKind, purpose: str, ttl_seconds: float, version: int | None = None
+    store: Store,
+    kind: LeaseKind,
+    purpose: str,
+    ttl_seconds: float,
+    version: int | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[HeldLease]:
     holder = f"{purpose} on {socket.gethostname()}, process {os.getpid()}"
     body = {"kind": kind, "holder": holder, "version": version, "ttl_seconds": ttl_seconds}
-    lease = HeldLease(store, f"{LEASES}/{kind}-{secrets.token_hex(8)}.json", json.dumps(body).encode(), ttl_seconds)
+    path = f"{LEASES}/{kind}-{secrets.token_hex(8)}.json"
+    lease = HeldLease(store, path, json.dumps(body).encode(), ttl_seconds, clock or Clock())
     try:
         yield lease
     finally:

@@ -1,4 +1,4 @@
-"""Servers of tests, and all that they start: known by a mark in their environment, ended together; and free ports."""
+"""Servers of tests, and all that they start: known by a mark in their environment, ended together; and their ports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 MARK = "SHARDMILL_TEST_MARK"
@@ -15,13 +15,34 @@ QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 _END_SECONDS = 20.0
 
 
+# Below the ports that Linux hands out by itself (net.ipv4.ip_local_port_range): no `connect`, and no `bind` to port 0,
+# takes one before its server does.
+_PORTS = range(20_000, 32_768)
+_reserved: list[socket.socket] = []
+
+
 def free_ports(number: int) -> list[int]:
-    """As many different ones of loopback, on which nobody listens now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """As many different ones on which nobody listens, which no other process of tests is given while this one lives."""
+    found: list[int] = []
+    for port in _PORTS:
+        if len(found) < number and _reserve(port):
+            found.append(port)
+    assert len(found) == number, f"{number} free ports below {_PORTS.stop}"
+    return found
+
+
+def _reserve(port: int) -> bool:
+    """By a name in the kernel's abstract namespace, which is that of the network and goes with this process."""
+    name, probe = socket.socket(socket.AF_UNIX), socket.socket()
+    try:
+        name.bind(f"\0shardmill test port {port}")
+        _reserved.append(name)
+        probe.bind(("", port))
+    except OSError:
+        return False
+    finally:
+        probe.close()
+    return True
 
 
 def marked(mark: str) -> dict[int, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 import time
@@ -14,21 +15,20 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
-from tests.services.marked import free_ports
-
 _START_SECONDS = _END_SECONDS = 30.0
 
 
 @contextmanager
 def serving(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a server that gives the files below a folder, by name alone."""
-    [port] = free_ports(1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     application = Starlette(routes=[Mount("/", StaticFiles(directory=folder, follow_symlink=True))])
-    config = uvicorn.Config(application, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(application, log_level="error", timeout_graceful_shutdown=1)
     config.load()
     config.ssl = tls
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     deadline_seconds = time.monotonic() + _START_SECONDS
     while not server.started:

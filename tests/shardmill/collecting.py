@@ -43,7 +43,8 @@ def read_all(dataset: Dataset) -> None:
 
 
 def gc_now(root: str, keep: int | None) -> GcReport:
-    return collect_garbage(open_store(root), Retention(keep, older_than_seconds=0.0), "gc")
+    # Older than two seconds from now: S3 tells times in seconds.
+    return collect_garbage(open_store(root), Retention(keep, older_than_seconds=-2.0), "gc")
 
 
 def files_of(root: str) -> set[str]:

@@ -11,9 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.leases import LEASES, Lease, LeaseKind, collecting, list_leases, reading, writing
+from shardmill.dataset.leases import (
+    LEASES,
+    TTL_SECONDS,
+    Clock,
+    Lease,
+    LeaseKind,
+    collecting,
+    list_leases,
+    reading,
+    writing,
+)
 from shardmill.errors import CommitConflict, StorageError
 from shardmill.stores import open_store
+from tests.lab.clock import SetClock
+from tests.services.faulty_store import FaultyStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,36 +50,60 @@ def test_gc_and_a_writer_exclude_each_other_and_writers_do_not(tmp_path: Path):
     assert not live(tmp_path) and not list(store.list(LEASES))
 
 
-def test_a_lease_is_renewed_for_as_long_as_the_work_lasts(tmp_path: Path):
-    with writing(open_store(tmp_path), "etl", ttl_seconds=0.4) as lease:
-        time.sleep(1.2)
+def test_a_lease_is_renewed_for_as_long_as_the_work_lasts(tmp_path: Path, faulty: dict):
+    set_clock, renewals = SetClock(), list[str]()
+
+    def renew(at: FaultyStore, path: str, data: bytes) -> None:
+        at.sound.put(path, data)
+        renewals.append(path)
+
+    faulty["put"] = renew
+    clock = Clock(set_clock.now, set_clock.wait)
+    with writing(open_store(f"faulty://{tmp_path}"), "etl", clock=clock) as lease:
+        num_before = len(renewals)
+        for _ in range(8):
+            set_clock.advance(TTL_SECONDS / 4)
+        lease.check()
+        set_clock.advance(0)
+        assert len(renewals) - num_before == 8
+
+
+@pytest.mark.drill
+def test_a_lease_is_renewed_in_real_time(tmp_path: Path):
+    with writing(open_store(tmp_path), "etl", ttl_seconds=3) as lease:
+        time.sleep(7)
         lease.check()
         assert len(live(tmp_path)) == 1
 
 
+@pytest.mark.starts("program")
 def test_a_killed_writer_s_lease_lapses(tmp_path: Path):
-    command = [sys.executable, "-m", "tests.programs.hold_a_lease", tmp_path, "2"]
+    command = [sys.executable, "-m", "tests.programs.hold_a_lease", tmp_path]
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert writer.stdout is not None and writer.stdout.readline() == b"held\n"
     os.kill(writer.pid, signal.SIGKILL)
     writer.wait()
     with pytest.raises(CommitConflict, match="if it was killed"), collecting(open_store(tmp_path), "gc"):
         raise AssertionError("the lease was live")
-    time.sleep(2.5)
+    [lease] = live(tmp_path)
+    long_ago = time.time() - TTL_SECONDS - 1
+    os.utime(tmp_path / lease.path, (long_ago, long_ago))
     with collecting(open_store(tmp_path), "gc"):
         pass
 
 
 def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path, faulty: dict):
-    folder = tmp_path / "dataset"
-    with writing(open_store(f"faulty://{folder}"), "etl", ttl_seconds=0.3) as lease:
+    set_clock = SetClock()
+    clock = Clock(set_clock.now, set_clock.wait)
+    with writing(open_store(f"faulty://{tmp_path}/dataset"), "etl", clock=clock) as lease:
         lease.check()
 
         def refuse(*arguments: object) -> None:
             raise StorageError("the disk is away")
 
         faulty["put"] = refuse
-        time.sleep(0.8)
+        for _ in range(5):
+            set_clock.advance(TTL_SECONDS / 4)
         with pytest.raises(CommitConflict, match="not renewed"):
             lease.check()
         # A later renewal does not undo what `gc` may have done meanwhile.

@@ -12,6 +12,7 @@ import pytest
 from shardmill.errors import StorageError, UsageError
 from shardmill.stores import open_store, s3, s3_requests
 from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying
+from tests.services.marked import free_ports
 from tests.services.s3 import s3_client
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
 
@@ -193,15 +194,16 @@ def test_a_server_that_is_started_again_is_waited_for(
     gateway_bucket: str, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(s3_requests, "CONNECT_SECONDS", 0.1)
+    [port] = free_ports(1)
     with ThreadPoolExecutor(1) as reader:
-        with proxying(gateway.endpoint) as proxy:
+        with proxying(gateway.endpoint, port) as proxy:
             connect_to(proxy.endpoint, monkeypatch)
             open_store(gateway_bucket).put("x", b"1")
             proxy.choose = lambda method, path: Fault.DROPPED
             reading = reader.submit(open_store(gateway_bucket).read, "x")
         time.sleep(1.0)
         assert not reading.done()
-        with proxying(gateway.endpoint, int(proxy.endpoint.rpartition(":")[2])):
+        with proxying(gateway.endpoint, port):
             assert reading.result(30) == b"1"
 
 
