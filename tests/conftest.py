@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.demo import demo
 from tests.lab import costs, tiers
+from tests.lab.scale import usually
 from tests.quick_start import pytest_sessionstart
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 # A failing example prints the blob that reproduces it; no deadline, because these machines are noisy.
-settings.register_profile("shardmill", deadline=None, print_blob=True)
+settings.register_profile("shardmill", max_examples=usually(25, 500), deadline=None, print_blob=True)
 settings.load_profile("shardmill")
 
 # Whoever starts the tests in the background passes on that Ctrl-C is ignored; then the commands that tests interrupt

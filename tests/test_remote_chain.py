@@ -19,10 +19,11 @@ from shardmill.jobs.line_log import read_lines
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.lab.datasets import upload, write_images
+from tests.lab.scale import IS_FULL
 
 # Spark over HDFS is for the tests on YARN.
 CASES = [("gateway_bucket", "spark", "parquet"), ("hdfs_root", "local", "tfrecord")]
-if os.environ.get("SHARDMILL_FULL_MATRIX"):
+if IS_FULL:
     CASES = [(root, engine, name) for root in ("gateway_bucket", "hdfs_root") for engine in ("spark", "local")
              for name in ("parquet", "tfrecord")]  # fmt: skip
 

@@ -19,6 +19,7 @@ from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
 from tests.lab.datasets import write_images
+from tests.lab.scale import usually
 from tests.pipeline.command import ROOT
 from tests.processes import parent_of
 from tests.quick_start import FOLDER
@@ -29,7 +30,7 @@ DAG_ID = "shardmill_tiny"
 ASSET_ID, TRAINING_ID = "shardmill_own", "shardmill_own_train"
 STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
 LEFT_SECONDS = 30.0
-NUM_BACKFILLS = int(os.environ.get("SHARDMILL_BACKFILLS", "0"))
+NUM_BACKFILLS = usually(0, 3)
 CONNECTION = {"conn_type": "spark", "host": "yarn", "password": "canary-connection", "extra": '{"queue": "images"}'}
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]

@@ -22,14 +22,15 @@ from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue
 from tests.lab.datasets import write_images
+from tests.lab.scale import usually
 
 _ETL = EtlConfig(
     engine="tests.extending_entries:NEW_ENGINE", image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
     max_reject_fraction=0.5,
 )  # fmt: skip
 # More by these two: the drill of docs/etl.md is 5 and 10.
-NUM_WRITERS = int(os.environ.get("SHARDMILL_APPENDERS", "3"))
-NUM_ROUNDS = int(os.environ.get("SHARDMILL_APPENDS", "1"))
+NUM_WRITERS = usually(3, 5)
+NUM_ROUNDS = usually(1, 10)
 
 
 class At:

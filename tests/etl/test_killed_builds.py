@@ -25,6 +25,7 @@ from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.loader.samples import read_samples
 from tests.etl.building import tree_for
 from tests.lab.datasets import build_here, write_images
+from tests.lab.scale import usually
 from tests.pipeline.command import MODULES
 from tests.polling import polled
 from tests.quick_start.forked import Program, run_forked
@@ -33,7 +34,7 @@ from tests.services.marked import MARK, marked
 ROOT = Path(__file__).parents[2]
 _SETTINGS = EtlConfig(engine="local", num_workers=2, image_size=16, encoding="png", unit_min_images=8)
 _NUM_OLD = 24
-_NUM_KILLS = int(os.environ.get("SHARDMILL_ETL_KILLS", "1"))
+_NUM_KILLS = usually(1, 30)
 _DRIVER_POINTS = ("list", "manifest_put", "post_commit")
 _WORKER_POINTS = ("decode", "shard_open", "shard_mid", "shard_close", "task_report")
 

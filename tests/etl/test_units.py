@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions, etl_settings_of
@@ -48,7 +48,6 @@ def sources_of(listing: Listing, unit: WorkUnit, seed: int = 0) -> tuple[SourceI
     return read_unit(ListingPlace(str(listing.folder), listing.segments), unit, seed)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 700), st.integers(1, 90), st.integers(1, 200_000), st.integers(0, 5))
 def test_each_source_is_in_one_unit_and_its_unit_knows_its_number(
     num_images: int, minimum: int, shard_bytes: int, seed: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,8 +10,9 @@ from shardmill.dataset.commit import publish
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict
 from shardmill.stores import open_store
+from tests.lab.scale import usually
 
-NUM_ROUNDS = int(os.environ.get("SHARDMILL_STORAGE_ROUNDS", "3"))
+NUM_ROUNDS = usually(3, 20)
 """Of the races and of the flipped bits, on each store that is not a local folder."""
 _NUM_WRITERS = 8
 

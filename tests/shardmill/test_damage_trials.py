@@ -1,7 +1,7 @@
 """Damage under a loader: whatever bit of a shard is flipped and wherever it is cut, no wrong batch comes, and no epoch
 is short.
 
-40 flips and 8 cuts a format, the same in every run; `SHARDMILL_DAMAGE=1000` makes 1,000 and 200. The error names the
+10 flips and 2 cuts a format, the same in every run; in `make test-all` 1,000 and 200. The error names the
 shard, and comes at the very step that first needs what is damaged: every batch before it is right. What is damaged in a
 cache is fetched again.
 """
@@ -9,7 +9,6 @@ cache is fetched again.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import shutil
 from collections import Counter
@@ -27,8 +26,9 @@ from shardmill.stores import STORES
 from shardmill.values import ShardInfo
 from tests.far_store import ENTRY, SCHEME
 from tests.lab.datasets import make_dataset
+from tests.lab.scale import usually
 
-NUM_FLIPS = int(os.environ.get("SHARDMILL_DAMAGE", "40"))
+NUM_FLIPS = usually(10, 1_000)
 NUM_CUTS = NUM_FLIPS // 5
 BATCH = {"global_batch_size": 8, "seed": 3, "num_streams": 2}
 

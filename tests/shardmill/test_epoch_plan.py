@@ -7,7 +7,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.epoch_plan import (
@@ -96,7 +96,6 @@ def test_global_batches_do_not_depend_on_the_world_size(plan: EpochPlan, world_s
 
 
 @given(plans)
-@settings(max_examples=50)
 def test_resuming_at_every_step_gives_the_same_rest(plan: EpochPlan):
     whole = steps_of(plan, all_streams(plan))
     for first_step in range(plan.num_steps + 1):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmill
@@ -44,7 +44,6 @@ def test_an_epoch_has_each_sample_once_at_every_world_size(dataset):
         assert [[each for ids in of_ranks for each in ids[step]] for step in range(len(whole))] == whole
 
 
-@settings(max_examples=20)
 @given(data=st.data())
 def test_a_resumed_loader_continues_with_the_very_next_batch(dataset, data):
     num_steps = len(dataset.batches("train", **BATCH))

@@ -15,6 +15,7 @@ from shardmill.augment.options import AugmentOptions
 from shardmill.errors import UsageError
 from tests.etl import test_label_kinds as label_kinds
 from tests.lab.datasets import build_here, make_dataset
+from tests.lab.scale import usually
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 OF_ONE_IMAGE = {
@@ -52,7 +53,7 @@ def test_an_epoch_is_the_same_at_every_world_size_and_with_any_number_of_threads
     assert epoch(dataset, format="tfrecord") == whole
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=usually(8, 100))
 @given(names=st.sets(st.sampled_from(sorted(OF_ONE_IMAGE))), occurrences=st.integers(1, 3))
 def test_each_image_is_what_augmenting_it_alone_gives(dataset, names, occurrences):
     options = AugmentOptions(**{name: OF_ONE_IMAGE[name] for name in names})

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmill
@@ -48,7 +48,6 @@ def rows_of(loader) -> list[list[tuple[int, int, int, bytes]]]:
     ]
 
 
-@settings(max_examples=20)
 @given(data=st.data())
 def test_every_dataset_gives_its_amount_at_any_world_size_and_after_any_resume(datasets, data):
     amount = st.sampled_from([0.1, 0.35, ("repeat", 1), ("repeat", 2.5), ("choose", 7), ("choose", 100)])

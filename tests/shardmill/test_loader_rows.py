@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmill
@@ -58,7 +58,6 @@ def test_plans_of_all_rows_keep_their_names_and_any_selection_changes_them(datas
         every_row.load_state_dict(state)
 
 
-@settings(max_examples=25)
 @given(data=st.data())
 def test_every_selected_row_is_used_exactly_so_often_at_any_world_size_and_after_any_resume(dataset, data):
     weights = {name: data.draw(st.sampled_from([0, 0.3, 1, 2.5, 4]), name) for name in CLASSES}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import random
 import shutil
@@ -21,6 +20,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
+from tests.lab.scale import usually
 from tests.train.checkpoints import CONFIG, OneRank, Silent
 from tests.train.training import Recorder, StepWatcher, task_of, train_here
 from train.checkpoints.attempts import Attempt, claim_attempt
@@ -33,7 +33,7 @@ from train.contracts.values import RESULT, ModelIdentity
 from train.launching import LAUNCHERS
 from train.launching.faults import RankLost
 
-NUM_KILLS = int(os.environ.get("SHARDMILL_KILLS", "3"))
+NUM_KILLS = usually(3, 300)
 
 
 def test_a_store_that_cannot_say_whether_an_attempt_is_the_newest_costs_a_checkpoint(tiny_uri, tmp_path, whole, faulty):

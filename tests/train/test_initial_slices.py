@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError, UsageError
@@ -26,7 +26,6 @@ from train.initialization.match_weights import match_weights
 CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 1, "label_smoothing": 0.1}
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_slice_has_the_elements_of_the_array(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError
@@ -52,7 +52,6 @@ SHAPES = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_layout_is_read_by_any_other(data):
     shapes = data.draw(SHAPES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.augment.one_image import augment
@@ -30,7 +30,6 @@ def every_change(image_HWC: np.ndarray, padding: int, *, with_flips: bool) -> se
     return {crop.tobytes() for crop in crops} | {crop[:, ::-1].tobytes() for crop in crops if with_flips}
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
 @given(key=KEYS, padding=st.integers(0, 3), random_flip=st.booleans(), num_channels=st.sampled_from([1, 3]))
 def test_the_result_is_one_of_the_allowed_ones_and_repeats(
     key: dict[str, int], padding: int, random_flip: bool, num_channels: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmill.images import look
@@ -37,7 +37,6 @@ def defined_square_sum(luma_HW: np.ndarray) -> int:
 
 
 @pytest.mark.usefixtures("kernel")
-@settings(max_examples=60, deadline=None)
 @given(SHAPES, st.sampled_from([1, 3]), st.sampled_from([0, 120, 250]), st.integers(0, 2**32))
 @example((3, 4500), 1, -1, 0)
 def test_sharpness_is_exact(shape, channels, least, seed):
@@ -52,7 +51,6 @@ def test_sharpness_is_exact(shape, channels, least, seed):
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="the native kernel is not built, or an old one")
-@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.sampled_from([2, 256]), st.integers(0, 2**32))
 @example((9000, 40), 256, 0)  # blocks of more rows than the kernel adds up in 16 bits
 def test_thumbnails_of_the_kernel_are_those_of_opencv(shape, num_values, seed):

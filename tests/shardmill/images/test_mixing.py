@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.augment.draws import Draws
@@ -30,7 +30,6 @@ def mixed(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@settings(max_examples=25, deadline=None, print_blob=True)
 @given(data=st.data(), rows_per_stream=st.integers(1, 6), num_streams=st.integers(1, 5))
 def test_rows_mix_inside_their_stream_and_padding_stays_out(name, data, rows_per_stream, num_streams) -> None:
     num_rows = rows_per_stream * num_streams

@@ -1,6 +1,6 @@
 """Damaged copies of small real images: none crashes or hangs, each is accounted for, and twice the same.
 
-2,000 mutants, the same in every run; `SHARDMILL_MUTANTS=10000` makes more. A failure names its mutant:
+300 mutants, the same in every run; in `make test-all` 10,000. A failure names its mutant:
 `mutant(1234)` makes it again.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import random
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.lab.scale import usually
 from tests.shardmill.images.make import (
     OPTIONS,
     gray_profile,
@@ -32,7 +32,7 @@ from tests.shardmill.images.make import (
     with_profile,
 )
 
-NUM_MUTANTS = int(os.environ.get("SHARDMILL_MUTANTS", "2000"))
+NUM_MUTANTS = usually(300, 10_000)
 # Small enough that a header which a mutation blew up costs nothing to decode.
 OPTIONS_OF_MUTANTS = OPTIONS.model_copy(update={"max_source_pixels": 1_000_000})
 MOST_SECONDS = 60.0
@@ -101,7 +101,7 @@ def test_no_mutant_crashes_or_hangs_and_each_ends_the_same_twice() -> None:
                 dispositions["accepted"] += 1
     print(dispositions)
     assert dispositions.total() == NUM_MUTANTS
-    # The mutations must not all be of one kind: each of these is met hundreds of times in 2,000.
+    # The mutations must not all be of one kind: each of these is met dozens of times in 300.
     assert {"accepted", "truncated", "corrupt_scan", "checksum", "bad_header", "not_an_image"} <= set(dispositions)
 
 
@@ -127,4 +127,4 @@ def test_no_mutant_ends_otherwise_with_the_native_kernel() -> None:
         assert np.abs(pixels - expected_pixels).max() <= 1, number
         num_accepted += 1
         num_different += found.image != expected.image
-    assert num_accepted > 50 and num_rejected > 50 and num_different > 10
+    assert min(num_accepted, num_rejected) > NUM_MUTANTS / 40 and num_different > NUM_MUTANTS / 200

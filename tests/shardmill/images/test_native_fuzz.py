@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.scale import usually
+
 pytest.importorskip("shardmill_native", reason="the native kernel is not built (scripts/setup.sh says why)")
 _NATIVE = Path(__file__).parents[3] / "native"
 _SANITIZE = "-fsanitize=address,undefined"
@@ -26,7 +28,7 @@ def test_damaged_input_breaks_no_rule_of_c(tmp_path: Path):
     flags = {"CC": str(compiler), "CFLAGS": f"{_SANITIZE} -fno-sanitize-recover=all -g -O1", "LDFLAGS": _SANITIZE}
     build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "built")]
     subprocess.run(build, cwd=tmp_path / "native", env={**os.environ, **flags}, check=True)
-    seed, count = random.SystemRandom().randrange(1 << 32), int(os.environ.get("SHARDMILL_FUZZ", "100000"))
+    seed, count = random.SystemRandom().randrange(1 << 32), usually(100_000, 1_000_000)
     print(f"seed {seed}")
     # The sanitizers' libraries must come before Python's; what Python keeps until its end is no leak.
     environment = {**os.environ, "LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}

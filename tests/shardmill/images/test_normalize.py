@@ -9,7 +9,7 @@ import resource
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError
@@ -27,7 +27,6 @@ def options_of(size: int, **changes: object) -> NormalizeOptions:
     return NormalizeOptions(image_size=size).model_copy(update=changes)
 
 
-@settings(max_examples=80, deadline=None, print_blob=True)
 @given(
     height=st.integers(1, 90),
     width=st.integers(1, 90),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.augment import colours
@@ -31,7 +31,6 @@ def changed(num_rows: int, num_channels: int = 3, first: int = 0, **options: obj
     return images_NHWC
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
 @given(
     sample_ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6),
     names=st.sets(st.sampled_from(sorted(EVERYTHING))), num_channels=st.sampled_from([1, 3]),
@@ -91,7 +90,6 @@ def test_colours_are_those_of_the_textbook() -> None:
         assert np.array_equal(change(image_HWC[:, :, :1], 0.2), image_HWC[:, :, :1])
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
 @given(factor=st.floats(-1, 2))
 def test_blending_is_exact_arithmetic(factor: float) -> None:
     """Whatever instructions the processor has: the sums of 256ths are exact in 32 bits, and halves go to even."""

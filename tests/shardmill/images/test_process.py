@@ -7,7 +7,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.formats.encodings import decode_stored
@@ -44,7 +44,6 @@ def check_total_and_repeatable(data: bytes) -> None:
         assert decode_stored(first.image, FUZZ_OPTIONS.encoding, shape_HWC).shape == shape_HWC
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
 @given(st.builds(bytes.__add__, st.sampled_from([b"", *SIGNATURES]), st.binary(max_size=300)))
 def test_any_bytes_have_one_disposition(data: bytes) -> None:
     check_total_and_repeatable(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.augment.draws import COLUMN_DRAW, FLIP_DRAW, ROW_DRAW, Draws
@@ -36,7 +36,6 @@ def as_before(image_HWC: np.ndarray, padding: int, key: tuple[int, ...], *, flip
     return cut_HWC[:, ::-1] if flips and mix64(*key, FLIP_DRAW) >> 63 else cut_HWC
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
 @given(rows=ROWS, seed=st.integers(0, 2**63), epoch=st.integers(0, 9999), draw=st.integers(0, 255))
 def test_draws_of_a_batch_are_those_of_mix64(rows: list[tuple[int, int]], seed: int, epoch: int, draw: int) -> None:
     draws = drawn(rows, seed, epoch)
@@ -47,7 +46,6 @@ def test_draws_of_a_batch_are_those_of_mix64(rows: list[tuple[int, int]], seed: 
     assert draws.uniform(draw, 2, 4).tolist() == [2 + 2 * ((bits >> 11) / 2**53) for bits in expected]
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
 @given(rows=ROWS, seed=st.integers(0, 2**63), padding=st.integers(0, 5), flips=st.booleans())
 def test_padded_crops_and_flips_are_those_of_older_runs(
     rows: list[tuple[int, int]], seed: int, padding: int, flips: bool
@@ -60,7 +58,6 @@ def test_padded_crops_and_flips_are_those_of_older_runs(
         assert np.array_equal(cut_window(image_HWC, windows, row), expected_HWC)
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
 @given(stored_HW=st.tuples(st.integers(1, 400), st.integers(1, 400)), min_area=st.floats(0.001, 1))
 def test_random_rectangles_lie_in_the_image(stored_HW: tuple[int, int], min_area: float) -> None:
     options = AugmentOptions(random_resized_crop=True, min_crop_area=min_area)
