@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan
 
 APPLICATIONS = ("etl", "train")
+_FRAMEWORKS = {"keras": "Keras", "torch": "PyTorch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +234,13 @@ def _look_at_initial(first: FirstPlan) -> str:
 def setting(tree: PipelineTree, first: FirstPlan, workdir: str) -> str:
     """Describe the values inferred before anything is listed: sizes, model, ranks, device, and output locations."""
     train = first.plan.config
-    ranks = f"{counted(train.num_workers, 'rank')} by {train.launcher}"
+    ranks = "1 process" if train.launcher == "inline" else f"{counted(train.num_workers, 'rank')} by {train.launcher}"
+    augment = train.augmentation
+    photographs = "" if augment.flips else " (photographs? --set train.augment.images=photographs)"
     return (
-        f"run: images at {tree.etl.described_size}; {train.model}, {counted(train.epochs, 'epoch')} on {ranks}, "
-        f"{_devices(train, tree.spark)}; train.augment: {train.augmentation.in_words}; "
+        f"run: images at {tree.etl.described_size}; {train.model} ({_FRAMEWORKS[train.backend]}), "
+        f"{counted(train.epochs, 'epoch')}, {ranks}, {_devices(train, tree.spark)}; "
+        f"augmentation: {augment.in_words}{photographs}; "
         f"dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 

@@ -223,10 +223,15 @@ class Registry(Mapping[str, Value], Generic[Value]):
             return ""
         if self.is_of_library(name):
             return self._problem_in_library(*name.split(":", 1))
-        near = difflib.get_close_matches(name, self.entries, n=1, cutoff=0.4)
+        near = self._of_that_name(name) or difflib.get_close_matches(name, self.entries, n=1, cutoff=0.4)
         own = "".join(f", {library}:NAME" for library in self.libraries)
         own += ", or package.module:object" if self.takes_own else ""
         return f"expected one of {', '.join(self.entries)}{own}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+    def _of_that_name(self, name: str) -> list[str]:
+        """What the installed libraries call so."""
+        installed = {module: entry for module, entry in self.libraries.items() if not entry.missing_packages()}
+        return [f"{module}:{name}" for module, entry in installed.items() if name in load_object(entry.target).names()]
 
     def _problem_in_library(self, module: str, name: str) -> str:
         entry = self.libraries[module]

@@ -106,11 +106,11 @@ class AugmentOptions(Section):
 
     @property
     def in_words(self) -> str:
-        """How images are changed at random: `padded crop of 4 pixels, not mirrored`."""
-        padded = f"padded crop of {self.random_crop_padding} pixels" if self.random_crop_padding else "no crop"
-        crop = "random resized crop" if self.random_resized_crop else padded
+        """How images are changed at random: `shift by up to 4 pixels, no mirroring`."""
+        shift = f"shift by up to {self.random_crop_padding} pixels" if self.random_crop_padding else "no crop"
+        crop = "random resized crop" if self.random_resized_crop else shift
         used = [name for name in _FURTHER if getattr(self, name)]
-        return ", ".join([crop, "mirrored" if self.flips else "not mirrored", *used])
+        return ", ".join([crop, "mirroring" if self.flips else "no mirroring", *used])
 
     def size_of(self, stored_HW: tuple[int, int]) -> tuple[int, int]:
         """Height and width of the images in a batch. Raises UsageError if the stored ones are smaller."""

@@ -32,9 +32,13 @@ def checked(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Raises UsageError for an argument that no loader has, for what is no whole number, for a batch or threads below
     1, and for a choice but True and False."""
     _check_known(given, known)
-    whole: dict[str, Any] = {"global_batch_size": None, **given}
+    if given.get("global_batch_size") is None:
+        raise UsageError(
+            "a loader without global_batch_size", "expected the rows of a step, over all ranks", "pass, for example, 64"
+        )
+    whole = dict(given)
     for name in _WHOLE:
-        if whole.get(name) is not None or name == "global_batch_size":
+        if whole.get(name) is not None:
             whole[name] = whole_number(name, whole[name], least=_LEAST.get(name))
     for name in ("shuffle", "per_sample"):
         # "no" would count as True.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
@@ -133,8 +134,9 @@ class LoadableDataset(Dataset):
         `annotations`: in place of labels a dict of `labels`, of `boxes` and `box_labels` as `tf.RaggedTensor`, and of
         `mask`, those that the dataset has. Each iteration is the next epoch, counted from 0.
         """
-        from shardmill.loader.tensorflow import TfTypes, as_tf_dataset
+        from shardmill.loader.tensorflow import TfTypes, as_tf_dataset, require_tensorflow
 
+        require_tensorflow()
         schema, augment = self.manifest.row_schema, augment_options(reading.get("augment"))
         found = delivered(schema, reading.get("columns")) if annotations else ()
         if annotations and not found:
@@ -288,12 +290,13 @@ def _spec_of(datasets: Sequence[Dataset], split: str, reading: Reading, rows: Ro
     return spec
 
 
-def open_dataset(uri: str) -> LoadableDataset:
-    """Open `URI` at its latest version, or `URI@N` at version N.
+def open_dataset(uri: str | os.PathLike[str]) -> LoadableDataset:
+    """Open the path or `URI` at its latest version, or `URI@N` at version N.
 
     Raises UsageError if there is no such dataset or version, or it has expired; IntegrityError for what was not
     committed or was altered.
     """
+    uri = os.fspath(uri)
     found = open_version(uri)
     dataset = LoadableDataset(found.store, found.pin, found.manifest)
     dataset.names_version = split_version(uri)[1] is not None

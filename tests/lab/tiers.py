@@ -27,6 +27,8 @@ _OF_DRILLS = frozenset(
 _STARTS = frozenset({"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "tests.fork"})
 # Who starts a process says what it is: the innermost file on the stack that is listed here.
 _KIND_OF_FILE = {
+    # What a package starts while it is imported (PyTorch asks ldconfig) is no process of the test.
+    "<frozen importlib": None,
     "/tests/services/": "server",
     "/tests/pipeline/command.py": "command",
     "/tests/lab/commands.py": "command",
@@ -148,7 +150,7 @@ def _kind_of_start() -> str | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith("/tests/quick_start/forked.py") and frame.f_code.co_name == "_server":
-            # What forks are made from is no process of the test.
+            # Forks are made from it; it counts with them.
             return None
         for part, kind in _KIND_OF_FILE.items():
             if part in file:

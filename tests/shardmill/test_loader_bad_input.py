@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 import shardmill
@@ -23,6 +26,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
         ({"rank": 2, "world_size": 2}, "expected a rank from 0 to world_size - 1"),
         ({"rank": 0, "world_size": 9}, "9 ranks for 8 streams"),
         ({"global_batch_size": 0}, "global_batch_size = 0; expected a whole number from 1 on"),
+        ({"global_batch_size": None}, "a loader without global_batch_size.*pass, for example, 64"),
         ({"num_threads": 0}, "num_threads = 0; expected a whole number from 1 on"),
         ({"seed": 1.5}, "seed = 1.5; expected a whole number"),
         ({"augment": {"hue": 0.1}}, "augment = .*expected AugmentOptions or one of"),
@@ -45,6 +49,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
 def test_what_cannot_be_read_is_refused_before_the_first_batch(given, said, dataset):
     with pytest.raises(UsageError, match=said):
         dataset.batches("train", **{**BATCH, **given})
+
+
+def test_a_dataset_is_opened_by_its_path(dataset):
+    assert shardmill.open_dataset(Path(dataset.pin.uri)).pin == dataset.pin
+
+
+def test_a_tf_dataset_says_that_it_needs_tensorflow(dataset, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(UsageError, match="a tf_dataset needs TensorFlow.*not installed here"):
+        dataset.tf_dataset("train", **BATCH)
 
 
 def test_a_loader_in_a_data_loader_says_that_it_is_iterated_itself(dataset):

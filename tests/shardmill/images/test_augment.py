@@ -83,9 +83,9 @@ def test_the_draws_never_change() -> None:
 
 def test_a_run_says_what_it_changes() -> None:
     for chosen, words in (
-        ({}, "padded crop of 4 pixels, not mirrored"),
-        ({"preset": "cifar", "cutmix_alpha": 1}, "padded crop of 4 pixels, mirrored, cutmix_alpha"),
-        ({"preset": "imagenet", "hue": 0.1, "brightness": 0.4}, "random resized crop, mirrored, brightness, hue"),
-        ({"preset": "none"}, "no crop, not mirrored"),
+        ({}, "shift by up to 4 pixels, no mirroring"),
+        ({"preset": "cifar", "cutmix_alpha": 1}, "shift by up to 4 pixels, mirroring, cutmix_alpha"),
+        ({"preset": "imagenet", "hue": 0.1, "brightness": 0.4}, "random resized crop, mirroring, brightness, hue"),
+        ({"preset": "none"}, "no crop, no mirroring"),
     ):
         assert AugmentOptions(**chosen).in_words == words
