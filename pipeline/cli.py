@@ -49,7 +49,8 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         ),
         "predict": Entry(
             "pipeline.commands.predict:predict",
-            "Print labels and probabilities for image files, decoded as in the ETL. A file that is refused has its reason instead of a label; exit 2 if all are.",
+            "Print labels and probabilities for image files, decoded as in the ETL. A refused file has its reason "
+            "instead of a label; exit 2 if all are refused.",
         ),
         "lineage": Entry(
             "pipeline.commands.lineage:lineage",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
 
 _NUM_SOURCES = 32
+# What most networks that were trained on photographs expect.
+_OF_PHOTOGRAPHS = 224
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,10 @@ def choose_image_size(
     if side is None:
         return ImageSize(DEFAULT_IMAGE_SIZE, "the default")
     pixels = next((each for each in IMAGE_SIZES if each <= side), IMAGE_SIZES[-1])
-    return ImageSize(pixels, f"chosen because the median short side of the sources is {side}")
+    if side > DEFAULT_IMAGE_SIZE:
+        more = f"--set etl.image_size={min(side, _OF_PHOTOGRAPHS)} keeps more, as fine-tuning needs"
+        return ImageSize(pixels, f"the default; images are larger, their median short side is {side}: {more}")
+    return ImageSize(pixels, f"the median short side of the sources is {side}")
 
 
 def _median_short_side(listing: Listing, source: SourceConfig, config: EtlConfig) -> int | None:

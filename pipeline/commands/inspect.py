@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 def inspect(
     context: typer.Context,
     dataset: DatasetArgument,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every fact of the manifest, digests included.")
+    ] = False,
     files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
     rejects: Annotated[
         bool, typer.Option("--rejects", help="List the rejects by reason; also DATASET/rejects/X.")
@@ -44,8 +47,8 @@ def inspect(
     from shardmill.dataset.versions import split_version
 
     common: Common = context.obj
-    if sum((files, rejects, versions, diff is not None, near_duplicates is not None, quality)) > 1:
-        options = "--files, --rejects, --versions, --diff, --near-duplicates and --quality"
+    if sum((everything, files, rejects, versions, diff is not None, near_duplicates is not None, quality)) > 1:
+        options = "--all, --files, --rejects, --versions, --diff, --near-duplicates and --quality"
         raise UsageError(f"{options} exclude each other", "expected one of them")
     uri = dataset_uri(common, dataset)
     if rejects:
@@ -55,13 +58,13 @@ def inspect(
         found = inspection.list_versions(split_version(uri)[0])
         return print_result(common, found, inspection.version_rows(found), title=split_version(uri)[0])
     opened = open_dataset(uri)
-    found, rows = _described(opened, files, diff, near_duplicates, quality=quality)
+    found, rows = _described(opened, files, diff, near_duplicates, quality=quality, everything=everything)
     title = f"{opened.pin.uri}@{opened.pin.version}" + ("" if diff is None else f" against @{diff}")
     print_result(common, found, rows, title="" if files else title)
 
 
 def _described(
-    dataset: Dataset, files: bool, diff: int | None, near_duplicates: int | None, *, quality: bool
+    dataset: Dataset, files: bool, diff: int | None, near_duplicates: int | None, *, quality: bool, everything: bool
 ) -> tuple[Any, Rows]:
     """What was asked of a version: the document of --json, and the rows for people."""
     from pipeline.output import inspection
@@ -75,7 +78,8 @@ def _described(
         found = inspection.list_files(dataset)
         return found, [(each["uri"],) for each in found]
     found = inspection.describe(dataset)
-    return found, [*inspection.headline_rows(found), *flat_rows(found)]
+    rest = flat_rows(found) if everything else inspection.class_rows(found)
+    return found, [*inspection.headline_rows(found), *rest]
 
 
 def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:

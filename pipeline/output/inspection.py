@@ -94,6 +94,21 @@ def headline_rows(facts: dict[str, Any]) -> Rows:
     ]
 
 
+def class_rows(facts: dict[str, Any]) -> Rows:
+    """How many images each class has in each split, the first classes; and where the rest of the facts is."""
+    names, splits = facts["class_names"], facts["splits"]
+    rows = [
+        (f"class {name}", ", ".join(f"{splits[split]['class_counts'][number]:,} {split}" for split in splits))
+        for number, name in enumerate(names[:_NUM_ROWS_SHOWN])
+    ]
+    left = len(names) - len(rows)
+    return [
+        *rows,
+        *([("", f"and {left:,} more")] if left else []),
+        ("more", "--all shows every fact, --files the shards, --rejects what was refused"),
+    ]
+
+
 def _content_rows(facts: dict[str, Any]) -> Rows:
     """What is stored of each image."""
     image, model = facts["image"], facts["predicted_by"]

@@ -37,13 +37,15 @@ def test_compact_says_what_it_made_and_when_there_was_nothing_to_do(dataset: str
     assert refused.returncode == 2 and "names one version" in last_line(refused)
 
 
-def test_inspect_begins_with_what_a_person_asks_and_ends_with_digests(dataset: str, tmp_path: Path):
+def test_inspect_shows_what_a_person_asks_and_with_all_the_digests(dataset: str, tmp_path: Path):
     rows = [line.split("\t") for line in shardmill("inspect", dataset, cwd=tmp_path).stdout.splitlines()[1:]]
     counts = machine("inspect", dataset, cwd=tmp_path)["counts"]
     names = [name for name, *_ in rows]
     assert names[0] == "images" and f"{counts['accepted']} accepted" in rows[0][1]
     assert names[1].startswith("in ") and {"classes", "size", "stored"} < set(names[:8])
-    assert names[-2:] == ["content_digest", "layout_digest"]
+    assert any(name.startswith("class ") and " train" in row[0] for name, *row in rows) and len(rows) < 20
+    everything = shardmill("inspect", dataset, "--all", cwd=tmp_path).stdout.splitlines()[1:]
+    assert [line.partition("\t")[0] for line in everything[-2:]] == ["content_digest", "layout_digest"]
 
 
 def test_gc_lists_first_and_deletes_when_told(dataset: str, tmp_path: Path):

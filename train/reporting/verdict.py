@@ -84,5 +84,6 @@ def _compute(share: float, *, on_gpus: bool) -> Verdict:
     fix = "more ranks, a faster device or train.mixed_precision" if on_gpus else "GPUs or more machines"
     return Verdict(
         "compute",
-        f"compute-bound: {share:.0%} of a step (mean of all ranks) is the model's own computation: {fix} would help",
+        f"compute-bound: {share:.0%} of the steps' time (mean of all ranks; no checkpoints, no evaluation) is the "
+        f"model's own computation: {fix} would help",
     )
