@@ -9,8 +9,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -91,6 +91,16 @@ def peak_bytes(pid: int) -> int:
     """The most memory that it has held at once so far; 0 for a zombie."""
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(peak[1]) * 1024 if peak else 0
+
+
+@contextmanager
+def memory_below(most_bytes: int) -> Iterator[None]:
+    """What runs inside takes less, even for a moment; what this process held at its earlier peak is no matter."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes(os.getpid())
+    yield
+    grown_bytes = peak_bytes(os.getpid()) - before
+    assert grown_bytes < most_bytes, grown_bytes
 
 
 LOCAL = {"127.0.0.1", "::1"}

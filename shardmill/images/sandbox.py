@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -60,14 +60,20 @@ class DecodeSandbox:
     """One child process at most; not for several threads at once. `entry` is what the child calls.
 
     `config_section` is the config section whose keys set the limits, for a rejection to name; empty if none does.
+    `clock` tells how long a child has been waited for, in seconds.
     """
 
     def __init__(
-        self, limits: DecodeLimits | None = None, entry: str = PROCESS_IMAGE, config_section: str = ""
+        self,
+        limits: DecodeLimits | None = None,
+        entry: str = PROCESS_IMAGE,
+        config_section: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits or DecodeLimits()
         self._config_section = config_section
         self._entry = entry
+        self._clock = clock
         self._child: _Child | None = None
         self._pending: PendingImage | None = None
 
@@ -107,7 +113,7 @@ class DecodeSandbox:
         if self._pending is not None:
             self.close()
         if self._child is None:
-            self._child = _Child(self._limits, self._entry)
+            self._child = _Child(self._limits, self._entry, self._clock)
         self._child.send(source, data, options)
         self._pending = PendingImage(source, data, options)
         return self._pending
@@ -143,8 +149,9 @@ class DecodeSandbox:
 class _Child:
     """A process that has imported everything and waits for images."""
 
-    def __init__(self, limits: DecodeLimits, entry: str) -> None:
+    def __init__(self, limits: DecodeLimits, entry: str, clock: Callable[[], float]) -> None:
         self._limits = limits
+        self._clock = clock
         root = str(Path(shardmill.__file__).parent.parent.absolute())
         main = calling("shardmill.images.decode_child:main", root)
         try:
@@ -162,7 +169,7 @@ class _Child:
         self._cpu_clock = ~self._process.process_id << 3 | 2  # as clock_getcpuclockid(3) makes it
         self._cpu_start = 0.0
         self._options: NormalizeOptions | None = None
-        self._clock_start = time.monotonic()
+        self._clock_start = clock()
         self._expect_hello()
 
     def send(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> None:
@@ -172,7 +179,7 @@ class _Child:
             "mtime_ns": source.mtime_ns,
             "etag": source.etag,
         }
-        self._clock_start, self._cpu_start = time.monotonic(), self._cpu_seconds()
+        self._clock_start, self._cpu_start = self._clock(), self._cpu_seconds()
         header: dict[str, Any] = {"source": facts}
         if options != self._options:  # seldom: a task has one set of them
             header["options"], self._options = options.model_dump(), options
@@ -185,7 +192,7 @@ class _Child:
         if self._failed is not None:
             raise self._failed
         # The parent may have read the next source since `send`, and the child cannot write more than the pipe holds.
-        self._clock_start = time.monotonic()
+        self._clock_start = self._clock()
         try:
             return self._process.receive(self._wait)
         except ChildDied as died:
@@ -199,7 +206,7 @@ class _Child:
         limit = self._limits.decode_timeout_seconds
         while True:
             cpu_left = limit - (self._cpu_seconds() - self._cpu_start)
-            clock_left = CLOCK_PER_CPU_SECOND * limit - (time.monotonic() - self._clock_start)
+            clock_left = CLOCK_PER_CPU_SECOND * limit - (self._clock() - self._clock_start)
             if pipe.poll(1000 * max(0.001, min(cpu_left, clock_left))):
                 return
             if cpu_left <= 0 or clock_left <= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from collections.abc import Callable
 from typing import Any
 
 from shardmill.images import sandbox
@@ -40,8 +41,8 @@ class _DecodesHere:
         pass
 
 
-def _child(limits: DecodeLimits, entry: str) -> Any:
-    return (_RealChild if starts_children else _DecodesHere)(limits, entry)
+def _child(limits: DecodeLimits, entry: str, clock: Callable[[], float]) -> Any:
+    return _RealChild(limits, entry, clock) if starts_children else _DecodesHere(limits, entry)
 
 
 sandbox._Child = _child  # pyright: ignore[reportAttributeAccessIssue]

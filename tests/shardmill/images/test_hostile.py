@@ -33,6 +33,8 @@ from tests.shardmill.images.make import (
     with_segment,
 )
 
+pytestmark = pytest.mark.starts("decoder")
+
 # More than the decoders' own libraries take.
 IDLE_BYTES = 300_000_000
 LZW_NOISE = {256: [4000], 257: [4000], 258: [8], 262: [1], 259: [5]}

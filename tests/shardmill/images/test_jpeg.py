@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import struct
 
 import cv2
@@ -14,6 +13,7 @@ from pipeline.demo.data import damage_scan
 from shardmill.images.jpeg_markers import MAX_SCANS
 from shardmill.images.pixels import Refused, check_dimensions
 from shardmill.values import RejectReason
+from tests.processes import memory_below
 from tests.shardmill.images.make import (
     OPTIONS,
     by_opencv,
@@ -163,9 +163,8 @@ def test_bytes_before_the_start_marker_are_no_image() -> None:
     ],
 )
 def test_sizes_are_refused_from_the_header(height: int, width: int, reason: RejectReason) -> None:
-    rss_before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert refusal(patched_frame(jpeg(photo()), 4, struct.pack(">HH", height, width)))[0] is reason
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss_before_kib < 20_000
+    with memory_below(20_000_000):
+        assert refusal(patched_frame(jpeg(photo()), 4, struct.pack(">HH", height, width)))[0] is reason
 
 
 def test_sizes_at_the_limits_pass() -> None:

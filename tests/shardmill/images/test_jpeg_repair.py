@@ -21,6 +21,8 @@ from shardmill.kernel import NATIVE_ID
 from shardmill.values import ImageSample, RejectReason, SourceImage
 from tests.shardmill.images.make import OPTIONS, decode, gray_jpeg, gray_photo, jpeg, photo, refusal, with_segment
 
+pytestmark = pytest.mark.starts("decoder")
+
 EXACT = OPTIONS.model_copy(update={"image_size": 18, "encoding": "raw"})
 ExpectTheSamePixels = Callable[[bytes, bytes, str], None]
 """Of an odd file and its clean twin, and the one note that the odd one must have more."""

@@ -75,6 +75,7 @@ def mutant(number: int) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.starts("decoder")
 def test_no_mutant_crashes_or_hangs_and_each_ends_the_same_twice() -> None:
     dispositions: Counter[str] = Counter()
     with DecodeSandbox() as sandbox:

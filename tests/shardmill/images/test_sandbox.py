@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from shardmill.options import DecodeLimits
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from tests.processes import children_of, is_running
 from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_format, photo, png
+
+pytestmark = pytest.mark.starts("decoder", "program")
 
 MISBEHAVE = "tests.shardmill.images.misbehaving:misbehave"
 LIMITS = DecodeLimits(decode_timeout_seconds=0.5, decode_memory_bytes=300_000_000)
@@ -105,7 +108,15 @@ def test_an_answer_that_nobody_asked_for_is_not_the_next_images(sandbox: DecodeS
 def test_a_child_that_takes_nothing_more_is_given_up_in_time(num_bytes: int) -> None:
     data = DATA + bytes(num_bytes - len(DATA))
     others = child_pids()
-    with DecodeSandbox(DecodeLimits(decode_timeout_seconds=0.3), MISBEHAVE) as sandbox:
+    hours, child = 0, None
+
+    def clock() -> float:
+        """An hour goes by whenever the stopped child is waited for."""
+        nonlocal hours
+        hours += child in child_pids()
+        return time.monotonic() + 3600 * hours
+
+    with DecodeSandbox(DecodeLimits(decode_timeout_seconds=30), MISBEHAVE, clock=clock) as sandbox:
         sandbox.process(GOOD, DATA, OPTIONS)
         [child] = child_pids() - others
         os.kill(child, signal.SIGSTOP)
@@ -132,13 +143,17 @@ def test_the_parents_own_reading_is_not_the_childs_time() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8)
     options = OPTIONS.model_copy(update={"encoding": "raw", "image_size": 1500})
     data = png(pixels)
-    with DecodeSandbox(DecodeLimits(decode_timeout_seconds=0.4)) as sandbox:
+    now, others = 0.0, child_pids()
+    with DecodeSandbox(DecodeLimits(decode_timeout_seconds=60), clock=lambda: now) as sandbox:
         sandbox.process(GOOD, DATA, OPTIONS)
-        first = child_pids()
+        [child] = child_pids() - others
         pending = sandbox.start(SourceImage("raw", len(data)), data, options)
-        time.sleep(2.6)  # its answer is larger than the pipe: it cannot finish before we read
+        os.kill(child, signal.SIGSTOP)
+        now += 3600
+        # What it wrote before it stopped is not all: its answer is larger than the pipe.
+        threading.Timer(0.1, os.kill, (child, signal.SIGCONT)).start()
         assert isinstance(sandbox.finish(pending), ImageSample)
-        assert child_pids() == first
+        assert child_pids() - others == {child}
 
 
 def test_real_limits_of_memory_count_what_decoders_take() -> None:
