@@ -3,11 +3,13 @@
 # make test-fast   those that start no other process: no server, Spark, rank or command
 # make drill   the drills: slow tests of real faults, servers and clusters
 # make test-all    all tests and drills, with whole products and many trials: an hour or two
+# make test-for FILE...   the tests that can see these files, cheapest first, with their time; LIMIT=60 for a minute of them
+# make mutants   changes the modules that hold promises, and fails for a change that no test of theirs sees
 # make check   formatting, lint, types, documentation, tests; .ci/run adds the drills
 # make docs    the documentation site, in ./site; a link that leads nowhere fails it
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test test-fast drill test-all check setup lint docs bundle clean
+.PHONY: demo test test-fast test-for mutants drill test-all check setup lint docs bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 PYTEST := pytest --dist loadscope --no-loadscope-reorder
@@ -25,6 +27,19 @@ test: setup
 
 test-fast: setup
 	@$(RUN) $(PYTEST) -n 2 --tier fast
+
+# What follows `test-for` is files, and nothing to make.
+ifeq ($(firstword $(MAKECMDGOALS)),test-for)
+FILES := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
+.PHONY: $(FILES)
+$(FILES): ; @:
+endif
+
+test-for: setup
+	@$(RUN) python scripts/test_for.py $(if $(LIMIT),--limit $(LIMIT)) $(FILES)
+
+mutants: setup
+	@$(RUN) python scripts/mutate.py
 
 # Drills wait for servers half of their time.
 drill: setup

@@ -1,0 +1,231 @@
+"""The manifest: read only as it was written, with what an older one does not say, and what it says about its rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardmill.checksummed import ChecksummedFile
+from shardmill.dataset.manifest import (
+    Counts,
+    Manifest,
+    SourceRef,
+    SplitInfo,
+    VersionRange,
+    content_digest,
+    digested_classes,
+    encode_manifest,
+    manifest_path,
+    parse_manifest,
+)
+from shardmill.dataset.statistics import ChannelSums
+from shardmill.errors import IntegrityError, SecurityRefusal
+from shardmill.formats.rows import NO_IMAGES
+from shardmill.ids import canonical_digest
+from shardmill.options import NormalizeOptions
+from shardmill.typed_columns import ExtraColumn
+
+ZERO = "0" * 64
+COUNTS = Counts(listed=0, accepted=0, rejected=0, by_reason={}, by_split={}, duplicate_content=0, by_note={})
+SOURCE = SourceRef(uri="/images", kind="folder", listing_fingerprint="f", key_sum=ZERO)
+OPTIONAL = {
+    "operation": "full", "restored_version": None, "expired_versions": (), "digest_rule": 1, "sizes": None,
+    "other_sources": (), "predicted_by": None, "schema_version": 1,
+}  # fmt: skip
+
+
+def split(*class_counts: int, num_rows: int = 1) -> SplitInfo:
+    return SplitInfo(num_rows=num_rows, num_chunks=1, num_shards=1, image_bytes=0, class_counts=class_counts,
+                     row_digest_sum=ZERO)  # fmt: skip
+
+
+def manifest(**given: Any) -> Manifest:
+    """Valid, and of a version that an older shardmill might have committed; but for what is `given`."""
+    plain: dict[str, Any] = {
+        "version": 3, "commit_id": "c", "run_id": "r", "created_at": "2026-11-28T12:00:00+00:00", "parent_version": 2,
+        "content_digest": ZERO, "layout_digest": ZERO, "columns": {"image": "binary", "label": "int64"},
+        "formats": ("parquet",), "class_names": ("a", "b", "c"), "splits": {"train": split(1, 0, 2)},
+        "counts": COUNTS, "channel_sums": ChannelSums(), "normalize": NormalizeOptions(encoding="png"),
+        "normalization_fingerprint": "n", "decoder_id": "d", "config": {"etl": "é"}, "config_fingerprint": "f",
+        "source": SOURCE, "index_segments": (), "ledger_segments": (), "ledger_digest": "l",
+    }  # fmt: skip
+    return Manifest(**plain | given)
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """The bytes of any body, with its digest: what a valid writer of it would have published."""
+    body = {**body, "manifest_digest": canonical_digest(body)}
+    return json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def body_of(written: Manifest) -> dict[str, Any]:
+    body = json.loads(encode_manifest(written))
+    del body["manifest_digest"]
+    return body
+
+
+def test_a_manifest_is_read_as_it_was_written_a_line_for_each_field():
+    written = manifest()
+    data = encode_manifest(written)
+    assert parse_manifest(data, 3, "u") == written
+    assert data == encoded(body_of(written)) and b'\n "commit_id": "c",\n' in data and "é".encode() in data
+    assert body_of(written)["schema_version"] == 1
+    # Older versions read what uses nothing new.
+    assert "predicted_by" not in body_of(written) and "more_formats" not in body_of(written)["normalize"]
+    more = manifest(normalize=NormalizeOptions(more_formats=("heic",)))
+    assert (
+        body_of(more)["normalize"]["more_formats"] == ["heic"] and parse_manifest(encode_manifest(more), 3, "u") == more
+    )
+    assert manifest_path(12) == "manifests/00000012.json"
+
+
+def test_what_an_older_manifest_does_not_say_has_its_older_meaning():
+    body = {
+        name: value for name, value in body_of(manifest()).items() if name not in OPTIONAL or name == "schema_version"
+    }
+    for part in ("conflicting_label", "leaked_content"):
+        del body["counts"][part]
+    for part in ("parts", "names_splits"):
+        del body["source"][part]
+    found = parse_manifest(encoded(body), 3, "u")
+    assert {name: getattr(found, name) for name in OPTIONAL} == OPTIONAL
+    assert (found.counts.conflicting_label, found.counts.leaked_content) == (0, None)
+    assert (found.source.parts, found.source.names_splits) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "least"),
+    [
+        (("version",), 1),
+        *((("counts", name), 0) for name in ("listed", "accepted", "rejected", "duplicate_content")),
+        *((("counts", name), 0) for name in ("conflicting_label", "leaked_content")),
+        *((("splits", "train", name), 1) for name in ("num_rows", "num_chunks", "num_shards")),
+        (("splits", "train", "image_bytes"), 0),
+        (("expired_versions", 0, "first"), 1),
+        (("expired_versions", 0, "last"), 1),
+    ],
+)
+def test_numbers_have_a_least_value(path, least):
+    for value in (least, least - 1):
+        body = body_of(manifest(expired_versions=(VersionRange(first=1, last=1),)))
+        place = body
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value
+        version = value if path == ("version",) else 3
+        if value == least:
+            parse_manifest(encoded(body), version, "u")
+        else:
+            with pytest.raises(
+                IntegrityError, match=f"{'.'.join(map(str, path))}: Input should be greater than or equal"
+            ):
+                parse_manifest(encoded(body), version, "u")
+
+
+WRONG = {
+    "was altered": lambda data: data.replace(b'"run_id": "r"', b'"run_id": "s"'),
+    "was altered: digest": lambda data: json.dumps(json.loads(data)).encode(),
+    "is not JSON": lambda data: data[:-3],
+    "is not a manifest": lambda data: b"[]",
+    "has schema version 2": lambda data: encoded({**body_of(manifest()), "schema_version": 2}),
+    "claims to be version 4": lambda data: encode_manifest(manifest(version=4)),
+    "columns of types that this version": lambda data: encoded({**body_of(manifest()), "columns": {"mine": "float8"}}),
+    "Field required": lambda data: encoded({"schema_version": 1}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_anything_else_is_an_integrity_error(message):
+    with pytest.raises(IntegrityError, match=message) as refused:
+        parse_manifest(WRONG[message](encode_manifest(manifest())), 3, "u")
+    assert "manifests/00000003.json" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["index_segments", "ledger_segments"])
+def test_a_segment_lies_inside_the_dataset(kind):
+    outside = ChecksummedFile(path="../secret", size_bytes=1, sha256=ZERO)
+    with pytest.raises(SecurityRefusal, match="leaves its root folder"):
+        parse_manifest(encode_manifest(manifest(**{kind: (outside,)})), 3, "u")
+
+
+def test_digests_cover_the_classes_that_have_an_image():
+    """By rule 1 all of the label map; sorted by name in either, so that the order of the map does not count."""
+    splits = {"train": split(0, 1, 0), "test": split(2, 0, 0)}
+    assert digested_classes(("b", "a", "c"), splits) == ("a", "b")
+    assert digested_classes(("b", "a", "c"), splits, 1) == ("a", "b", "c")
+    found = manifest(splits=splits, class_names=("b", "a", "c"), digest_rule=2)
+    assert (found.digested_classes, found.empty_classes) == (("a", "b"), ("c",))
+    assert manifest(splits=splits).digested_classes == ("a", "b", "c")
+
+
+def test_the_content_digest_depends_on_all_that_it_is_given():
+    arguments: list[Any] = [{"image": "binary"}, ("a",), "n", {"train": split(1)}]
+    digest = content_digest(*arguments)
+    others: list[Any] = [{"image": "string"}, ("b",), "m", {"train": split(1, num_rows=2)}]
+    for number, other in enumerate(others):
+        assert content_digest(*arguments[:number], other, *arguments[number + 1 :]) != digest
+    # Of a split its rows count, and how these lie in chunks does not.
+    assert content_digest(*arguments[:3], {"train": split(5).model_copy(update={"num_chunks": 9})}) == digest
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({"splits": dict.fromkeys(("train", "validation", "test"), split(1, 1, 1))}, "evaluation_split", "test"),
+        ({"splits": dict.fromkeys(("train", "validation"), split(1, 1, 1))}, "evaluation_split", "validation"),
+        ({}, "evaluation_split", None),
+        ({}, "origin_version", None),
+        ({"operation": "append"}, "origin_version", None),
+        ({"operation": "compact"}, "origin_version", 2),
+        ({"operation": "expire"}, "origin_version", 2),
+        ({"operation": "rollback", "restored_version": 1}, "origin_version", 1),
+    ],
+)
+def test_what_a_manifest_says(given, name, expected):
+    assert getattr(manifest(**given), name) == expected
+
+
+def test_the_schema_of_its_rows():
+    images = manifest(columns={"image": "binary", "label": "list<int64>", "size": "int64", "note": "string"}).row_schema
+    assert (images.encoding, images.label_type, images.vector_size) == ("png", "list<int64>", 0)
+    assert images.extra == (ExtraColumn("note", "string"), ExtraColumn("size", "int64"))
+    predictions = manifest(columns={"label": "int64", "embedding": "float32[4]"}).row_schema
+    assert (predictions.encoding, predictions.extra, predictions.vector_size) == (NO_IMAGES, (), 4)
+
+
+def test_versions_expire_in_ranges_with_both_ends():
+    found = manifest(expired_versions=(VersionRange(first=2, last=3), VersionRange(first=6, last=6)))
+    assert [version for version in range(1, 9) if found.has_expired(version)] == [2, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_equivalent"),
+    [
+        ({"version": 4, "commit_id": "d", "run_id": "s", "created_at": "later", "config": {}}, True),
+        ({"formats": ("parquet",), "counts": COUNTS.model_copy(update={"leaked_content": 3})}, True),
+        ({"content_digest": "1" * 64}, False),
+        ({"layout_digest": "1" * 64}, False),
+        ({"ledger_digest": "other"}, False),
+        ({"formats": ("parquet", "tfrecord")}, False),
+        ({"counts": COUNTS.model_copy(update={"listed": 1})}, False),
+        ({"expired_versions": (VersionRange(first=1, last=1),)}, False),
+    ],
+)
+def test_versions_are_equivalent_if_no_reader_sees_a_difference(change, is_equivalent):
+    assert manifest(**change).is_equivalent_to(manifest()) == is_equivalent
+    both = manifest(formats=("parquet", "tfrecord"))
+    assert both.is_equivalent_to(manifest(formats=("tfrecord", "parquet")))
+
+
+def test_a_source_continues_another_if_it_holds_all_of_its_parts():
+    one = SOURCE.model_copy(update={"parts": {"x": "/x"}})
+    two = SOURCE.model_copy(update={"parts": {"x": "/x", "y": "/y"}, "uri": "x, y"})
+    assert two.continues(one) and not one.continues(two)
+    assert SOURCE.continues(SOURCE.model_copy(update={"listing_fingerprint": "g"}))
+    for change in ({"uri": "/other"}, {"kind": "table"}, {"parts": {"x": "/x"}}):
+        assert not SOURCE.is_same_place(SOURCE.model_copy(update=change))
+        assert not SOURCE.continues(SOURCE.model_copy(update=change))
+    assert not two.continues(one.model_copy(update={"kind": "table"}))
+    assert (SOURCE.described, two.described) == ("/images", "x (/x), y (/y)")
