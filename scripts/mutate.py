@@ -229,7 +229,8 @@ class Laboratory:
                 os.dup2(file.fileno(), 2)
             sys.stdout = sys.stderr = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
             os.chdir(self.root)
-            os.environ["PYTHONPATH"] = str(self.root)
+            # What a test costs or starts kills no mutant.
+            os.environ |= {"PYTHONPATH": str(self.root), "SHARDMILL_STARTS": "record"}
             for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
                 del sys.modules[name]
             sys.path[:] = [str(self.root), *(each for each in sys.path if Path(each).resolve() != ROOT)]
