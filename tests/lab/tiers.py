@@ -109,7 +109,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        item.user_properties.append(("starts", sorted(_running.started)))
         _running = None
 
 
@@ -117,6 +116,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if _running is not None and call.when == "teardown":
+        item.user_properties.append(("starts", sorted(_running.started)))
     report = yield
     if _running is None or _running.may_start is None:
         return report
