@@ -17,6 +17,7 @@ from etl.later_runs.changes import Changes, Compared
 from etl.later_runs.older_rows import OlderRows
 from etl.listing.corrections import corrected
 from etl.listing.grouping import Group, GroupBy, group_here
+from etl.listing.judged_boxes import WithJudgedBoxes
 from etl.listing.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
@@ -130,10 +131,8 @@ def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
     """The same listing, on what is the latest version by now."""
     # A size that was chosen for want of a version gives way to that of the version.
     etl = plan.task.config.model_copy(update={"image_size": tree.etl.image_size})
-    decided = tree.model_copy(update={"source": plan.task.source, "etl": etl})
-    return _plan_behind(
-        _latest(plan.store), decided, plan.build.run_id, plan.listing, plan.label_map, plan.task.mapping
-    )
+    decided, latest = tree.model_copy(update={"source": plan.task.source, "etl": etl}), _latest(plan.store)
+    return _plan_behind(latest, decided, plan.build.run_id, plan.listing, plan.label_map, plan.task.mapping)
 
 
 def _latest(store: Store) -> Manifest | None:
@@ -208,7 +207,7 @@ def _list(
     def group_listed(asked: GroupBy) -> Iterator[pa.Table]:
         return group(replace(asked, dataset_uri=dataset_uri, scratch_dir=config.scratch_dir))
 
-    grouped = WithGroupSplits(corrected(source, tree, label_map, observer), config.split_fractions)
+    grouped = WithGroupSplits(WithJudgedBoxes(corrected(source, tree, label_map, observer)), config.split_fractions)
     listed = WithKnownClasses(grouped, label_map, config.unknown_class)
     if config.stratified_splits:
         known = _known_splits(open_store(tree.dataset.uri), latest(), tree.source, source)

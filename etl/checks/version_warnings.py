@@ -8,7 +8,7 @@ from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError
-from shardmill.images.boxes import DROPPED_NOTE
+from shardmill.images.boxes import DROPPED_NOTE, OUTSIDE_NOTE
 from shardmill.options import IMAGE_SIZES
 from shardmill.printable import printable
 from shardmill.storage import Store
@@ -26,7 +26,7 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
         return
     yield from _untested_classes(manifest)
     yield from lost_by_decoding(counts.by_note)
-    yield from _dropped_boxes(counts.by_note)
+    yield from _lost_boxes(manifest)
     yield from _enlarged(manifest)
     if not counts.conflicting_label and not counts.leaked_content:
         return
@@ -78,14 +78,25 @@ def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _dropped_boxes(by_note: Mapping[str, int]) -> Iterator[str]:
-    dropped = {note: times for note, times in by_note.items() if note.startswith(DROPPED_NOTE)}
-    if dropped:
-        num_boxes = sum(int(note.removeprefix(DROPPED_NOTE)) * times for note, times in dropped.items())
+def _lost_boxes(manifest: Manifest) -> Iterator[str]:
+    num_boxes, num_images = _count(manifest, OUTSIDE_NOTE)
+    if num_boxes:
         yield (
-            f"{num_boxes} boxes of {sum(dropped.values())} images lie outside of what is kept of the image, or are "
-            "empty, and were dropped: etl.resize_mode pad or stretch keeps all of an image"
+            f"{num_boxes} boxes of {num_images} images end outside of their images: if these are many, check "
+            "source.boxes.format (the bbox of COCO is x, y, width and height), and in which size the boxes were drawn"
         )
+    num_boxes, num_images = _count(manifest, DROPPED_NOTE)
+    if num_boxes:
+        cuts = manifest.normalize.resize_mode == "crop"
+        advice = ": etl.resize_mode pad or stretch keeps all of an image" if cuts else ""
+        where = "what is kept of the image" if cuts else "the image"
+        yield f"{num_boxes} boxes of {num_images} images lie outside of {where}, or are empty, and were dropped{advice}"
+
+
+def _count(manifest: Manifest, note: str) -> tuple[int, int]:
+    """Boxes and images of a note that ends with the number of an image's boxes."""
+    found = {each: times for each, times in manifest.counts.by_note.items() if each.startswith(note)}
+    return sum(int(each.removeprefix(note)) * times for each, times in found.items()), sum(found.values())
 
 
 def _enlarged(manifest: Manifest) -> Iterator[str]:

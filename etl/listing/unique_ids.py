@@ -20,8 +20,11 @@ from etl.listing.grouping import Group, GroupBy, Segment, with_equals
 from etl.listing.segments import SEGMENT_SCHEMA, fact_limbs, find_sorted, key_digests, write_rows
 from etl.listing.spill import SpilledRows
 from shardmill.checksummed import checksum_file
+from shardmill.errors import UsageError
 from shardmill.ids import next_sample_id
+from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
+from shardmill.typed_columns import BOXES
 from shardmill.values import Rejection, RejectReason
 
 _IDS = pa.schema([SEGMENT_SCHEMA.field("sample_id")])
@@ -181,6 +184,13 @@ def _rewrite(file: Path, changed: pa.Table) -> Iterator[Correction]:
 
 
 def _rejection(image: dict[str, Any], time: int) -> Rejection:
+    """Raises UsageError if it would lose boxes, as of a table with a row for each of them."""
+    if f'"{BOXES}":' in image["extra"]:
+        raise UsageError(
+            f"{printable(image['key'])} is listed {time} times or more, with boxes each time",
+            "expected one row, or one annotation file, with all boxes of an image",
+            "join its boxes, or select the files with a pattern in source.uri",
+        )
     return Rejection(
         f"{image['key']}\0{time}", RejectReason.DUPLICATE_KEY, "listed before under the same key",
         image["size_bytes"], image["mtime_ns"], image["etag"], stage="list",

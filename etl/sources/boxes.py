@@ -64,7 +64,7 @@ class BoxColumns:
         for row, given in enumerate(boxes):
             values: dict[str, Value] = {}
             try:
-                named = None if labels is None else _named(_parsed(labels[row]), names)
+                named = None if labels is None else _named(_parsed(labels[row]) or [], names)
                 values = self._values(given, named, [each[row] for each in sizes if each is not None])
             except (ValueError, TypeError) as error:
                 problems[row] = problems[row] or str(error)
@@ -76,13 +76,13 @@ class BoxColumns:
 
         Raises ValueError that says what is wrong with them.
         """
-        if record.get(BOXES) is None:
-            raise ValueError(f"no {self._config.field} beside it; an image without boxes has an empty list")
-        labels = _parsed(record.get(BOX_LABELS)) if self._has_labels else None
-        return self._values(record[BOXES], labels, [record.get(name) for name in SIZE_FIELDS])
+        labels = _parsed(record.get(BOX_LABELS)) or [] if self._has_labels else None
+        return self._values(record.get(BOXES), labels, [record.get(name) for name in SIZE_FIELDS])
 
     def _values(self, given: Any, labels: Sequence[Any] | None, size: list[Any]) -> dict[str, Value]:
-        return box_values(_parsed(given), labels, self._config.format) | _size_of(size)
+        if (boxes := _parsed(given)) is None:
+            raise ValueError(f"no {self._config.field} beside it; an image without boxes has an empty list")
+        return box_values(boxes, labels, self._config.format) | _size_of(size)
 
 
 def box_types(*, has_labels: bool) -> dict[str, str]:
@@ -149,8 +149,8 @@ def _field_of(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else None
 
 
-def _parsed(value: Any) -> list[Any]:
-    """A list; none for null, and from its JSON in a table without types, such as CSV."""
+def _parsed(value: Any) -> list[Any] | None:
+    """A list or null, and from its JSON in a table without types, such as CSV."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -158,7 +158,7 @@ def _parsed(value: Any) -> list[Any]:
             raise ValueError(f"{printable(repr(value)[:60])} is no JSON list of boxes or of their labels") from None
     if value is not None and not isinstance(value, list):
         raise ValueError(f"{printable(repr(value)[:60])} is no list of boxes or of their labels")
-    return value or []
+    return value
 
 
 def _named(labels: list[Any], names: Sequence[str]) -> list[Any]:

@@ -9,6 +9,7 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,27 +63,39 @@ class CocoSource:
         splits = _splits_of([file.path for file in files])
         for file in files:
             with open_file(self._files.store, file) as stream, as_storage_error(file.path):
-                found = read_coco(stream, file.path, has_outlines=self._config.coco_masks)
+                found = read_coco(
+                    stream, file.path, has_boxes=self._config.labels_are_of_boxes, has_outlines=self._config.coco_masks
+                )
             yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=tuple(_warnings(found, file.path)))
-            folder = self._folder_of(file, found.images)
-            for first in range(0, len(found.images), BATCH_ROWS):
-                images = found.images[first : first + BATCH_ROWS]
+            folder, found_images = self._folder_of(file, found.images)
+            for first in range(0, len(found_images), BATCH_ROWS):
+                images = found_images[first : first + BATCH_ROWS]
                 yield self._listed(images, first, file.path, folder, splits[file.path])
 
-    def _folder_of(self, file: StoredFile, images: Sequence[CocoImage]) -> str:
-        """The folder of the images: below the source's root without a scheme, else as a URI.
+    def _folder_of(self, file: StoredFile, images: Sequence[CocoImage]) -> tuple[str, Sequence[CocoImage]]:
+        """The folder of the images: below the source's root without a scheme, else as a URI; and the images with their
+        names from there, which programs of Windows write with backslashes.
 
         Raises UsageError if none of those that are looked up is in a usual one.
         """
-        few = images[:: max(1, len(images) // _NUM_LOOKED_UP)][:_NUM_LOOKED_UP]
+        slashed = [replace(each, file_name=each.file_name.replace("\\", "/")) for each in images]
+        for named in (images, slashed):
+            few = named[:: max(1, len(named) // _NUM_LOOKED_UP)][:_NUM_LOOKED_UP]
+            if (folder := self._folder_with(file, few, is_last=named is slashed)) is not None:
+                return folder, named
+        raise AssertionError("the last look raises")
+
+    def _folder_with(self, file: StoredFile, few: Sequence[CocoImage], *, is_last: bool) -> str | None:
         if self._config.coco_images:
-            return self._named_folder(self._config.coco_images, file.path, few)
+            return self._named_folder(self._config.coco_images, file.path, few, is_last=is_last)
         above, _, name = file.path.rpartition("/")
         word = name.partition(".")[0].rpartition("_")[2]
         for usual in _USUAL_FOLDERS:
             folder = posixpath.normpath(posixpath.join(above, usual.format(word=word)))
             if (found := self._located(folder)) is not None and self._is_any_there(found, few):
                 return found
+        if not is_last:
+            return None
         raise UsageError(
             f"none of the images that {printable(file.path)} names is there, such as {printable(few[0].file_name)}"
             if few
@@ -91,9 +104,13 @@ class CocoSource:
             "name their folder with source.coco_images",
         )
 
-    def _named_folder(self, uri: str, file: str, few: Sequence[CocoImage]) -> str:
+    def _named_folder(self, uri: str, file: str, few: Sequence[CocoImage], *, is_last: bool) -> str | None:
         folder = uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
-        if few and not is_on_the_web(folder) and not self._is_any_there(folder, few):
+        if is_on_the_web(folder):
+            return folder if is_last else None
+        if few and not self._is_any_there(folder, few):
+            if not is_last:
+                return None
             raise UsageError(
                 f"source.coco_images = {uri} has none of the images that {printable(file)} names, such as "
                 f"{printable(few[0].file_name)}",
@@ -157,10 +174,10 @@ class CocoSource:
 
     def _values(self, image: CocoImage) -> str:
         """The text of what moves with the pixels. Raises ValueError that says what is wrong with it."""
+        if image.problem:
+            raise ValueError(image.problem)
         values: dict[str, Value] = {}
         if self._config.labels_are_of_boxes:
-            if image.problem:
-                raise ValueError(image.problem)
             values |= box_values(image.boxes, image.labels, "xywh")
         if self._config.coco_masks:
             values[OUTLINES] = joined(image.outlines)

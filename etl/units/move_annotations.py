@@ -11,7 +11,7 @@ from etl.sources.boxes import ANNOTATED_SIZE
 from etl.sources.mask_places import mask_place
 from etl.sources.outlines import OUTLINES
 from etl.units.units import UnitTask
-from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, move_boxes, turn_boxes
+from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, OUTSIDE_NOTE, count_outside, move_boxes, turn_boxes
 from shardmill.images.geometry import Geometry, plan_geometry
 from shardmill.images.make_mask import MaskTask, UprightSize
 from shardmill.images.pixels import Refused
@@ -157,13 +157,14 @@ def _move_boxes(
 ) -> list[str]:
     """Put the moved boxes in place of the listed ones. -> notes."""
     sides: list[float] = values[BOXES]  # pyright: ignore[reportAssignmentType]
-    if shape_HW is not None and upright.is_of_file(*shape_HW, "its boxes are of"):
+    if shape_HW is not None and upright.is_of_file(*shape_HW, "its boxes are of", sides):
         sides = list(turn_boxes(sides, upright.orientation, upright.height, upright.width))
-    moved = move_boxes(sides, geometry)
+    moved, num_outside = move_boxes(sides, geometry), count_outside(sides, upright.height, upright.width)
     values[BOXES] = list(moved.sides)
     names = values.get(BOX_LABELS)
     if isinstance(names, list):
         kept: list = [names[number] for number in moved.kept]
         values |= {BOX_LABELS: kept, LABEL: sorted(set(kept))}
     notes = [CLIPPED_NOTE] if moved.num_clipped else []
-    return notes + ([f"{DROPPED_NOTE}{moved.num_dropped}"] if moved.num_dropped else [])
+    counts = {OUTSIDE_NOTE: num_outside, DROPPED_NOTE: moved.num_dropped}
+    return notes + [f"{note}{count}" for note, count in counts.items() if count]

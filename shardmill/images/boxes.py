@@ -18,6 +18,10 @@ from shardmill.typed_columns import NUM_SIDES
 CLIPPED_NOTE = "boxes_clipped"
 DROPPED_NOTE = "boxes_dropped_"
 """Followed by how many of an image's boxes were dropped."""
+OUTSIDE_NOTE = "boxes_outside_"
+"""Followed by how many of an image's boxes end outside of the source, whatever is kept of it."""
+# Sides are rounded.
+_MARGIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,13 @@ def move_boxes(sides: Sequence[float], geometry: Geometry) -> MovedBoxes:
         num_clipped=int((is_clipped_K & is_left_K).sum()),
         num_dropped=int((~is_left_K).sum()),
     )
+
+
+def count_outside(sides: Sequence[float], height: int, width: int) -> int:
+    """How many boxes end more than a pixel outside of an image."""
+    given_K4 = np.array(sides, np.float64).reshape(-1, NUM_SIDES)
+    is_outside_K4 = (given_K4 < -_MARGIN) | (given_K4 > np.array([width, height] * 2) + _MARGIN)
+    return int(is_outside_K4.any(axis=1).sum())
 
 
 def turn_boxes(sides: Sequence[float], orientation: int, height: int, width: int) -> tuple[float, ...]:

@@ -5,12 +5,14 @@ for images.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from shardmill.formats.encodings import encode_mask
+from shardmill.images.boxes import count_outside
 from shardmill.images.geometry import plan_geometry
 from shardmill.images.masks import decode_mask, move_mask, size_of_mask
 from shardmill.images.outlines import Outline, draw_outlines, polygon_of, run_lengths_of
@@ -30,17 +32,19 @@ class UprightSize:
     width: int
     orientation: int
 
-    def is_of_file(self, height: int, width: int, what: str) -> bool:
+    def is_of_file(self, height: int, width: int, what: str, sides: Sequence[float] = ()) -> bool:
         """Whether this is the size of the file's own pixels, with the sides exchanged, and not that of the upright
         image.
 
-        Raises Refused if it is neither.
+        Raises Refused if it is neither, or if boxes of these `sides` can only have been drawn in the upright image.
         """
         if (height, width) == (self.height, self.width):
             return False
-        if self.orientation in SWAPS_SIDES and (width, height) == (self.height, self.width):
-            return True
         detail = f"{what} {width}x{height} pixels; the image has {self.width}x{self.height}"
+        if self.orientation in SWAPS_SIDES and (width, height) == (self.height, self.width):
+            if count_outside(sides, height, width) == 0 or count_outside(sides, self.height, self.width):
+                return True
+            detail = f"{what} {width}x{height} pixels, as its source says, and end outside of them; upright {detail}"
         raise Refused(RejectReason.ANNOTATED_SIZE, detail)
 
 
@@ -50,7 +54,7 @@ class MaskTask:
 
     source: UprightSize
     outlines: str | None = None
-    """JSON: a value, whether it is of a crowd, and a segmentation of COCO's, of each outline; None for a file."""
+    """JSON: a value, whether it is of a crowd, a box and a segmentation of COCO's, of each outline; None for a file."""
     outlines_shape_HW: tuple[int, int] | None = None
     """Of the image in which they were drawn; of the upright one if the source does not say."""
 
@@ -83,12 +87,22 @@ def _of_file(file: bytes, task: MaskTask) -> np.ndarray:
 
 def _of_outlines(text: str, task: MaskTask) -> np.ndarray:
     height, width = task.outlines_shape_HW or (task.source.height, task.source.width)
-    is_of_file = task.source.is_of_file(height, width, "its outlines are of")
     outlines = [
-        Outline(value, bool(is_crowd), **_region(segmentation, height, width))
-        for value, is_crowd, segmentation in json.loads(text)
+        Outline(value, bool(is_crowd), box=_box_of(bbox), **_region(segmentation, height, width))
+        for value, is_crowd, bbox, segmentation in json.loads(text)
     ]
+    sides = [side for outline in outlines for side in outline.box or ()]
+    is_of_file = task.source.is_of_file(height, width, "its outlines are of", sides)
     return _upright(draw_outlines(outlines, height, width), task, is_of_file=is_of_file)
+
+
+def _box_of(bbox: Any) -> tuple[float, float, float, float] | None:
+    """COCO's corner, width and height as two corners; None for what is no box."""
+    try:
+        x, y, width, height = map(float, bbox)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return x, y, x + width, y + height
 
 
 def _region(segmentation: Any, height: int, width: int) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from shardmill.values import RejectReason
 _MAX_COORDINATE = 1e9
 _MAX_CROSSINGS_AT_ONCE = 1 << 20
 _MIN_CORNERS = 3
+# A box may be drawn by hand, and be rounded: the rectangle around an outline is inside by so much of its area.
+_BOX_MARGIN, _LEAST_IN_BOX = 2.0, 0.8
 MAX_CROSSINGS = 1 << 24
 """Of the edges of all outlines of an image and the rows of pixels: those of dense contours are some ten thousand."""
 
@@ -34,6 +36,8 @@ class Outline:
     """The corners, x and y; the region is the union of the polygons."""
     run_lengths: np.ndarray | None = None
     """In place of polygons: pixels outside and inside by turns, column by column."""
+    box: tuple[float, float, float, float] | None = None
+    """Two corners between which its pixels lie, if the source says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ def draw_outlines(outlines: Sequence[Outline], height: int, width: int) -> np.nd
         detail = f"the outlines cross {num_crossings} rows of pixels; at most {MAX_CROSSINGS} are drawn"
         raise Refused(RejectReason.BAD_MASK, detail)
     regions = [_regions_of(outline, height, width) for outline in outlines]
+    for outline, of_outline in zip(outlines, regions, strict=True):
+        _check_in_box(outline, of_outline)
     areas = [sum(region.num_pixels for region in each) for each in regions]
     order = sorted(range(len(outlines)), key=lambda place: (not outlines[place].is_crowd, -areas[place], place))
     mask_HW = np.zeros((height, width), np.uint8)
@@ -137,6 +143,34 @@ def _regions_of(outline: Outline, height: int, width: int) -> list[_Region]:
     # Where a run ends. The last one is not a place if it is outside, and a run of no pixels is none.
     ends, times = np.unique(np.cumsum(lengths)[: len(lengths) // 2 * 2], return_counts=True)
     return [_Region(0, 0, height, width, ends[times % 2 == 1], is_by_columns=True)]
+
+
+def _check_in_box(outline: Outline, regions: Sequence[_Region]) -> None:
+    """Raise Refused for an outline that leaves its box, as one of y and x, or of run lengths row by row, does."""
+    if outline.box is None:
+        return
+    if outline.run_lengths is None:
+        corners_P2 = np.concatenate([np.zeros((0, 2)), *outline.polygons_P2])
+    else:
+        corners_P2 = np.concatenate([_corners_of_columns(region) for region in regions])
+    if not len(corners_P2):
+        return
+    start, end, box = corners_P2.min(axis=0), corners_P2.max(axis=0), np.array(outline.box)
+    inside = np.minimum(end, box[2:] + _BOX_MARGIN) - np.maximum(start, box[:2] - _BOX_MARGIN)
+    if inside.clip(0).prod() < _LEAST_IN_BOX * (end - start).prod():
+        spans, boxed = (", ".join(f"{side:g}" for side in sides) for sides in ((*start, *end), box))
+        raise Refused(RejectReason.BAD_MASK, f"an outline from {spans} is not that of its bbox, from {boxed}")
+
+
+def _corners_of_columns(region: _Region) -> np.ndarray:
+    """Two corners around the pixels of a region by columns, (2, 2); none without pixels."""
+    if not region.num_pixels:
+        return np.zeros((0, 2))
+    starts, lasts = region.edges[::2], region.edges[1::2] - 1
+    (left_R, top_R), (right_R, bottom_R) = (np.divmod(places, region.height) for places in (starts, lasts))
+    goes_on = (left_R != right_R).any()
+    top, bottom = (0, region.height) if goes_on else (top_R.min(), bottom_R.max() + 1)
+    return np.array([[left_R.min(), top], [right_R.max() + 1, bottom]], np.float64)
 
 
 def _num_crossings(corners_P2: np.ndarray, height: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import shardmill
+from etl.checks.version_warnings import version_warnings
 from etl.config import SourceConfig
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
+from shardmill.errors import UsageError
+from shardmill.stores import open_store
+from shardmill.values import RejectReason
 from tests.etl.building import build_source, images_of, list_images
 from tests.etl.test_boxes import drawn
 from tests.etl.test_extra_columns import build
@@ -62,6 +67,8 @@ def as_hugging_face(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
             "bbox": [[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in row["boxes"]],
             "category": [names.index(name) for name in row["names"]],
         }
+        if row["boxes"] is not None
+        else None
         for row in rows
     ]
     kind = pa.struct([("bbox", pa.list_(pa.list_(pa.float32(), 4))), ("category", pa.list_(pa.int64()))])
@@ -183,6 +190,80 @@ def test_a_row_with_bad_boxes_is_a_rejection(tmp_path: Path) -> None:
     assert len(images_of(listing)) == len(ROWS)
     details = [each.detail for each in listing.rejections]
     assert "ends before it begins" in details[0] and "3 is no list of boxes" in details[1] and "1000" in details[2]
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_csv, as_hugging_face])
+def test_an_image_without_boxes_has_an_empty_list(write: Callable[..., SourceConfig], tmp_path: Path) -> None:
+    source = write(tmp_path, [*ROWS, {"boxes": None, "names": None}])
+    listing = list_images(source)
+    [refused] = listing.rejections
+    assert len(images_of(listing)) == len(ROWS) and refused.reason is RejectReason.BAD_ROW
+    assert "an image without boxes has an empty list" in refused.detail
+
+
+def of_rows(boxes: list[Any], folder: Path, **box_settings: str) -> SourceConfig:
+    rows = [{"boxes": each, "names": ["cat"] * len(each)} for each in boxes]
+    source = as_jsonl(folder, rows)
+    return source.model_copy(update={"boxes": source.boxes.model_copy(update=box_settings)})
+
+
+CENTRES = [[[0.6, 0.6, 0.7, 0.7]], [[0.5, 0.5, 0.9, 0.8]], [[0.9, 0.5, 0.2, 0.2]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("boxes", "box_format"),
+    [
+        (CENTRES, "xywh"),
+        ([[[0.1, 0.2, 1.0001, 0.9]]] * 9, "xyxy"),
+        ([[[-0.001, 0.2, 0.5, 2.5e-05 + 0.9]]] * 9, "xyxy"),
+        ([[[0, 0, 1, 1]]] * 9, "xyxy"),
+        # Also if most are in pixels.
+        ([[[2, 2, 30, 9]]] * 16 + CENTRES[:2], "xywh"),
+        ([[]] * 9 + CENTRES[:2], "xywh"),
+    ],
+)
+def test_shares_of_width_and_height_are_no_pixels(boxes: list[Any], box_format: str, tmp_path: Path) -> None:
+    source = of_rows(boxes, tmp_path, format=box_format)
+    with pytest.raises(UsageError, match="expected pixels, not shares of width and height|no image of .* has a box"):
+        build_source(source, tmp_path / "dataset", max_reject_fraction=1)
+
+
+def test_a_box_of_a_pixel_in_a_file_of_pixels_is_one(tmp_path: Path) -> None:
+    source = of_rows([[[2, 2, 30, 9]]] * 20 + [[[0.2, 0.2, 1.5, 1.5]], [[1, 1, 2, 2]]], tmp_path)
+    manifest = build_source(source, tmp_path / "dataset", resize_mode="pad")
+    assert manifest.counts.accepted == 22
+
+
+def test_a_table_with_a_row_for_each_box_is_refused(tmp_path: Path) -> None:
+    source = as_jsonl(tmp_path, ROWS)
+    file = Path(source.uri)
+    line = json.dumps({"uri": "1.png", "boxes": [[1, 1, 9, 9]], "names": ["cat"]})
+    file.write_text(f"{file.read_text()}\n{line}\n")
+    with pytest.raises(UsageError, match=r"1\.png is listed 2 times or more, with boxes each time; expected one row"):
+        list_images(source)
+
+
+@pytest.mark.parametrize(
+    ("mode", "boxes", "found"),
+    [
+        # Two corners that are read as a corner with width and height.
+        ("none", [[14, 2, 22, 10]], None),
+        ("none", [[20, 4, 39, 12], [25, 9, 35, 18]], "2 boxes of 1 images end outside of their images"),
+        ("none", [[50, 4, 3, 3]], "1 boxes of 1 images lie outside of the image, or are empty, and were dropped$"),
+        ("pad", [[50, 4, 3, 3]], "1 boxes of 1 images lie outside of the image, or are empty, and were dropped$"),
+        ("crop", [[1, 1, 3, 3]], "lie outside of what is kept of the image.*: etl.resize_mode pad or stretch"),
+        # What the crop cuts ends inside of the image.
+        ("crop", [[1, 1, 30, 9]], None),
+        ("crop", [[30, 1, 20, 9]], "1 boxes of 1 images end outside of their images"),
+    ],
+)
+def test_boxes_outside_of_their_images_are_told_from_what_is_cut(
+    mode: str, boxes: list[list[float]], found: str | None, tmp_path: Path
+) -> None:
+    manifest = build_source(of_rows([boxes], tmp_path, format="xywh"), tmp_path / "dataset", resize_mode=mode)
+    warnings = list(version_warnings(open_store(str(tmp_path / "dataset")), manifest))
+    told = [each for each in warnings if "boxes of" in each]
+    assert any(re.search(found, each) for each in told) if found else not told
 
 
 @pytest.mark.parametrize("name", ["bbox", "json.meta.boxes", "xmin", "keypoints:list<float32>", "bounding_box"])

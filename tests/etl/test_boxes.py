@@ -88,6 +88,18 @@ def test_boxes_of_a_files_own_pixels_are_turned_with_them(orientation: int) -> N
         assert decode_values(image.extra) == {"boxes": [30.0, 50.0, 70.0, 65.0]}
 
 
+@pytest.mark.parametrize("orientation", range(5, 9))
+def test_boxes_that_were_drawn_upright_are_not_turned(orientation: int) -> None:
+    """As a tool does that shows the upright image, and writes the size of the file beside it."""
+    data = drawn(60, 120, [30, 20, 70, 35], orientation)
+    for box, is_refused in (([30, 20, 70, 35], True), ([30, 20, 50, 35], False), ([30, 20, 130, 35], False)):
+        values = {"boxes": box, ANNOTATED_SIZE: [60, 120]}
+        source = SourceImage("a.png", len(data), extra=encode_values(values))
+        outcome = annotated(source, data, NormalizeOptions(image_size=120, resize_mode="pad"))
+        assert isinstance(outcome, Rejection) == is_refused, box
+        assert not isinstance(outcome, Rejection) or "and end outside of them" in outcome.detail
+
+
 def test_boxes_of_an_image_of_another_size_are_refused() -> None:
     data = drawn(60, 120, [1, 1, 9, 9], 6)
     source = SourceImage("a.png", len(data), extra=encode_values({"boxes": [], ANNOTATED_SIZE: [240, 120]}))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from etl.config import SourceConfig
 from etl.sources.coco_file import read_coco
 from shardmill.errors import IntegrityError, UsageError
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_box_sources import ROWS, as_coco, image_of
+from tests.etl.test_box_sources import ROWS, STORED, as_coco, image_of, stored_in
 from tests.services.s3 import s3_client
 
 
@@ -46,6 +48,88 @@ def test_coco_needs_whole_sizes_and_distinct_ids(tmp_path: Path) -> None:
         twice = content | {name: [*content[name], content[name][0]]}
         with pytest.raises(UsageError, match=f"has 2 {name} of the id"):
             read_coco(io.BytesIO(json.dumps(twice).encode()), "a.json")
+
+
+def written(folder: Path, change: Callable[[dict[str, Any]], object]) -> SourceConfig:
+    """`as_coco`, written by another tool: its content is changed in place."""
+    source = as_coco(folder, ROWS)
+    content = json.loads(Path(source.uri).read_text())
+    change(content)
+    Path(source.uri).write_text(json.dumps(content))
+    return source
+
+
+def with_texts(kind: Callable[[Any], Any], *fields: str) -> Callable[[dict[str, Any]], object]:
+    """Fields of every object in another type."""
+
+    def change(content: dict[str, Any]) -> None:
+        for each in (*content["images"], *content["annotations"], *content["categories"]):
+            each.update({field: kind(each[field]) for field in fields if field in each})
+
+    return change
+
+
+def of_no_crowd(value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: [each.setdefault("iscrowd", value) for each in content["annotations"]]
+
+
+def with_two_records(content: dict[str, Any]) -> None:
+    """The first image is listed again under another id, which its second box has."""
+    content["images"].append({**content["images"][0], "id": 100})
+    content["annotations"][1]["image_id"] = 100
+
+
+def with_names(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda content: [each.update(file_name=name.format(each["file_name"])) for each in content["images"]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_texts(str, "image_id"), with_texts(float, "image_id", "category_id"), with_texts(str, "id"),
+        with_texts(str, "category_id"), of_no_crowd("0"), of_no_crowd(False), of_no_crowd(None), of_no_crowd(0.0),
+        with_two_records, with_names("val2017\\{}"), with_names(".\\{}"),
+    ],
+)  # fmt: skip
+def test_coco_gives_the_same_boxes_whatever_tool_wrote_it(change: Callable[..., object], tmp_path: Path) -> None:
+    manifest = build_source(written(tmp_path, change), tmp_path / "dataset", formats=("parquet",))
+    assert stored_in(manifest, tmp_path / "dataset", "parquet") == STORED
+
+
+def every(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: [each.update({name: value}) for each in content["annotations"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (every("image_id", "a"), "none of the 5 annotations .*: 5 are of images that it does not list, 0 of crowds"),
+        (every("iscrowd", "1"), "none of the 5 annotations .* 5 of crowds"),
+        (every("category_id", 99), "none of the 5 annotations .* has the category_id 99"),
+        (every("iscrowd", "perhaps"), "has iscrowd = 'perhaps'; expected 0 or 1"),
+        (every("bbox", ["1", "2", "3", "4"]), "no image of .* has a box, and 3 rows were refused"),
+        (lambda content: content.pop("annotations"), "has no list annotations"),
+    ],
+)
+def test_boxes_are_never_lost_without_a_word(change: Callable[..., object], problem: str, tmp_path: Path) -> None:
+    source = written(tmp_path, change)
+    with pytest.raises(UsageError, match=problem):
+        build_source(source, tmp_path / "dataset", max_reject_fraction=1)
+
+
+def test_images_of_two_annotation_files_are_refused(tmp_path: Path) -> None:
+    """As an export of each class, or of each task, makes them."""
+    file = Path(as_coco(tmp_path, ROWS).uri)
+    file.with_name("persons_val2017.json").write_bytes(file.read_bytes())
+    with pytest.raises(UsageError, match=r"val2017/\d.png is listed 2 times or more, with boxes each time"):
+        list_images(SourceConfig(uri=str(file.parent), kind="coco", coco_images=str(tmp_path / "val2017")))
+
+
+def test_images_of_a_file_without_annotations_are_read_without_boxes(tmp_path: Path) -> None:
+    """As COCO's lists of test images are: predictions need no boxes."""
+    source = written(tmp_path, lambda content: [content.pop(name) for name in ("annotations", "categories")])
+    listing = list_images(source.model_copy(update={"label_kind": "none"}))
+    assert len(images_of(listing)) == len(ROWS) and not listing.rejections
 
 
 def test_coco_rejects_only_the_image_of_an_annotation_without_a_box(tmp_path: Path) -> None:

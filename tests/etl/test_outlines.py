@@ -25,7 +25,7 @@ from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.typed_columns import encode_values
 from shardmill.values import Rejection, SourceImage
-from tests.etl.building import annotated, list_images
+from tests.etl.building import annotated, build_source, list_images
 from tests.etl.test_box_sources import ROWS, as_coco
 from tests.etl.test_boxes import MODES, drawn, found_in
 from tests.etl.test_extra_columns import build
@@ -105,7 +105,8 @@ def test_a_drawn_mask_lies_where_its_pixels_are(mode: str) -> None:
 
 
 def moved(data: bytes, outlines: list[Any], size: list[int], options: NormalizeOptions) -> Annotated | Rejection:
-    values = {OUTLINES: json.dumps(outlines), ANNOTATED_SIZE: size}
+    boxed = [[value, is_crowd, None, region] for value, is_crowd, region in outlines]
+    values = {OUTLINES: json.dumps(boxed), ANNOTATED_SIZE: size}
     source = SourceImage("a.png", len(data), extra=encode_values(values))  # pyright: ignore[reportArgumentType]
     return annotated(source, data, options)
 
@@ -150,7 +151,7 @@ def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:
     # A later run makes the image again whose outline is another.
     again = build(with_masks(tmp_path, {}), tmp_path / "dataset", image_size=20)
     assert again.manifest.version == first.version
-    runs = {"counts": [0, 20, 780], "size": [20, 40]}
+    runs = {"counts": [365, 4, 431], "size": [20, 40]}
     source = with_masks(tmp_path, {2: runs})
     after = build(source, tmp_path / "dataset", image_size=20, resize_mode="crop").manifest
     assert after.operation == "incremental"
@@ -165,7 +166,7 @@ def test_a_mask_beyond_the_limits_of_decoding_rejects_its_image(tmp_path: Path) 
     content["images"][1] |= {"width": 1500, "height": 1500}
     box = next(each for each in content["annotations"] if each["image_id"] == 1)
     runs = {"counts": [0, 1500 * 1500], "size": [1500, 1500]}
-    content["annotations"] += [{**box, "segmentation": runs}] * 300
+    content["annotations"] += [{**box, "bbox": [0, 0, 1500, 1500], "segmentation": runs}] * 300
     Path(source.uri).write_text(json.dumps(content))
     manifest = build(source, tmp_path / "dataset", image_size=20, decode_timeout_seconds=0.5).manifest
     [refused] = read_rejections(open_store(str(tmp_path / "dataset")), manifest)
@@ -179,10 +180,36 @@ def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
     source = with_masks(tmp_path, {number: [] for number in range(9)})
     with pytest.raises(UsageError, match="has no outlines, and source.coco_masks = true"):
         list_images(source)
-    for value in (0, 256, "a", True):
+    for value in (0, 256, "a"):
         source = with_masks(tmp_path, {})
         content = json.loads(Path(source.uri).read_text())
         content["annotations"][1]["category_id"] = value
         Path(source.uri).write_text(json.dumps(content))
         with pytest.raises(UsageError, match=f"outlines of the category {value!r}"):
             list_images(source)
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "is_refused"),
+    [
+        ([rectangle(10, 4, 30, 12)], False),
+        # Rounded, or drawn less exactly than its box.
+        ([rectangle(9, 3, 31, 13)], False),
+        ([rectangle(12, 5, 20, 8), rectangle(28, 9, 30, 12)], False),
+        ([[10, 4, 30, 4, 30, 4]], False),
+        # y before x; one of them lies outside of the image altogether.
+        ([rectangle(4, 10, 12, 30)], True),
+        ([rectangle(10, 4, 30, 12), rectangle(4, 10, 12, 18)], True),
+        ([rectangle(4, 25, 12, 35)], True),
+        ({"counts": [204, 8, *[12, 8] * 19, 208], "size": [20, 40]}, False),
+        # The same pixels, row by row.
+        ({"counts": [170, 20, *[20, 20] * 7, 330], "size": [20, 40]}, True),
+    ],
+)
+def test_an_outline_lies_in_its_box(segmentation: Any, is_refused: bool, tmp_path: Path) -> None:
+    source = with_masks(tmp_path, {2: segmentation})
+    content = json.loads(Path(source.uri).read_text())
+    content["annotations"][2]["bbox"] = [10, 4, 20, 8]
+    Path(source.uri).write_text(json.dumps(content))
+    manifest = build_source(source, tmp_path / "dataset", resize_mode="none", max_reject_fraction=0.5)
+    assert manifest.counts.by_reason == ({"bad_mask": 1} if is_refused else {})
