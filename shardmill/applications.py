@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from shardmill.jobs.spark_python import keep_zip_directories
+from shardmill.stores.retries import begin_under_driver
 from shardmill.user_module import applications_home
 
 
@@ -34,6 +35,7 @@ class OnExecutor:
 
     def __call__(self, *arguments: Any) -> Any:
         keep_zip_directories()
+        begin_under_driver()
         return self._function(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ import ast
 import json
 import sys
 
+import pytest
+
 from tests.import_graph import (
     MAY_IMPORT,
     ROOT,
@@ -23,7 +25,8 @@ from tests.import_graph import (
 )
 
 RATCHET = ROOT / "tests" / "architecture_ratchet.json"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_DEPTH = 300, 50, 7, 9
+# A file or a function may tell one story; what has no story to tell is far smaller.
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_DEPTH = 600, 120, 7, 9
 # Of the modules whose types name each other; the ratchet records each such circle.
 MAX_TYPE_CIRCLE = 5
 # How many of our modules somebody has to open at the most who wants to read a dataset.
@@ -47,6 +50,13 @@ MAY_BE_HEAVY = {
     # A subclass of Keras's, imported when one is built.
     "train/backends/keras/sgd.py": {"keras"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graph() -> None:
+    """Read once for all tests of this file: nobody's cost."""
+    module_circles()
+    type_circles()
 
 
 def test_registry_entries_are_no_way_around_the_import_rules():

@@ -36,6 +36,7 @@ from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent
 from shardmill.stores import open_store
+from shardmill.stores.retries import begin_under_driver
 from shardmill.values import ImageSample, Rejection, SourceImage
 
 _POLL_SECONDS = 0.005
@@ -118,6 +119,7 @@ def _ended(process_id: int, seconds: float) -> int | None:
 
 def _work(requests: int, answers: int) -> None:
     """The first message is the task, each further one a work unit."""
+    begin_under_driver()
     with os.fdopen(requests, "rb") as waiting, os.fdopen(answers, "wb") as pipe:
         first = read_message(waiting)
         if first is None:

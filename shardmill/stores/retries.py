@@ -18,6 +18,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 8.0
 _jitter = random.SystemRandom()
 _lock = threading.Lock()
 _num_retried = 0
+_has_driver = False
 
 
 def patiently(
@@ -57,6 +58,19 @@ def count_retry() -> None:
     global _num_retried
     with _lock:
         _num_retried += 1
+
+
+def begin_under_driver() -> None:
+    """This process is a worker, task or rank: its driver had answers from the servers that both ask.
+
+    So a server that does not answer its first request is away, and not at a wrong address.
+    """
+    global _has_driver
+    _has_driver = True
+
+
+def has_driver() -> bool:
+    return _has_driver
 
 
 def num_retried() -> int:

@@ -22,14 +22,14 @@ from typing import Any, NoReturn, TypeVar
 import botocore.exceptions as botocore_errors
 
 from shardmill.errors import UsageError
-from shardmill.stores.retries import patiently
+from shardmill.stores.retries import has_driver, patiently
 from shardmill.stores.s3_errors import Damaged, as_os_error, is_transient, status_of, was_not_sent
 from shardmill.stores.s3_signed_get import SignedGets
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
 """Environment variable: seconds that a request may take including all retries; 120 if it is not set."""
 CONNECT_SECONDS = 10.0
-"""Time for which a server that has never answered this process is tried: its address is probably wrong."""
+"""Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
 PIECE_BYTES = 1 << 24
 """Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
 _BLOCK_BYTES = 1 << 20
@@ -166,7 +166,7 @@ class S3Requests:
             if sum(isinstance(each, Damaged) for each in failed) == _MAX_DAMAGED:
                 # Not on its way: there.
                 return False
-            if self._has_answered or not was_not_sent(error):
+            if self._has_answered or has_driver() or not was_not_sent(error):
                 return True
             # Once: what comes after it, to clean up, is not to wait as long again.
             self._is_given_up |= seconds >= CONNECT_SECONDS

@@ -23,7 +23,7 @@ from shardmill.jobs.addresses import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
-from shardmill.stores.retries import num_retried
+from shardmill.stores.retries import begin_under_driver, num_retried
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, StepReport, TrainResult, from_json
@@ -88,6 +88,7 @@ class DriverReporter:
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
     _end_with_driver()
+    begin_under_driver()
     place = place_from_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
