@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.import_graph import ROOT, imports_of, modules
 from tests.lab.datasets import make_dataset
 from tests.test_architecture import HEAVY
@@ -43,6 +45,18 @@ def test_the_library_imports_without_the_extras():
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.starts("program")
+def test_tests_of_trainings_are_collected_without_a_framework():
+    """Whoever runs one of them waits for all of their modules; a test imports what it needs itself."""
+    code = (
+        "import sys, pytest\n"
+        "assert pytest.main(['--collect-only', '-q', '--tier', 'fast', 'tests/train']) == 0\n"
+        f"assert not (found := {FRAMEWORKS} & sys.modules.keys()), found\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr
 
 
 def test_framework_code_is_that_of_backends_strategies_and_loaders():

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tests.train.test_models import THREE, batch_of
+from tests.train.learners import THREE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig

@@ -13,8 +13,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_backends import LINEAR, SHAPE, STATEFUL, TORCH_MODELS, learner
-from tests.train.test_models import batch_of
+from tests.train.learners import LINEAR, SHAPE, STATEFUL, TORCH_MODELS, batch_of, learner
 from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.backends.backend import StatePart

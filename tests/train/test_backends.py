@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,36 +17,17 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.loader.samples import read_samples
-from tests.train import torch_non_finite_models
-from tests.train.test_models import THREE, batch_of
-from tests.train.training import MODELS, Recorder, check_terms, task_of, train_here
+from tests.train.learners import CLIFF, LINEAR, SHAPE, STATEFUL, TORCH_MODELS, batch_of, learner, state
+from tests.train.training import Recorder, check_terms, task_of, train_here
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.backend import StatePart
 from train.config import TrainConfig
-from train.contracts.world import World
 from train.launching import LAUNCHERS
 from train.planning.auto import resolve
 from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.load import load_exported
 from train.reporting.run_log import RunLog
-
-TORCH_MODELS = "tests.train.torch_models"
-SHAPE = (16, 16, 3)
-SPEC = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
-STATEFUL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
-LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
-CLIFF = {"keras": f"{MODELS}:with_cliff", "torch": "tests.train.torch_non_finite_models:with_cliff"}
-
-
-def learner(name: str, model: str, **config: Any):
-    backend = BACKENDS[name]
-    backend.start(World(), int(config.get("seed", 0)))
-    return backend.build(TrainConfig(model=model, **config), SPEC)
-
-
-def state(learner) -> dict[StatePart, list[bytes]]:
-    return {part: [array.tobytes() for array in learner.arrays(part)] for part in StatePart}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
@@ -272,6 +252,8 @@ def test_another_framework_is_another_training(tiny_uri):
 def test_a_sample_for_which_the_model_gives_no_number_is_named(tiny_uri, tmp_path, monkeypatch):
     samples = read_samples(open_dataset(tiny_uri), "train", 1000)
     *_, second, brightest = sorted(samples, key=lambda sample: int(sample.image_HWC.astype(int).sum()))
+    from tests.train import torch_non_finite_models
+
     monkeypatch.setattr(torch_non_finite_models.Fragile, "limit", float(second.image_HWC.astype(int).sum()) + 0.5)
     name, still = format_sample_id(brightest.sample_id), {"random_crop_padding": 0}
     with pytest.raises(TrainingError, match=rf"not applied; the model's outputs are not finite for 1 samples: {name};"):

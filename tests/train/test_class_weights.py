@@ -10,7 +10,7 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
-from tests.train.test_models import SHAPE, batch_of
+from tests.train.learners import SHAPE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.class_weights import class_weights

@@ -10,8 +10,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_backends import SHAPE, STATEFUL, learner
-from tests.train.test_models import batch_of
+from tests.train.learners import SHAPE, STATEFUL, batch_of, learner
 from tests.train.training import Killed, Recorder, check_terms, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart

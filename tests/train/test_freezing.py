@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from shardmill.errors import UsageError
+from tests.train.learners import batch_of
 from tests.train.test_initial import NORMED, SHAPE, learner, plain
-from tests.train.test_models import batch_of
 from tests.train.test_multi_rank import TORCH_MODELS, train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends import BACKENDS

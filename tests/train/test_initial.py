@@ -19,8 +19,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from tests.lab.datasets import make_dataset
-from tests.train.test_backends import SHAPE, TORCH_MODELS
-from tests.train.test_models import THREE, batch_of
+from tests.train.learners import SHAPE, THREE, TORCH_MODELS, batch_of
 from tests.train.training import MODELS, Recorder, check_terms, keras_model_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart

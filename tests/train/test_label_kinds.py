@@ -23,7 +23,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
 from tests.etl.test_extra_columns import build
 from tests.train.forked_ranks import launch_forked
-from tests.train.test_models import batch_of
+from tests.train.learners import batch_of
 from tests.train.test_trainings import Observer, tree_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS

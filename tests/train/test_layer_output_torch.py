@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 
 from shardmill.errors import UsageError
 from train.backends.backend import InputScale, ModelSpec
@@ -15,39 +16,40 @@ from train.backends.torch.model import classifier_of
 from train.backends.torch.serving import load_program, served_module, write_program
 from train.labels import LabelSpec
 
+if TYPE_CHECKING:
+    import torch
+
 SHAPE_HWC = (8, 8, 3)
 
 
-class Net(torch.nn.Module):
+def net() -> torch.nn.Sequential:
     """Standardized images_NCHW -> logits of three classes."""
+    from torch import manual_seed, nn
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
-        self.pool = torch.nn.AdaptiveAvgPool2d(1)
-        self.head = torch.nn.Linear(4, 3)
-
-    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
-        return self.head(self.pool(self.features(images_NCHW)).flatten(1))
+    manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    layers = {"features": features, "pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(4, 3)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
     spec = ModelSpec(SHAPE_HWC, LabelSpec("class", ("a", "b", "c")), InputScale((0.0,) * 3, (255.0,) * 3))
-    classifier = classifier_of(Net(), is_keras=False, spec=spec)
+    classifier = classifier_of(net(), is_keras=False, spec=spec)
     write_program(served_module(classifier, "class", are_logits=True), spec, "net", tmp_path / "program")
     return tmp_path / "program"
 
 
 def test_a_modules_output_comes_with_the_answers(program: Path):
+    import torch
+
     images_NHWC = np.random.default_rng(0).integers(0, 256, (5, *SHAPE_HWC), np.uint8)
-    torch.manual_seed(0)
-    net = Net().eval()
+    model = net().eval()
+    features_of, first_of, pool_of = (model.get_submodule(name) for name in ("features", "features.0", "pool"))
     with torch.no_grad():
         pixels_NCHW = torch.from_numpy(images_NHWC).permute(0, 3, 1, 2).float() / 255
-        features = net.features(pixels_NCHW)
-        expected = {"features": features, "features.0": net.features[0](pixels_NCHW), "pool": net.pool(features)}
+        features = features_of(pixels_NCHW)
+        expected = {"features": features, "features.0": first_of(pixels_NCHW), "pool": pool_of(features)}
     for name, output in expected.items():
         answers_NK, layer_ND = LAYER_OUTPUT.load(program, name)(images_NHWC)
         assert np.allclose(layer_ND, output.flatten(1).numpy(), atol=1e-6), name
@@ -55,5 +57,5 @@ def test_a_modules_output_comes_with_the_answers(program: Path):
 
 
 def test_a_module_that_is_not_there_is_named_beside_those_that_are(program: Path):
-    with pytest.raises(UsageError, match="no layer 'pol'; expected one of its 5 layers; .* did you mean 'pool'"):
+    with pytest.raises(UsageError, match="no layer 'pol'; expected one of its 6 layers; .* did you mean 'pool'"):
         LAYER_OUTPUT.load(program, "pol")

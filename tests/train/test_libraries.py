@@ -11,7 +11,7 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.registry import Entry, load_object
-from tests.train.test_models import THREE, batch_of, step_of
+from tests.train.learners import THREE, batch_of, step_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model

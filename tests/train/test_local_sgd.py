@@ -9,8 +9,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_backends import LINEAR, SHAPE, learner, state
-from tests.train.test_models import batch_of
+from tests.train.learners import LINEAR, SHAPE, batch_of, learner, state
 from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
 from tests.train.training import Recorder, check_terms, train_here
 from train.backends import BACKENDS

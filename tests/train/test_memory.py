@@ -18,7 +18,6 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from shardmill.stores import open_store
 from tests.processes import in_own_process
-from tests.train import torch_models
 from tests.train.test_job import Recorder, tree_of
 from train.backends.backend import model_spec
 from train.config import TrainConfig
@@ -55,20 +54,22 @@ def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = 
 
 
 def test_a_training_short_of_memory_takes_parts_and_continues_with_them(tiny_uri, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_models.Roomy, "most_images", 0)
+    from tests.train.torch_models import Roomy
+
+    monkeypatch.setattr(Roomy, "most_images", 0)
     first = Recorder(fail_after_steps=1)
     with pytest.raises(TrainingError, match="stopped here"):
         train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory={"budget_bytes": 3 * GIB // 2}), first)
     found = first.fields["memory"]
     parts = found["accumulation_steps"]
     assert (found["choice"], found["mixed_precision"]) == ("microbatches", "off") and parts > 1 and 96 % parts == 0
-    assert torch_models.Roomy.most_images == 96 // parts
+    assert Roomy.most_images == 96 // parts
     assert "train.memory.budget_bytes has 1.5 GiB" in found["reason"]
 
     # Now memory is ample, and the training stays what it is.
     second = Recorder()
     outcome = train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory={"budget_bytes": 900 * GIB}), second)
-    assert second.fields["memory"] == found and torch_models.Roomy.most_images == 96 // parts
+    assert second.fields["memory"] == found and Roomy.most_images == 96 // parts
     assert train_record(outcome).sections["train"]["memory"] == found["reason"]
 
 

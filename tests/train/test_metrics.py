@@ -9,7 +9,6 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
-from sklearn.metrics import average_precision_score
 
 from shardmill.values import Batch
 from train.contracts.values import Evaluation, from_json, to_json
@@ -123,6 +122,8 @@ def test_the_loss_of_several_classes_is_exact_at_any_size_of_logits(size, num_ra
 def test_several_classes_an_image(num_ranks, are_logits, monkeypatch):
     # A block holds one class: the gathering goes round more than once.
     monkeypatch.setattr(multi_label, "BLOCK_BYTES", 100)
+    from sklearn.metrics import average_precision_score
+
     rng = np.random.default_rng(3)
     truth_NK = (rng.random((40, 5)) < [0.5, 0.1, 0.9, 0.3, 0.0]).astype(np.float32)
     # Rounded, so that many scores are equal.

@@ -12,7 +12,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
 from tests.train.forked_ranks import launch_forked
-from tests.train.test_models import THREE, batch_of
+from tests.train.learners import THREE, batch_of
 from tests.train.test_parameter_server import Watcher
 from tests.train.test_parameter_server import launch as launch_served
 from tests.train.training import MODELS, Recorder, task_of, train_here

@@ -16,44 +16,16 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
+from tests.train.learners import SHAPE, THREE, batch_of, step_of
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
-from train.backends.backend import InputScale
 from train.backends.keras.build import build_model
-from train.backends.keras.optimizers import build_optimizer
-from train.backends.keras.step import TrainStep
 from train.config import TrainConfig
-from train.labels import LabelSpec
 from train.models import MODELS
 from train.models.find import find_model
 from train.models.small_cnn import small_cnn
 from train.models.user import source_sha256
 from train.tree import TrainTree
-
-SHAPE = (16, 16, 3)
-THREE = LabelSpec("class", ("a", "b", "c"))
-
-
-def batch_of(shape_HWC: tuple[int, int, int], num_rows: int = 4, num_classes: int = 3) -> Batch:
-    rng = np.random.default_rng(0)
-    return Batch(
-        images_NHWC=rng.integers(0, 256, (num_rows, *shape_HWC), dtype=np.uint8),
-        labels_N=np.arange(num_rows, dtype=np.int64) % num_classes,
-        weights_N=np.ones(num_rows, dtype=np.float32),
-        sample_ids_N=np.arange(num_rows, dtype=np.int64),
-        epoch=0,
-        step=0,
-    )
-
-
-def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int]):
-    import keras
-
-    keras.utils.set_random_seed(0)
-    built = build_model(config, shape_HWC, THREE)
-    chosen = build_optimizer(config, built.model, built.compiled_optimizer)
-    channels = shape_HWC[2]
-    return built, TrainStep(built, chosen, InputScale((120.0,) * channels, (60.0,) * channels))
 
 
 @pytest.mark.parametrize("name", [name for name, each in MODELS.entries.items() if "keras" in each.packages])

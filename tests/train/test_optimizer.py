@@ -10,8 +10,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_backends import LINEAR, learner
-from tests.train.test_models import SHAPE, THREE, batch_of, step_of
+from tests.train.learners import LINEAR, SHAPE, THREE, batch_of, learner, step_of
 from tests.train.training import MODELS, Killed, Recorder, check_terms, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, StatePart

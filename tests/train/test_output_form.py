@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardmill.errors import UsageError
-from tests.train.test_models import batch_of
+from tests.train.learners import batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig

@@ -15,7 +15,7 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.train.forked_ranks import launch_forked
-from tests.train.test_backends import learner
+from tests.train.learners import learner
 from tests.train.test_mesh_training import BASE
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
 from tests.train.training import StepWatcher, check_terms, task_of

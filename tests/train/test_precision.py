@@ -10,8 +10,7 @@ import pytest
 
 from shardmill.errors import IntegrityError, TrainingError
 from tests.processes import in_own_process
-from tests.train.test_backends import SHAPE, learner
-from tests.train.test_models import batch_of
+from tests.train.learners import SHAPE, batch_of, learner
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.backend import Learner, StatePart

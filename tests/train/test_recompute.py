@@ -10,11 +10,9 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train import torch_recompute_models
-from tests.train.test_backends import LINEAR, SHAPE, SPEC, learner
+from tests.train.learners import LINEAR, SHAPE, SPEC, batch_of, learner
 from tests.train.test_job import Recorder, tree_of
 from tests.train.test_memory import keep
-from tests.train.test_models import batch_of
 from tests.train.training import MODELS, check_terms
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
@@ -36,7 +34,9 @@ MIB, GIB = 2**20, 2**30
 def times_computed(name: str) -> int:
     """So far, by the blocks of `DEEP`."""
     if name == "torch":
-        return torch_recompute_models.Block.num_computed
+        from tests.train.torch_recompute_models import Block
+
+        return Block.num_computed
     from tests.train.models_under_test import Counting
 
     return Counting.num_called

@@ -18,8 +18,7 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.mix import mix64
 from tests.import_graph import ROOT
-from tests.train.test_backends import SHAPE, TORCH_MODELS, learner
-from tests.train.test_models import THREE, batch_of
+from tests.train.learners import SHAPE, THREE, TORCH_MODELS, batch_of, learner
 from tests.train.test_multi_rank import SMOOTH_MODEL
 from tests.train.training import MODELS
 from train.backends import BACKENDS

@@ -13,9 +13,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.reader import read_epoch
 from shardmill.recycled_memory import RecycledMemory
 from tests.train.forked_ranks import launch_forked
-from tests.train.test_backends import SPEC
+from tests.train.learners import SPEC, THREE
 from tests.train.test_mesh_training import MODEL
-from tests.train.test_models import THREE
 from tests.train.test_multi_rank import WORKERS, Watcher
 from tests.train.training import task_of
 from train.backends.backend import InputScale, ModelSpec, model_spec

@@ -13,8 +13,7 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.values import Batch
-from tests.train.test_backends import LINEAR, SHAPE, TORCH_MODELS, learner
-from tests.train.test_models import batch_of
+from tests.train.learners import LINEAR, SHAPE, TORCH_MODELS, batch_of, learner
 from tests.train.test_multi_rank import Watcher, train_on_ranks
 from tests.train.training import MODELS, Recorder, check_terms, train_here
 from train.backends import BACKENDS

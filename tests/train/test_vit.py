@@ -11,9 +11,8 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_backends import SHAPE, learner
+from tests.train.learners import SHAPE, THREE, batch_of, learner
 from tests.train.test_job import Recorder
-from tests.train.test_models import THREE, batch_of
 from tests.train.training import train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.train.test_backends import CLIFF, LINEAR, SHAPE, STATEFUL, learner, state
-from tests.train.test_models import batch_of
+from tests.train.learners import CLIFF, LINEAR, SHAPE, STATEFUL, batch_of, learner, state
 from train.backends.backend import StatePart
 from train.contracts.activities import Activity, during
 from train.contracts.values import StepReport
