@@ -41,11 +41,15 @@ if TYPE_CHECKING:
 
 _QUIET_LOG = Path(__file__).with_name("spark-log4j2.properties")
 
-# Only where driver and executors are one JVM on this machine: start faster, open no port, log to the run.
-_LOCAL_CONF = {
+# Where driver and executors are one JVM on this machine, nobody else has to reach it.
+_ON_LOOPBACK = {
     "spark.ui.enabled": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
+}
+# If we start that JVM: start faster, log to the run.
+_LOCAL_CONF = {
+    **_ON_LOOPBACK,
     "spark.driver.extraJavaOptions": (
         f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Dlog4j2.configurationFile={_QUIET_LOG.as_uri()}"
     ),
@@ -134,8 +138,12 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
     check_master(spark.master)
     # Spark's progress bar would overwrite ours.
     settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
-    submitted = is_under_spark_submit()
-    if not submitted and is_local_master(spark.master):
+    submitted = _submitted_settings() if is_under_spark_submit() else None
+    if submitted is not None:
+        # Its JVM runs, but listens to nobody before the context starts. What was given to spark-submit stays.
+        loopback = _ON_LOOPBACK if is_local_master(submitted.get("spark.master", "")) else {}
+        settings |= {name: value for name, value in loopback.items() if name not in submitted}
+    elif is_local_master(spark.master):
         settings |= _LOCAL_CONF
         # Java does not ask TMPDIR: what Spark leaves there goes with this process's own temporary folder.
         settings["spark.local.dir"] = tempfile.gettempdir()
@@ -144,7 +152,7 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     try:
-        context = _start_context(app_name, None if submitted else spark.master, {**settings, **conf})
+        context = _start_context(app_name, spark.master if submitted is None else None, {**settings, **conf})
     except PySparkRuntimeError as error:
         raise UsageError(
             f"Spark does not start: {str(error).splitlines()[0]}",

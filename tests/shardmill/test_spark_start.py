@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import StorageError, UsageError
+from tests.processes import LOCAL
+from tests.services.marked import MARK
+
+ROOT = Path(__file__).parents[2]
 
 
 def start(master: str, *settings: str, **variables: str) -> str:
@@ -44,6 +48,18 @@ def test_a_fault_of_the_machine_may_pass():
         taken.listen()
         line = start("local[1]", f"spark.driver.port={taken.getsockname()[1]}", "spark.port.maxRetries=0")
     assert line.startswith(StorageError.__name__) and "Address already in use" in line, line
+
+
+@pytest.mark.drill
+def test_a_local_master_of_spark_submit_is_reached_from_this_machine_alone(tmp_path: Path):
+    """As Airflow's DAG starts a job for `spark.master = "local[2]"`."""
+    command = [Path(sys.executable).with_name("spark-submit"), "--master", "local[2]", "where_spark_listens.py"]
+    environment = {**os.environ, MARK: f"listens-{tmp_path.name}-{os.getpid()}"}
+    done = subprocess.run(
+        command, cwd=ROOT / "tests" / "programs", env=environment, capture_output=True, text=True, timeout=120
+    )
+    found = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("address ")}
+    assert done.returncode == 0 and found and found <= LOCAL, (found, done.stderr[-2000:])
 
 
 def test_yarn_without_its_settings_is_reported_before_any_jvm_starts(tmp_path: Path):
