@@ -19,15 +19,16 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
 from etl.units.finished import Finished
-from etl.units.pending import clear_pending, finished_units, keep_result, kept_results, pending_path
+from etl.units.pending import clear_pending, finished_units, keep_result, kept_result, kept_results, pending_path
 from etl.units.units import WorkUnit
 from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import PENDING
+from shardmill.dataset.unit_result import PENDING, UnitResult
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
+from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, RejectReason, SourceImage
 from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
 
@@ -155,6 +156,23 @@ def test_the_record_of_another_unit_under_this_one_s_name_is_not_taken(folder: P
     unit, other = plan.units[:2]
     keep_result(plan.store, unit, write_unit(other, plan.task))
     assert [each.fingerprint for each in kept_results(plan.store, plan.units)] == [other.fingerprint]
+
+
+@pytest.mark.parametrize("reason", RejectReason)
+def test_a_refusal_is_believed_if_its_input_was_listed_and_cannot_be_repaired_unseen(
+    folder: Path, reason: RejectReason
+):
+    """Another run may get another answer of a store, and nothing that is listed of an image shows its mask."""
+    plan = plan_build(tree_for(folder), run_id="a")
+    unit = plan.units[0]
+    facts = [{"size_bytes": 5}, {"size_bytes": 0}, {"mtime_ns": 7}, {"etag": "e"}, {}]
+    expected = [reason not in TRANSIENT_REASONS | ANNOTATION_REASONS] * 4 + [False]
+    found = []
+    for fact in facts:
+        refused = replace(SourceImage("k", -1), **fact).rejected(reason, "detail")
+        keep_result(plan.store, unit, UnitResult(unit.index, unit.fingerprint, (), (), (refused,), "0" * 64, ()))
+        found.append(kept_result(plan.store, unit) is not None)
+    assert found == expected
 
 
 def test_inputs_known_by_name_alone_that_were_repaired_after_a_refusal_are_read_again(tmp_path: Path):

@@ -23,7 +23,7 @@ from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
-from train.contracts.values import StepReport, from_json
+from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT, StepReport, from_json
 from train.contracts.world import World
 from train.launching import messages
 from train.launching.connection import (
@@ -37,7 +37,8 @@ from train.launching.connection import (
     new_token,
     proof_of,
 )
-from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
+from train.launching.faults import FaultKind
+from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK, Received
 from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hello, RankExit, Step
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import StepAssembler
@@ -199,6 +200,62 @@ def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
             watchdog.watch()
         assert time.monotonic() - started > 1
         assert len(connections) == 2
+
+
+class Events:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict]] = []
+
+    def step(self, step) -> None:
+        return
+
+    def event(self, name, fields) -> None:
+        self.events.append((name, dict(fields)))
+
+
+def test_the_output_that_comes_after_the_results_is_told_and_no_end_of_a_process_is_a_fault_then():
+    observer = Events()
+    with Watchdog(task_of(2), "none:none", observer, "127.0.0.1") as watchdog:
+        for rank in range(2):
+            called(watchdog, rank).send(Finished(result_of(task_of(2), World(rank, 2))))
+
+        def end() -> None:
+            watchdog.report_exit(0, RankExit(0, ""))
+            watchdog.report_launcher_failure("it was ended")
+            watchdog.report_output(1, "last words")
+            watchdog.report_exit(1, RankExit(1, "tail"))
+
+        # Not before `watch` has the results; it waits for both processes.
+        threading.Timer(0.5, end).start()
+        assert watchdog.watch().world_size == 2
+        assert (OUTPUT, {"rank": 1, "text": "last words"}) in observer.events
+    assert not [each for each in observer.events if each[0] == "rank_failed"]
+
+
+def test_what_all_ranks_gave_goes_to_all_and_announces_a_checkpoint_if_it_was_given_aside():
+    observer = Events()
+    with Watchdog(task_of(2), "none:none", observer, "127.0.0.1") as watchdog:
+        ranks = [called(watchdog, rank) for rank in range(2)]
+        for lane, announced in (("main", []), ("aside", [(BEFORE_CHECKPOINT, {"rank": 1})])):
+            observer.events.clear()
+            for rank in range(2):
+                watchdog._handle(Received("rank", rank, messages.Exchange(f"0{rank}", lane), 0.0))
+            assert [each.receive() for each in ranks] == [messages.Exchanged(("00", "01"), lane)] * 2
+            assert observer.events == announced
+
+
+def test_a_rank_whose_connection_has_closed_is_killed_and_not_silent_as_well(watchdog):
+    hello = Hello("rank", 1, "host", 7, "", "")
+    watchdog._handle(Received("rank", 1, hello, 1.0))
+    assert [fault.rank for fault in watchdog._deadlines.missed(1e6) if fault.kind == FaultKind.SILENT] == [1]
+    watchdog._handle(Received("agent", 1, None, 2.0))
+    assert not watchdog._faults, "its agent has gone, which says nothing of the rank"
+    watchdog._handle(Received("rank", 1, None, 2.0))
+    assert not [fault for fault in watchdog._deadlines.missed(1e6) if fault.kind == FaultKind.SILENT]
+    [fault] = watchdog._faults.values()
+    assert (fault.rank, fault.kind, fault.where) == (1, FaultKind.KILLED, "host host, pid 7")
 
 
 class AwayThenSigterm:

@@ -74,6 +74,8 @@ def test_notes_come_from_name_size_and_content() -> None:
         "png": (png(photo()), ()),
         "d.jpg/x": (png(photo()), ()),
         "tiny.png": (png(photo(7, 7)), ("tiny",)),
+        "narrow.png": (png(photo(40, 7)), ("tiny",)),
+        "small.png": (png(photo(8, 8)), ()),
         "one.png": (png(photo(1, 1)), ("tiny", "constant")),
         "black.png": (png(np.zeros((9, 9), np.uint8)), ("constant",)),
         "nearly.png": (png(np.eye(9, dtype=np.uint8)), ()),
@@ -90,6 +92,29 @@ def test_a_source_over_the_byte_limit_is_refused_unread() -> None:
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TOO_LARGE_BYTES
     assert "max_source_bytes is 100" in rejection.detail
+    data = png(photo())
+    assert isinstance(run(data, options=OPTIONS.model_copy(update={"max_source_bytes": len(data)})), ImageSample)
+
+
+def test_height_and_width_are_those_of_what_is_stored_and_of_the_source() -> None:
+    options = OPTIONS.model_copy(update={"resize_mode": "shorter", "encoding": "png"})
+    sample = run(png(photo(30, 60)), options=options)
+    assert isinstance(sample, ImageSample)
+    assert (sample.height, sample.width, sample.channels) == (24, 48, 3)
+    assert (sample.source_height, sample.source_width) == (30, 60)
+    assert decode_stored(sample.image, "png", (24, 48, 3)).shape == (24, 48, 3)
+
+
+def test_only_a_file_of_the_stored_encoding_and_size_is_kept() -> None:
+    options = NormalizeOptions(image_size=24, encoding="jpeg", keep_bytes=True)
+    for data, is_kept in (
+        (jpeg(photo(24, 24)), True),
+        (png(photo(24, 24)), False),
+        (jpeg(photo(24, 32)), False),
+    ):
+        sample = run(data, options=options)
+        assert isinstance(sample, ImageSample) and sample.image.startswith(b"\xff\xd8")
+        assert (sample.image == data) == is_kept
 
 
 def test_a_source_of_fewer_bytes_than_asked_for_is_left_out() -> None:
