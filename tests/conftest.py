@@ -25,6 +25,11 @@ from tests.services.spark_standalone import spark_cluster
 from tests.services.versitygw import gateway, gateway_bucket, versitygw
 from tests.services.yarn import yarn_cluster
 
+# Before PyTorch is loaded, here and in every process that tests start: threads that wait for work sleep. They look for
+# it in a loop otherwise, and take the core that another process would use: 12 processor seconds in place of 0.7 for 12
+# steps of a small model on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 __all__ = [
     "api_server",
     "demo",
