@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from shardmill.errors import IntegrityError
+from shardmill.formats import tfrecord
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
 from shardmill.formats.tf_example import BYTES_LIST, FeatureList, decode_lists, encode_example
 from shardmill.formats.tfrecord import TFRECORD, frame, read_chunk
@@ -72,6 +73,15 @@ def test_values_come_back_and_a_null_is_no_feature():
     assert (list(found.sources), found.labels_N.tolist()) == (["1.jpg", "2.jpg"], [2, -1])
     assert found.sample_ids_N.tolist() == [-8, -7]
     assert list(records[0]["image/class/text"].values) == [b"c"] and not {"flag", "weight"} & records[1].keys()
+
+
+@pytest.mark.parametrize("kernel", {tfrecord._native_find_values, None})
+def test_what_a_record_lacks_is_at_no_place_with_and_without_the_kernel(kernel, monkeypatch):
+    monkeypatch.setattr(tfrecord, "_native_find_values", kernel)
+    data, _ = written([row(1), row(2, label_id=1)], PLAIN)
+    places = tfrecord._find_all(data, (b"none", b"image/encoded", b"image/class/label"))
+    assert places[:, 0].tolist() == [[-1, -1]] * 2 and places[0, 2].tolist() == [-1, -1]
+    assert [data[start:stop] for start, stop in places[:, 1].tolist()] == [b"\1" * 5, b"\2" * 5]
 
 
 @pytest.mark.parametrize("missing", REQUIRED)

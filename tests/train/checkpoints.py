@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmill.errors import StorageError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
 from tests.train.training import MODELS
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
@@ -39,6 +41,17 @@ class Silent(SilentObserver):
 
     def doing(self, activity: Activity) -> Activity:
         return activity
+
+
+class FullStore(LocalStore):
+    """Without room for files of these names, for now."""
+
+    full_for: frozenset[str] = frozenset()
+
+    def put(self, path: str, data: bytes) -> None:
+        if path.rpartition("/")[2] in self.full_for:
+            raise StorageError("no room", "expected some", "make some")
+        super().put(path, data)
 
 
 def write_checkpoint(folder: CheckpointFolder, step: int, identity: TrainingIdentity, progress: Progress) -> None:

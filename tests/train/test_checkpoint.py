@@ -7,14 +7,16 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shardmill.checksummed import with_checksum
-from shardmill.errors import CommitConflict, SecurityRefusal, StorageError
+from shardmill.errors import CommitConflict, IntegrityError, SecurityRefusal, StorageError, UsageError
 from shardmill.stores import STORES, open_store
+from shardmill.values import DatasetPin
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
@@ -22,11 +24,15 @@ from train.checkpoints.attempts import claim_attempt
 from train.checkpoints.checkpoint import (
     MARKER,
     CheckpointFolder,
+    TrainingIdentity,
+    check_resumable,
     complete_checkpoints,
+    delete_checkpoint,
     open_checkpoint,
 )
 from train.checkpoints.state import OPTIMIZER, WEIGHTS
 from train.contracts.progress import BestEpoch, Progress
+from train.contracts.values import ModelIdentity
 from train.results import read_result
 
 
@@ -132,6 +138,82 @@ def test_what_a_newer_attempt_wrote_counts_before_later_steps_of_an_older_one(mo
     for step in (0, 1):
         assert open_checkpoint(store, late.path_of(step)).marker.global_step == step
     assert [each.path for each in complete_checkpoints(store, "t")] == [late.path_of(1), late.path_of(0)]
+
+
+IDENTITY = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {"epochs": "2"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """Of a training with checkpoints after steps 1 and 2."""
+    found = CheckpointFolder(claim_attempt(open_store(tmp_path), "t", 1), keep_checkpoints=9)
+    for step in (1, 2):
+        write_checkpoint(found, step, IDENTITY, Progress())
+    return found
+
+
+@pytest.mark.parametrize("missing", [WEIGHTS, MARKER])
+def test_damaged_checkpoints_are_deleted_and_those_that_may_be_under_way_are_not(
+    folder: CheckpointFolder, tmp_path: Path, missing: str
+):
+    shutil.copytree(tmp_path / folder.path_of(1), tmp_path / "t" / "checkpoints" / "step-00000003")
+    write_checkpoint(folder, 4, IDENTITY, Progress())
+    place, told = tmp_path / folder.path_of(4), list[tuple[str, str]]()
+    place.joinpath(missing).unlink()
+    found = [each.path for each in complete_checkpoints(folder.store, "t", lambda *each: told.append(each))]
+    # One without an attempt in its name is of the oldest.
+    assert found == [folder.path_of(2), folder.path_of(1), "t/checkpoints/step-00000003"]
+    [(path, reason)] = told
+    assert path == folder.path_of(4) and ("is missing" if missing == WEIGHTS else f"has no {MARKER}") in reason
+    assert bool([*place.glob("*")]) == (missing == MARKER)
+    delete_checkpoint(folder.store, folder.path_of(2))
+    assert next(complete_checkpoints(folder.store, "t")).path == folder.path_of(1)
+
+
+def test_of_a_checkpoint_each_file_is_verified_when_it_is_asked_for(folder: CheckpointFolder, tmp_path: Path):
+    found = open_checkpoint(folder.store, folder.path_of(1))
+    saved = found.files(folder.store)
+    assert (saved.world_size, saved.names, found.marker.global_step) == (1, {WEIGHTS}, 1)
+    data = (tmp_path / folder.path_of(1) / WEIGHTS).read_bytes()
+    assert saved.read(WEIGHTS) == data
+    found.verify(folder.store, {WEIGHTS})
+    flip_middle(tmp_path / folder.path_of(1) / WEIGHTS)
+    found.verify(folder.store, {OPTIMIZER})
+    for read in (lambda: saved.read(WEIGHTS), lambda: found.verify(folder.store, {WEIGHTS})):
+        with pytest.raises(IntegrityError, match="was altered"):
+            read()
+    with pytest.raises(IntegrityError, match=f"has no {OPTIMIZER}"):
+        saved.read(OPTIMIZER)
+    with pytest.raises(SecurityRefusal, match="leaves its root folder"):
+        open_checkpoint(folder.store, "../t")
+
+
+@pytest.mark.parametrize(
+    ("change", "allowed", "said"),
+    [
+        ({}, (), ""),
+        ({"dataset": DatasetPin("u", 2, "other")}, (), "dataset: then version 1, now version 2"),
+        ({"settings": {"epochs": "3"}}, (), "train.epochs: then 2, now 3"),
+        ({"settings": {"epochs": "3"}}, ("epochs",), ""),
+        ({"settings": {}}, (), "train.epochs: then 2, now absent"),
+        ({"model": ModelIdentity("", "x")}, (), "built model: then configuration , now x"),
+        ({"plan_fingerprint": "other"}, (), "epoch plan: then plan, now other"),
+        # A setting explains another model and another plan.
+        (
+            {"settings": {"epochs": "3"}, "plan_fingerprint": "x", "model": ModelIdentity("", "x")},
+            (),
+            "train.epochs: then 2, now 3",
+        ),
+    ],
+)
+def test_only_the_same_training_resumes(folder: CheckpointFolder, change, allowed, said):
+    found, now = open_checkpoint(folder.store, folder.path_of(1)), replace(IDENTITY, **change)
+    if not said:
+        check_resumable(found, now, allowed)
+        return
+    with pytest.raises(UsageError) as refused:
+        check_resumable(found, now, allowed)
+    assert refused.value.what == f"the checkpoint {found.path} belongs to another training: {said}"
 
 
 def test_an_attempt_that_was_overtaken_publishes_nothing_more(tiny_uri, tmp_path, whole):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,14 @@ from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
 from tests.lab.scale import usually
-from tests.train.checkpoints import CONFIG, OneRank, Silent
+from tests.train.checkpoints import CONFIG, FullStore, OneRank, Silent
 from tests.train.training import Recorder, StepWatcher, task_of, train_here
 from train.checkpoints.attempts import Attempt, claim_attempt
-from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints, open_checkpoint
 from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
-from train.checkpoints.state import WEIGHTS
+from train.checkpoints.state import MARKER, WEIGHTS, rank_file
 from train.contracts.activities import Activity
-from train.contracts.progress import Progress
+from train.contracts.progress import BestEpoch, Progress
 from train.contracts.values import RESULT, ModelIdentity
 from train.launching import LAUNCHERS
 from train.launching.faults import RankLost
@@ -79,9 +80,8 @@ def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
 
     claim_attempt(open_store(tmp_path), "t", 2)
     folder = CheckpointFolder(Attempt(SlowStore(str(tmp_path)), "t", 1), 2)
-    identity = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})
     with CheckpointWriter(folder, FirstOfTwo(), Telling()) as writer:
-        writer.begin(Moment(folder.path_of(1), {WEIGHTS: [np.zeros(3)]}, identity, Progress(), 1, world_size=2))
+        writer.begin(Moment(folder.path_of(1), {WEIGHTS: [np.zeros(3)]}, IDENTITY, Progress(), 1, world_size=2))
         taken = threading.Thread(target=writer.take)
         taken.start()
         for expected in (STORING, OF_ALL_RANKS, STORING, OF_ALL_RANKS):
@@ -90,6 +90,95 @@ def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
         assert told.get(timeout=60) == Activity()
         taken.join()
     assert open_checkpoint(open_store(tmp_path), folder.path_of(1)).marker.world_size == 2
+
+
+IDENTITY = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})
+
+
+def moment(folder: CheckpointFolder, step: int, best_step: int | None = None, world_size: int = 1) -> Moment:
+    """At `step`, with weights of that value; `best_step`: where the best epoch ended."""
+    best = None if best_step is None else BestEpoch(0, 1.0, folder.path_of(best_step))
+    files = {WEIGHTS: [np.full(3, float(step))]}
+    return Moment(folder.path_of(step), files, IDENTITY, Progress(best=best), step, world_size)
+
+
+@pytest.mark.parametrize(
+    ("refused_best", "next_best", "is_written_later"),
+    [
+        # The best epoch's weights exist nowhere else.
+        (1, 1, True),
+        (1, 2, False),
+        (None, 1, False),
+        (None, None, False),
+        (0, 1, False),
+    ],
+)
+def test_a_refused_checkpoint_of_the_best_epoch_is_written_before_the_next(
+    tmp_path, refused_best, next_best, is_written_later
+):
+    store = FullStore(str(tmp_path))
+    claim_attempt(store, "t", 1)
+    folder = CheckpointFolder(Attempt(store, "t", 1), 9)
+    with CheckpointWriter(folder, OneRank(), Silent()) as writer:
+        store.full_for = frozenset({WEIGHTS})
+        for _ in range(2):
+            writer.begin(moment(folder, 1, refused_best))
+            assert writer.take().problem.startswith("no room") and [*writer.refused] == [folder.path_of(1)]
+        if is_written_later:
+            writer.begin(moment(folder, 2, next_best))
+            assert writer.take().problem and {*writer.refused} == {folder.path_of(1), folder.path_of(2)}
+        store.full_for = frozenset()
+        writer.begin(moment(folder, 2, next_best))
+        assert not writer.take().problem and writer.take() is None
+        written = [found.marker.global_step for found in complete_checkpoints(store, "t")]
+        assert written == ([2, 1] if is_written_later else [2])
+        assert [*writer.refused] == ([] if is_written_later else [folder.path_of(1)])
+        writer.begin(moment(folder, 3, next_best))
+        assert not writer.take().problem and len([*complete_checkpoints(store, "t")]) == len(written) + 1
+
+
+@pytest.mark.parametrize(("full_rank", "name"), [(None, ""), (0, WEIGHTS), (1, WEIGHTS), (0, MARKER)])
+def test_all_ranks_learn_alike_whether_a_checkpoint_is_there(tmp_path, full_rank, name):
+    both, told, outcomes = threading.Barrier(2, timeout=20), [b"", b""], {}
+    claim_attempt(open_store(tmp_path), "t", 2)
+
+    class OfTwo(OneRank):
+        world_size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def gather_aside(self, data: bytes) -> list[bytes]:
+            told[self.rank] = data
+            both.wait()
+            everything = list(told)
+            both.wait()
+            return everything
+
+    def write(rank: int) -> None:
+        store = FullStore(str(tmp_path))
+        store.full_for = frozenset({name} if rank == full_rank else ())
+        folder = CheckpointFolder(Attempt(store, "t", 1), 9)
+        mine = moment(folder, 1, world_size=2)
+        with CheckpointWriter(folder, OfTwo(rank), Silent()) as writer:
+            files = mine.files if rank == 0 else {rank_file(1): [np.zeros(2)]}
+            full_name = {rank_file(1)} if full_rank == rank == 1 else set()
+            store.full_for |= full_name
+            writer.begin(replace(mine, files=files))
+            outcomes[rank] = (writer.take().problem, dict(writer.refused))
+
+    ranks = [threading.Thread(target=write, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(30)
+    assert outcomes[0] == outcomes[1]
+    problem, refused = outcomes[0]
+    assert problem.startswith("no room") == (full_rank is not None) == bool(refused)
+    found = [*complete_checkpoints(open_store(tmp_path), "t")]
+    assert bool(found) == (full_rank is None)
+    if found:
+        assert [file.path for file in found[0].marker.files] == [WEIGHTS, rank_file(1)]
 
 
 def test_there_is_memory_for_one_copy_from_before_the_first_step_on(tmp_path):
@@ -105,11 +194,10 @@ def test_there_is_memory_for_one_copy_from_before_the_first_step_on(tmp_path):
 
     claim_attempt(open_store(tmp_path), "t", 1)
     folder = CheckpointFolder(Attempt(open_store(tmp_path), "t", 1), 2)
-    identity = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})
     with CheckpointWriter(folder, Copying(), Silent()) as writer:
         writer.copy_state()
         for step in (1, 2):
-            writer.begin(Moment(folder.path_of(step), writer.copy_state(), identity, Progress(), step, world_size=1))
+            writer.begin(Moment(folder.path_of(step), writer.copy_state(), IDENTITY, Progress(), step, world_size=1))
             writer.take()
             # The thread that has written is about to end, and names the copy until then.
             for thread in threading.enumerate():

@@ -19,6 +19,7 @@ from shardmill.jobs.observer import WARNING
 from shardmill.loader.reader import ReaderSeconds
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch, Cursor, DatasetPin
+from tests.train.checkpoints import FullStore
 from tests.train.training import Recorder
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import (
@@ -49,17 +50,6 @@ from train.rank.session import (
 
 NUM_STEPS = 5
 PIN = DatasetPin("/data", 3, "0" * 64)
-
-
-class FullStore(LocalStore):
-    """Without room for files of these names."""
-
-    full_for: frozenset[str] = frozenset()
-
-    def put(self, path: str, data: bytes) -> None:
-        if path.rpartition("/")[2] in self.full_for:
-            raise StorageError("no room", "expected some", "make some")
-        super().put(path, data)
 
 
 class Stand:
