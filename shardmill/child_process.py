@@ -50,16 +50,21 @@ def start_python(
 ) -> subprocess.Popen[bytes]:
     """Start this interpreter with these arguments, and behind them this process's id, with which the child ends.
 
-    `own_session`: Ctrl-C at the terminal does not reach it, and `kill_session` ends all that it starts.
+    `own_session`: Ctrl-C at the terminal does not reach it, and `kill_session` ends all that it starts. Without it,
+    Ctrl-C waits until the child has called `begin_child`: in the middle of its imports it would print a traceback.
     """
-    return subprocess.Popen(
-        [sys.executable, *arguments, str(os.getpid())],
-        env=environment,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=own_session,
-    )
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, () if own_session else (signal.SIGINT,))
+    try:
+        return subprocess.Popen(
+            [sys.executable, *arguments, str(os.getpid())],
+            env=environment,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=own_session,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def calling(main: str, folder: str) -> tuple[str, ...]:
@@ -191,6 +196,7 @@ def begin_child() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     end_with_parent()
 
 

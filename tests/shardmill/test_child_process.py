@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+import time
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_messages_of_any_size_arrive_one_by_one():
         child.end()
     assert is_gone(child.process_id)
     child.end()
+
+
+def test_ctrl_c_while_a_child_imports_is_its_parents():
+    child = started()
+    try:
+        for _ in range(20):
+            os.kill(child.process_id, signal.SIGINT)
+            time.sleep(0.001)
+        child.send({"n": 0}, b"still here")
+        assert child.receive() == ({"n": 0}, b"still here")
+    finally:
+        child.end()
 
 
 @pytest.mark.parametrize(("how", "status"), [({"exit": 3}, 3), ({"kill": 9}, -9), ({"kill": int(signal.SIGSEGV)}, -11)])
