@@ -123,6 +123,9 @@ def report_if_failed(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if not run.record.ended:
+            # Refused before any stage: there is nothing to show.
+            raise
         failed = failed_stage("run", error)
         try:
             path = write_page(run, RunState("failed", failed.exit_code, failed.error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -182,7 +183,11 @@ def open_lines(
 def open_to_append(target: Path) -> IO[bytes]:
     """A growing local file, made with its folder if need be. Raises StorageError if it cannot be."""
     with as_storage_error(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:
+            # As in /proc, which is a folder and takes no others.
+            raise OSError(errno.ENOTSUP, "no folder can be created there") from error
         # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
         return open(target, "ab", buffering=0)
 

@@ -7,7 +7,10 @@ import resource
 import tracemalloc
 from pathlib import Path
 
-from shardmill.jobs.line_log import GrowingFile, LineLog, read_lines, replace_lines
+import pytest
+
+from shardmill.errors import StorageError
+from shardmill.jobs.line_log import GrowingFile, LineLog, open_to_append, read_lines, replace_lines
 from shardmill.stores import open_store
 
 
@@ -76,6 +79,11 @@ def test_a_log_that_a_store_refuses_at_the_end_says_so(s3_server: str):
         True,
         True,
     ]
+
+
+def test_a_place_that_takes_no_folder_is_named():
+    with pytest.raises(StorageError, match="cannot access /proc/work/events.jsonl: no folder can be created there"):
+        open_to_append(Path("/proc/work/events.jsonl"))
 
 
 def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
