@@ -16,6 +16,13 @@ _ACCESS_FIX = (
 )
 
 
+def with_advice(error: OSError, advice: str) -> OSError:
+    """The error with what to do about it, for `as_storage_error`; the usual advice if that is empty."""
+    if advice:
+        error.add_note(advice)
+    return error
+
+
 @contextmanager
 def as_storage_error(
     path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
@@ -37,8 +44,9 @@ def as_storage_error(
                 "nothing was published",
                 "free space, then run it again",
             ) from error
-        kind = denied if isinstance(error, PermissionError) else StorageError
-        raise kind(f"cannot access {path}{size}: {reason}", fix=_ACCESS_FIX) from error
+        [advice] = getattr(error, "__notes__", None) or [_ACCESS_FIX]
+        kind = denied if isinstance(error, PermissionError) and advice == _ACCESS_FIX else StorageError
+        raise kind(f"cannot access {path}{size}: {reason}", fix=advice) from error
     except Exception as error:
         # botocore raises a family of exceptions of its own; each means that the request failed.
         if type(error).__module__.split(".")[0] == "botocore":

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmill.errors import IntegrityError, NoSuchRoot, StorageError
+from shardmill.errors import IntegrityError, NoSuchRoot, StorageError, UsageError
 from shardmill.storage import TEMPORARY_PREFIX, StoredFile, is_temporary
 from shardmill.storage_errors import as_storage_error
 
 if TYPE_CHECKING:
     from shardmill.stores.s3_requests import S3Requests
+# Underscores and capitals are in buckets from before 2018; the ARN of an access point is a name, too.
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}|arn:[^/]+")
 
 
 class S3Store:
@@ -26,6 +29,12 @@ class S3Store:
         self.uri = uri.rstrip("/")
         self.local_root: Path | None = None
         self._bucket, _, root = self.uri[len("s3://") :].partition("/")
+        if not _BUCKET.fullmatch(self._bucket):
+            raise UsageError(
+                f"no S3 bucket can be called {self._bucket!r} (given {uri!r})",
+                "expected s3://BUCKET/PATH with letters, digits, dots, hyphens and underscores in the name",
+                "correct the URI",
+            )
         self._root = f"{root}/" if root else ""
         self._is_conditional = False
 

@@ -11,6 +11,8 @@ import botocore.exceptions as botocore_errors
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
+from shardmill.storage_errors import with_advice
+
 # What a server says of a request that came late, damaged or too soon, under statuses that mean other things, too.
 _TRANSIENT_CODES = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeout",
@@ -22,6 +24,12 @@ _BROKEN = (
     botocore_errors.ConnectionError, botocore_errors.HTTPClientError, botocore_errors.IncompleteReadError,
     ConnectionError, Damaged, HTTPError, ResponseParserError, TimeoutError,
 )  # fmt: skip
+# A full bucket does not empty itself. HDFS's quotas are told in the same words.
+_FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "ServiceQuotaExceeded", "StorageFull", "XMinioStorageFull"}
+_ADVICE = {
+    "RequestTimeTooSkewed": "set this machine's clock (S3 refuses requests that are 15 minutes off); then run it again",
+    "InvalidBucketName": "an S3 bucket has 3 to 63 lowercase letters, digits, dots and hyphens: correct the URI",
+}
 _FOR_GOOD = (botocore_errors.SSLError, botocore_errors.ProxyConnectionError)
 _OS_ERRORS: dict[int, int] = {
     HTTPStatus.NOT_FOUND: errno.ENOENT, HTTPStatus.FORBIDDEN: errno.EACCES, HTTPStatus.NOT_IMPLEMENTED: errno.ENOSYS
@@ -39,12 +47,22 @@ def status_of(error: BaseException) -> int:
     return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
+def code_of(error: botocore_errors.ClientError) -> str:
+    return error.response.get("Error", {}).get("Code", "")
+
+
+def is_full(error: botocore_errors.ClientError) -> bool:
+    return status_of(error) == HTTPStatus.INSUFFICIENT_STORAGE or code_of(error) in _FULL_CODES
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later: the server is busy or broken, or the line is."""
     if isinstance(error, botocore_errors.ClientError):
+        if is_full(error):
+            return False
         status = status_of(error)
         is_busy = (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED) or status == HTTPStatus.TOO_MANY_REQUESTS
-        return is_busy or error.response.get("Error", {}).get("Code") in _TRANSIENT_CODES
+        return is_busy or code_of(error) in _TRANSIENT_CODES
     return isinstance(error, _BROKEN) and not isinstance(error, _FOR_GOOD)
 
 
@@ -55,4 +73,5 @@ def as_os_error() -> Iterator[None]:
         yield
     except botocore_errors.ClientError as error:
         words = error.response.get("Error", {}).get("Message") or str(error)
-        raise OSError(_OS_ERRORS.get(status_of(error), errno.EIO), words) from error
+        number = errno.EDQUOT if is_full(error) else _OS_ERRORS.get(status_of(error), errno.EIO)
+        raise with_advice(OSError(number, words), _ADVICE.get(code_of(error), "")) from error

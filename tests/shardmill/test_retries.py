@@ -1,12 +1,15 @@
-"""How long a request to a server that does not answer is repeated, and who knows that it has answered before."""
+"""Which requests are repeated and for how long, and what is said of those that are not."""
 
 from __future__ import annotations
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from shardmill.applications import OnExecutor
-from shardmill.stores import retries, s3_requests
+from shardmill.errors import AccessDenied, StorageError, UsageError
+from shardmill.storage_errors import as_storage_error
+from shardmill.stores import open_store, retries, s3_requests
+from shardmill.stores.s3_errors import as_os_error, is_transient
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +47,37 @@ def test_a_driver_gives_up_an_address_that_never_answered_and_waits_for_one_that
 
 def test_a_task_waits_for_a_server_that_its_driver_has_reached():
     assert OnExecutor(lambda: s3_requests.S3Requests()._patiently(_Away().answer))() == "data"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (507, "InsufficientStorage", "no space to write s3://b/x: .*; nothing was published; free space"),
+        (507, "", "no space to write s3://b/x"),
+        (403, "QuotaExceeded", "no space to write s3://b/x"),
+        (400, "XMinioStorageFull", "no space to write s3://b/x"),
+        (403, "RequestTimeTooSkewed", "cannot access s3://b/x: .*; set this machine's clock"),
+        (400, "InvalidBucketName", "cannot access s3://b/x: .*; an S3 bucket has 3 to 63"),
+        (403, "AccessDenied", "cannot access s3://b/x: .*check the path, its permissions"),
+    ],
+)
+def test_what_no_retry_mends_is_said_at_once_with_its_remedy(status: int, code: str, said: str):
+    answer = {"Error": {"Code": code, "Message": "it says so"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = ClientError(answer, "PutObject")  # pyright: ignore[reportArgumentType]
+    assert not is_transient(error)
+    with pytest.raises(StorageError, match=said) as raised, as_storage_error("s3://b/x", denied=AccessDenied):
+        with as_os_error():
+            raise error
+    # A clock that is wrong refuses all files, not one.
+    assert isinstance(raised.value, AccessDenied) == (code == "AccessDenied")
+
+
+@pytest.mark.parametrize("uri", ["s3://", "s3://a b/x", "s3:///x", "s3://-bucket"])
+def test_a_bucket_that_cannot_be_is_refused_before_any_request(uri: str):
+    with pytest.raises(UsageError, match="no S3 bucket can be called"):
+        open_store(uri)
+
+
+def test_buckets_of_all_times_are_buckets():
+    for name in ("abc", "Old_Bucket", "a.b-c", "arn:aws:s3:eu-west-1:123456789012:accesspoint:mine"):
+        assert open_store(f"s3://{name}/x").uri == f"s3://{name}/x"
