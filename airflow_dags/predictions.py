@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import AssetAlias
+from airflow.sdk.exceptions import AirflowFailException
 
+from airflow_dags.config_file import master_of, plain_settings, read_config
 from airflow_dags.operators import RUN_ID, ShardmillSparkOperator
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
 
 
 class ShardmillPredictOperator(ShardmillSparkOperator):
@@ -44,3 +49,22 @@ class ShardmillPredictOperator(ShardmillSparkOperator):
             publishes=out,
             **kwargs,
         )
+        self.config_file = Path(config_file)
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        self.submit_as_configured()
+        return super().execute(context)
+
+    def submit_as_configured(self) -> None:
+        """Take `spark.master` and `[spark.etl]` of the config file on this worker; what the DAG gave goes first.
+
+        Raises AirflowFailException if it cannot be read.
+        """
+        try:
+            config = read_config(self.config_file)
+        except (OSError, ValueError) as error:
+            raise AirflowFailException(
+                f"{self.config_file}: {error}; expected a config file that this worker can read"
+            ) from error
+        self.master = self.master or master_of(config)
+        self.conf = {**plain_settings(config, "etl"), **(self.conf or {})}

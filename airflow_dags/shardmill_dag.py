@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +23,7 @@ from typing import Any
 
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, Param
 
+from airflow_dags.config_file import master_of, plain_settings, read_config
 from airflow_dags.operators import RUN_ID, ConfigErrorOperator, ShardmillOperator, ShardmillSparkOperator
 from airflow_dags.settings import DagSettings, dag_settings
 
@@ -59,34 +59,6 @@ def job_file(stage: str) -> str:
     from shardmill.user_module import applications_home
 
     return str(Path(applications_home()) / stage / "job.py")
-
-
-def read_config(config_file: Path) -> dict[str, Any]:
-    """A config file's tables, as far as a DAG needs them; the stages check the rest. Raises ValueError or OSError."""
-    config = tomllib.loads(config_file.read_text(encoding="utf-8"))
-    for path in ("dataset", "models", "etl", "spark", "spark.etl", "spark.train", "spark.etl.conf", "spark.train.conf"):
-        table: Any = config
-        for name in path.split("."):
-            table = table.get(name, {})
-        if not isinstance(table, dict):
-            raise ValueError(f"{path} = {table!r} is not a section; expected [{path}] and keys below it")
-    for section in ("dataset", "models"):
-        uri = config.get(section, {}).get("uri", "")
-        if not isinstance(uri, str):
-            raise ValueError(f"{section}.uri = {uri!r} is not a text; expected a path or URI in quotes")
-    return config
-
-
-def plain_settings(config: dict[str, Any], stage: str) -> dict[str, str]:
-    """The Spark settings of a stage that may be on a command line and in Airflow's database.
-
-    The job itself reads all of them from its config file, before its Spark context starts.
-    """
-    from shardmill.jobs.redact import redacted
-    from shardmill.jobs.spark_settings import flat_settings
-
-    settings = flat_settings(config.get("spark", {}).get(stage, {}).get("conf", {}))
-    return {name: value for name, value in settings.items() if redacted(value, name) == value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +101,7 @@ class Stages:
             task_id=stage,
             stage=stage,
             workdir=self.workdir,
-            master=str(self.config.get("spark", {}).get("master", "")),
+            master=master_of(self.config),
             application=job_file(stage),
             application_args=["--config", str(self.config_file), *self._common(), *more_arguments],
             conf=plain_settings(self.config, stage),

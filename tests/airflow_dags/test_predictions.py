@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from airflow.sdk import DAG
+from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_dags.predictions import ShardmillPredictOperator
 from airflow_dags.run_folder import RunFolder
@@ -28,6 +33,29 @@ def test_the_operator_submits_the_job():
     ]  # fmt: skip
     assert task.application_args[-4:] == ["--dataset", "s3://b/photos@2", "--layer", "pool"]
     assert task.stage == "predict" and [each.name for each in task.outlets] == ["predict:new"]
+
+
+def _predicting(config_file: Path, **kwargs: Any) -> ShardmillPredictOperator:
+    with DAG("mine"):
+        return ShardmillPredictOperator(
+            task_id="predict", config_file=config_file, models="m", out="o", workdir="/work", **kwargs
+        )
+
+
+def test_the_configs_spark_decides_where_it_is_submitted_unless_the_dag_does(tmp_path: Path):
+    config_file = tmp_path / "photos.toml"
+    config_file.write_text(
+        '[spark]\nmaster = "spark://host:7077"\n[spark.etl.conf]\n"spark.submit.deployMode" = "client"\n'
+        '"spark.hadoop.fs.s3a.secret.key" = "canary"\n'
+    )
+    task = _predicting(config_file)
+    task.submit_as_configured()
+    assert (task.master, task.conf) == ("spark://host:7077", {"spark.submit.deployMode": "client"})
+    given = _predicting(config_file, master="yarn", conf={"spark.submit.deployMode": "cluster"})
+    given.submit_as_configured()
+    assert (given.master, given.conf) == ("yarn", {"spark.submit.deployMode": "cluster"})
+    with pytest.raises(AirflowFailException, match="none.toml.*expected a config file that this worker can read"):
+        _predicting(tmp_path / "none.toml").submit_as_configured()
 
 
 def test_what_a_task_hands_on_is_the_version_of_the_predictions(tmp_path):
