@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,15 +12,34 @@ import numpy as np
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.engines import Engine, EngineSettings
+from etl.listing.grouping import group_here
 from etl.plan import plan_build
+from etl.units.copy_unit import copy_rows
 from etl.units.finished import Finished
+from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.unit_result import UnitResult
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.stores import open_store
+
+HERE = f"{__name__}:IN_PROCESS"
+"""`etl.engine`, so that `build_dataset` starts nothing."""
+
+
+def _run_here(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    return (write_unit(unit, task) for unit in units)
+
+
+def _copy_here(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    return (copy_rows(unit, task) for unit in units)
+
+
+IN_PROCESS = Engine(_run_here, group_here, _copy_here)
 
 
 def write_images(

@@ -17,6 +17,11 @@ def usually(usual: T, full: T) -> T:
     return full if IS_FULL else usual
 
 
+def in_drills(*values: object) -> list[object]:
+    """Values of one parameter that only `make drill` and `make test-all` run."""
+    return [pytest.param(value, marks=pytest.mark.drill) for value in values]
+
+
 def exhaustive(*values: object, id: str | None = None) -> object:
     """A row of `parametrize` that only `make test-all` runs."""
     return pytest.param(*values, id=id, marks=pytest.mark.exhaustive)
