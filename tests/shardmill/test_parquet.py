@@ -87,6 +87,22 @@ def test_other_readers_find_every_column_of_a_row():
     assert [each["image"] for each in table] == [b"one", b"two", b"three"]
 
 
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+@pytest.mark.parametrize("layout", [{"compression": "snappy"}, {"data_page_size": 64, "write_batch_size": 1}])
+def test_rows_that_another_writer_laid_out_otherwise_are_read_all_the_same(encoding, layout):
+    schema = RowSchema(encoding, (4, 5, 3), NAMES)
+    images = [bytes([number]) * (60 if encoding == "raw" else 9 + number) for number in range(20)]
+    data, _ = read([[row(number, image) for number, image in enumerate(images)]], schema)
+    file, table = io.BytesIO(), pq.read_table(io.BytesIO(data))
+    with pq.ParquetWriter(file, table.schema, **{"compression": "NONE", "use_dictionary": False, **layout}) as writer:
+        writer.write_table(table)
+    data = file.getvalue()
+    footer = PARQUET.open_footer(ByteRange(0, len(data)), data)
+    found = PARQUET.read_chunk(footer, 0, ByteRange(4, len(data) - 4), data[4:], schema)
+    assert [bytes(image) for image in found.images] == images
+    assert found.sample_ids_N.tolist() == [number - 9 for number in range(20)] and set(found.labels_N.tolist()) == {1}
+
+
 @pytest.mark.parametrize("vector_size", [0, 2])
 def test_predictions_come_back_with_the_bytes_of_their_vectors(vector_size):
     vectors = [np.array([number, -0.5], "<f4").tobytes() if vector_size else b"" for number in range(3)]
