@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,9 @@ from shardmill.dataset.manifest import Manifest, manifest_path
 from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.verify import verify_dataset
-from shardmill.dataset.versions import latest_version, read_manifest
+from shardmill.dataset.versions import check_recorded, latest_version, read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
@@ -79,7 +82,7 @@ def plan_for(tmp_path: Path, **etl: object) -> BuildPlan:
     tree = EtlTree(
         source=SourceConfig(uri=str(tmp_path / "images")),
         dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=EtlConfig(image_size=16, unit_min_images=40, **etl),
+        etl=EtlConfig(**{"image_size": 16, "unit_min_images": 40, **etl}),
     )
     return plan_build(tree, run_id="test")
 
@@ -98,6 +101,42 @@ def test_a_loser_with_equal_content_takes_the_winner(tmp_path: Path):
     assert publish(store, draft.model_copy(update={"commit_id": "another", "run_id": "later"})) == winner
 
 
+def test_another_content_under_the_number_is_a_conflict_that_names_both_runs(tmp_path: Path):
+    draft, store = _draft(tmp_path), open_store(tmp_path / "dataset")
+    winner = publish(
+        store, draft.model_copy(update={"commit_id": "another", "run_id": "w", "content_digest": "1" * 64})
+    )
+    with pytest.raises(CommitConflict, match=r"version 2 was committed by run w while run r worked"):
+        publish(store, draft)
+    assert read_manifest(store, 2) == winner and check_recorded(store, 2)
+
+
+class _Ended(BaseException):
+    """In the place of a kill, or of a lease that has lapsed."""
+
+
+@pytest.mark.parametrize(
+    ("point", "is_published", "is_recorded"),
+    [("lease", False, False), ("manifest_put", False, False), ("post_commit", True, False), ("", True, True)],
+)
+def test_the_order_of_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, is_published: bool, is_recorded: bool
+):
+    """First the lease is checked, then the manifest appears, and last it is recorded."""
+
+    def end(*_: object) -> None:
+        raise _Ended
+
+    draft, store = _draft(tmp_path), open_store(tmp_path / "dataset")
+    if point not in ("", "lease"):
+        monkeypatch.setenv(VARIABLE, point)
+    monkeypatch.setattr(os, "kill", end)
+    with pytest.raises(_Ended) if point else nullcontext():
+        publish(store, draft, end if point == "lease" else lambda: None)
+    assert (store.stat(manifest_path(2)) is not None) == is_published
+    assert (store.stat("committed/00000002.json") is not None) == is_recorded
+
+
 def _draft(tmp_path: Path) -> Manifest:
     root = make_dataset(tmp_path, num_images=30)
     return read_manifest(open_store(root), 1).model_copy(update={"version": 2, "commit_id": "mine", "run_id": "r"})
@@ -108,9 +147,52 @@ def test_a_build_that_equals_its_parent_makes_no_version(tmp_path: Path):
     plan = plan_for(tmp_path)
     results = [write_unit(unit, plan.task) for unit in plan.units]
     assert commit_results(plan, Finished(plan.listing, results)).version == 1
+    record = tmp_path / "dataset" / "committed" / "00000001.json"
+    record.unlink()
     again = plan_for(tmp_path)
     assert commit_results(again, Finished(again.listing, results)).version == 1
     assert open_dataset(str(tmp_path / "dataset")).manifest.version == 1
+    assert record.exists()
+    # Another source of equal content is another version, and so is one whose parent has lost a file.
+    moved = again.build.source.model_copy(update={"uri": "elsewhere"})
+    elsewhere = dataclasses.replace(again.build, source=moved)
+    committed = commit_version(again.store, elsewhere, results, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 1)
+    assert (committed.version, committed.source) == (2, moved)
+    (tmp_path / "dataset" / results[0].shards[0].path).unlink()
+    assert (
+        commit_version(again.store, elsewhere, results, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 2).version
+        == 3
+    )
+
+
+def test_a_version_counts_its_rows_whatever_the_order_in_which_units_ended(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    plan = plan_for(tmp_path, formats=("parquet",), unit_min_images=10)
+    results = [write_unit(unit, plan.task) for unit in plan.units]
+    assert len(results) > 2
+    first, second = (
+        commit_version(plan.store, plan.build, each, RejectionLog(tmp_path), DuplicateCounts(3, 2, 1), 0)
+        for each in (results, results[::-1])
+    )
+    # The second finds the first, whose content is equal.
+    assert first == second and list(first.splits) == sorted(first.splits)
+    counts = first.counts
+    assert (counts.listed, counts.accepted, counts.rejected, counts.by_reason) == (60, 60, 0, {})
+    assert (counts.duplicate_content, counts.conflicting_label, counts.leaked_content) == (3, 2, 1)
+    parts = [part for result in results for part in result.splits]
+    for name, info in first.splits.items():
+        of_split = [part for part in parts if part.split == name]
+        shards = [shard for result in results for shard in result.shards if shard.split == name]
+        assert counts.by_split[name] == info.num_rows == sum(part.num_rows for part in of_split)
+        assert info.image_bytes == sum(part.image_bytes for part in of_split)
+        assert info.num_shards == len(shards) and info.num_chunks == sum(len(shard.chunks) for shard in shards)
+        assert info.class_counts == tuple(map(sum, zip(*(part.class_counts for part in of_split), strict=True)))
+    train = [part for part in parts if part.split == "train"]
+    assert first.channel_sums.num_pixels == sum(part.num_pixels for part in train)
+    assert first.channel_sums.square_sums == tuple(
+        map(sum, zip(*(part.channel_square_sums for part in train), strict=True))
+    )
+    assert first.channel_sums.sums == tuple(map(sum, zip(*(part.channel_sums for part in train), strict=True)))
 
 
 def test_another_config_makes_a_child_version(tmp_path: Path):
@@ -135,7 +217,10 @@ def test_results_that_do_not_add_up_are_not_committed(tmp_path: Path, fault: str
         "doubled": [*results, results[0]],
         "swapped": [dataclasses.replace(results[0], accepted_key_sum=results[1].accepted_key_sum), *results[1:]],
     }[fault]
-    with pytest.raises(IntegrityError, match="listed"):
+    said = (
+        "inputs are not the listed ones" if fault == "swapped" else f"{plan.build.num_listed} inputs were listed, but"
+    )
+    with pytest.raises(IntegrityError, match=said):
         commit_version(plan.store, plan.build, wrong, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 0)
     assert plan.store.stat(manifest_path(1)) is None
 

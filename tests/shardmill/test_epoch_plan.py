@@ -177,6 +177,7 @@ def test_more_ranks_than_streams_are_refused(world_size: int):
 
 def test_a_window_is_the_largest_within_the_budget_and_at_least_a_chunk():
     assert window_chunks_within(320, 10, 8) == 4
+    assert window_chunks_within(7, 1, 1) == window_chunks_within(7, 0, 1) == 7
     assert window_chunks_within(800, 100, 8) == window_chunks_within(799, 100, 8) == 1
 
 

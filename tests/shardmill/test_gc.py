@@ -19,7 +19,7 @@ from shardmill.dataset.maintenance.retention import Retention, as_ranges, number
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
-from shardmill.errors import CommitConflict, UsageError
+from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.storage import TEMPORARY_PREFIX
 from shardmill.stores import open_store
 from tests.shardmill.collecting import build, files_of, gc_now, leave_orphans, read_all, with_images
@@ -55,6 +55,26 @@ def test_a_dry_run_changes_nothing_and_says_what_would_go(folder: Path):
     assert (done.expired, done.garbage) == (planned.expired, planned.garbage)
     assert before - files_of(root) == {each.file.path for each in done.garbage}
     assert files_of(root) - before == {"manifests/00000004.json", "committed/00000004.json"}
+
+
+def test_a_folder_that_is_no_dataset_is_left_alone(tmp_path: Path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "mine").write_bytes(b"x")
+    for collect in (collect_garbage, plan_gc):
+        with pytest.raises(IntegrityError, match="not a committed dataset"):
+            collect(open_store(tmp_path), Retention(None, 0.0), "gc" if collect is collect_garbage else time.time())
+    # Not even a lease is written.
+    assert files_of(str(tmp_path)) == {"shards/mine"} and {path.name for path in tmp_path.iterdir()} == {"shards"}
+
+
+def test_a_file_is_old_once_more_than_the_age_has_passed(folder: Path):
+    root = build(folder, 8)
+    orphan = Path(root, "shards", "orphan")
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (1_000_000, 1_000_000))
+    for now, is_garbage in ((1_000_099.5, False), (1_000_100.0, False), (1_000_100.5, True)):
+        found = plan_gc(open_store(root), Retention(None, 100.0), now).garbage
+        assert [each.file.path for each in found] == (["shards/orphan"] if is_garbage else [])
 
 
 def test_an_expired_version_says_so_and_the_others_are_whole(folder: Path):

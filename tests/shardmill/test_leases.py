@@ -134,3 +134,30 @@ def test_the_time_until_a_lease_lapses_is_its_own(tmp_path: Path):
             raise AssertionError("gc began beside a writer")
         assert "lapses 7200 s after its last renewal" in caught.value.fix
         assert [lease.ttl_seconds for lease in live(tmp_path)] == [7200]
+
+
+def test_a_lease_that_is_released_while_leases_are_listed_is_none(tmp_path: Path, faulty: dict):
+    store = open_store(f"faulty://{tmp_path}")
+    with writing(store, "first"), reading(store, 4, "gone"), writing(store, "third"):
+
+        def gone(at: FaultyStore, path: str) -> bytes:
+            data = at.sound.read(path)
+            if b"gone on" in data:
+                raise FileNotFoundError(path)
+            return data
+
+        faulty["read"] = gone
+        now = time.time() + 5
+        found = list_leases(store, now)
+        assert sorted(each.holder.split()[0] for each in found) == ["first", "third"]
+        assert all(4 < each.age_seconds < 60 and each.ttl_seconds == TTL_SECONDS for each in found)
+        faulty.clear()
+        # One that nobody can read keeps `gc` away as a writer does.
+        store.put(f"{LEASES}/damaged.json", b"?")
+        [damaged] = [each for each in list_leases(store, now) if each.holder == "an unknown process"]
+        assert (damaged.kind, damaged.version, damaged.ttl_seconds) == (LeaseKind.WRITER, None, TTL_SECONDS)
+
+
+@pytest.mark.parametrize(("age_seconds", "is_live"), [(0.0, True), (10.0, True), (10.5, False)])
+def test_a_lease_is_live_until_its_time_is_over(age_seconds: float, is_live: bool):
+    assert Lease("leases/x", LeaseKind.WRITER, "x", None, age_seconds, 10.0).is_live == is_live

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +28,12 @@ from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
-from train.contracts.values import TrainResult
+from train.contracts.values import Evaluation, TrainResult
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.planning.trainings import training_dir
-from train.published.export import export_training
+from train.published.export import check_figures, export_training
 from train.published.exported import EXPORTS, number_of_artifact, read_export, verify_export
 from train.published.load import load_exported
 from train.records import put_record, read_record, record_numbers
@@ -56,6 +57,45 @@ print(json.dumps([
     for each in (served, loaded)
 ]))
 """
+
+
+CLASSES = Evaluation("test", 400, 0.5, 0.9, None, ())
+NUMBERS = Evaluation("test", 400, 4.0, None, None, (), label_kind="float", mean_absolute_error=2.0)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changes", "precision", "rounding", "agrees"),
+    [
+        (CLASSES, {}, "off", 0.0, True),
+        # One percent of the loss, absolute below a loss of 1; half a percent of the samples, or one sample.
+        (CLASSES, {"loss": 0.51}, "off", 0.0, True),
+        (CLASSES, {"loss": 0.511}, "off", 0.0, False),
+        (replace(CLASSES, loss=2.0), {"loss": 2.02}, "off", 0.0, True),
+        (replace(CLASSES, loss=2.0), {"loss": 2.021}, "off", 0.0, False),
+        (CLASSES, {"accuracy": 0.895}, "off", 0.0, True),
+        (CLASSES, {"accuracy": 0.906}, "off", 0.0, False),
+        (replace(CLASSES, num_samples=10), {"accuracy": 0.8}, "off", 0.0, True),
+        (replace(CLASSES, num_samples=10), {"accuracy": 0.7}, "off", 0.0, False),
+        # Five times as much after 16 bits; what is asked of answers does not count here.
+        (CLASSES, {"loss": 0.549, "accuracy": 0.876}, "bfloat16", 0.0, True),
+        (CLASSES, {"loss": 0.551}, "bfloat16", 0.0, False),
+        (CLASSES, {"loss": 0.511}, "off", 1.0, False),
+        (CLASSES, {"num_samples": 399}, "off", 0.0, False),
+        (CLASSES, {"loss": float("nan")}, "off", 0.0, False),
+        # Errors have a unit: one percent of them, and what rounding of the answers makes of both.
+        (NUMBERS, {"loss": 4.04, "mean_absolute_error": 1.98}, "off", 0.0, True),
+        (NUMBERS, {"loss": 4.041}, "off", 0.0, False),
+        (NUMBERS, {"mean_absolute_error": 2.021}, "off", 0.0, False),
+        (NUMBERS, {"loss": 4.19, "mean_absolute_error": 2.09}, "float16", 0.0, True),
+        # 0.04 + 0.1 * (2 * 2 + 0.1) of the loss, 0.02 + 0.1 of the error.
+        (NUMBERS, {"loss": 4.449, "mean_absolute_error": 2.119}, "off", 0.1, True),
+        (NUMBERS, {"loss": 4.451}, "off", 0.1, False),
+        (NUMBERS, {"mean_absolute_error": 2.121}, "off", 0.1, False),
+    ],
+)
+def test_an_export_answers_as_well_as_was_recorded(recorded, changes, precision, rounding, agrees):
+    with nullcontext() if agrees else pytest.raises(IntegrityError, match="the export has loss"):
+        check_figures(replace(recorded, **changes), recorded, precision, rounding=rounding)
 
 
 @pytest.fixture(scope="module")

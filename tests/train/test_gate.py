@@ -265,6 +265,8 @@ def evaluation(accuracy: float) -> Evaluation:
         (0.9, None, {}, "promoted", "accuracy 0.9000 on 200 test samples"),
         (0.9, None, {"min_accuracy": 0.95}, "kept", "is below gate.min_accuracy = 0.95"),
         (0.95, None, {"min_accuracy": 0.95}, "promoted", "there was no current model"),
+        (0.9, None, {"min_accuracy": 0.8, "metric_limit": 0.8}, "promoted", "reaches gate.min_accuracy = 0.8"),
+        (0.9, None, {"min_accuracy": 0.8, "metric_limit": 0.95}, "kept", "is below gate.metric_limit = 0.95"),
         (0.9, 0.9, {}, "promoted", "the current model has 0.9000"),
         (0.895, 0.9, {"max_regression": 0.01}, "promoted", "0.9000"),
         (0.88, 0.9, {"max_regression": 0.01}, "kept", "falls behind the current model's 0.9000"),
