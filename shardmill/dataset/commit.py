@@ -106,11 +106,14 @@ def publish(store: Store, draft: Manifest, check_lease: Callable[[], object] = l
     that no other version names.
 
     The new version names no file that `gc` has deleted, however long this process was suspended, and where:
-    - `gc` does not begin while the lease is live. If the lease has lapsed, `gc` first commits a version of its own.
+    - `gc` does not begin while the lease is live. If it has seen once that the lease has lapsed, it first commits a
+      version of its own, or ends because the lease looks live again.
     - If the lease lapsed before the check, the check raises. Otherwise no `gc` began before the check.
     - If it lapses between the check and the PUT, the version of `gc` has the number of this draft or a higher one. So
       the number of this draft is taken, and the PUT does nothing. If the PUT is first, `gc` fails to commit and deletes
       nothing (or, if the two versions are equal, it lists what the versions name after that).
+    - `gc` checks its own lease before each request to delete. It may still be suspended within such a request, beyond
+      its lease: that one case remains (docs/dataset-format.md).
     A store needs nothing for this but `put_if_absent`, which decides when the file appears (`link`, rename,
     `If-None-Match`), not when the request is sent.
     """

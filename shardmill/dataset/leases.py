@@ -3,7 +3,8 @@
 Two rules stand on them. `gc` deletes nothing while a writer works, because no manifest names a writer's files yet; and
 it keeps the files of a version that a reader has leased. Each side first writes its own lease and then looks for the
 other's, so of two that start at once at least one sees the other. A writer whose lease has lapsed may be suspended and
-continue at any time: the commit keeps it out (see `shardmill.dataset.commit.publish`).
+continue at any time: the commit keeps it out (see `shardmill.dataset.commit.publish`). It renews its lease no more, but
+a request that it had sent may arrive late: a lease that lapsed once and looks live proves nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,22 +59,27 @@ class Lease:
         return self.age_seconds <= self.ttl_seconds
 
 
+def _wall_clock() -> float:
+    """A monotonic clock stops while a machine is suspended."""
+    return time.time()
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """What tells a holder the time, and lets it wait."""
 
-    # The wall clock: a monotonic one stops while a machine is suspended.
-    now: Callable[[], float] = time.time
+    now: Callable[[], float] = _wall_clock
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
 
 
 class HeldLease:
     """This process's own lease; a thread renews it."""
 
-    def __init__(self, store: Store, path: str, data: bytes, ttl_seconds: float, clock: Clock) -> None:
-        self.path = path
+    def __init__(self, store: Store, kind: LeaseKind, body: bytes, ttl_seconds: float, clock: Clock) -> None:
+        self.path = f"{LEASES}/{kind}-{secrets.token_hex(8)}.json"
         self._store = store
-        self._data = data
+        self._kind = kind
+        self._body = body
         self._ttl_seconds = ttl_seconds
         self._clock = clock
         self._renewed: float | None = None
@@ -88,7 +94,7 @@ class HeldLease:
 
         A renewal does not make up for that: `gc` may have worked between the two.
         """
-        self._note_gap(self._clock.now())
+        self._note_gap()
         if self._longest_gap_seconds > self._ttl_seconds:
             raise CommitConflict(
                 f"the lease {self.path} of {self._store.uri} was not renewed for {self._longest_gap_seconds:.0f} s",
@@ -97,10 +103,15 @@ class HeldLease:
             )
 
     def renew(self) -> float:
-        """Write the lease again; returns the time by the store's clock, in seconds since the epoch."""
+        """Write the lease again; returns the time by the store's clock, in seconds since the epoch.
+
+        Raises CommitConflict if it has lapsed, unless it is a reader's: that keeps what has not expired meanwhile.
+        """
+        if self._kind is not LeaseKind.READER:
+            self.check()
         began = self._clock.now()
-        self._store.put(self.path, self._data)
-        self._note_gap(self._clock.now())
+        self._store.put(self.path, self._body)
+        self._note_gap()
         self._renewed = began
         stored = self._store.stat(self.path)
         return stored.mtime_ns / 1e9 if stored is not None else began
@@ -113,15 +124,19 @@ class HeldLease:
         with suppress(ShardmillError):
             self._store.delete(self.path)
 
-    def _note_gap(self, now: float) -> None:
+    def _note_gap(self) -> None:
         if self._renewed is not None:
-            self._longest_gap_seconds = max(self._longest_gap_seconds, now - self._renewed)
+            self._longest_gap_seconds = max(self._longest_gap_seconds, self._clock.now() - self._renewed)
 
     def _renew_until_ended(self) -> None:
         while not self._clock.wait(self._ended, self._ttl_seconds / _RENEWALS_PER_TTL):
-            # A store that fails for a moment is asked again; one that fails for longer is noticed by `check`.
-            with suppress(ShardmillError):
+            try:
                 self.renew()
+            except CommitConflict:
+                return
+            except ShardmillError:
+                # A store that fails for a moment is asked again; one that fails for longer is noticed by `check`.
+                continue
 
 
 @contextmanager
@@ -133,7 +148,7 @@ def writing(
     Raises CommitConflict (exit 6) if `gc` is deleting.
     """
     with _held(store, LeaseKind.WRITER, purpose, ttl_seconds, clock=clock) as lease:
-        _refuse_beside(store, lease, {LeaseKind.GC})
+        _refuse_beside(store, lease, list_leases(store, lease.renew()), {LeaseKind.GC})
         yield lease
 
 
@@ -152,12 +167,49 @@ def reading(
         yield lease
 
 
+class Collector:
+    """`gc` at work: its lease, and what it has seen of the others'."""
+
+    def __init__(self, store: Store, lease: HeldLease) -> None:
+        self.lease = lease
+        self._store = store
+        self.leased_versions: frozenset[int] = frozenset()
+        """Versions that readers need, at the last look."""
+        self.fenced: frozenset[str] = frozenset()
+        """Leases of writers that were killed, or are suspended: `gc` must commit before it deletes."""
+
+    def look(self) -> float:
+        """Look for the others; returns the time by the store's clock. Raises CommitConflict (exit 6) if one is at work.
+
+        A writer that was found lapsed once is fenced, whatever its lease looks like at the next look: the renewal may
+        have been sent before the writer was suspended. If it looks live then, the writer is back, and goes first.
+        """
+        leases = list_leases(self._store, now := self.lease.renew())
+        _refuse_beside(self._store, self.lease, leases, {LeaseKind.WRITER, LeaseKind.GC})
+        self.fenced |= lapsed_writers(leases)
+        self.leased_versions = leased_versions(leases)
+        return now
+
+
 @contextmanager
-def collecting(store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
+def collecting(
+    store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS, clock: Clock | None = None
+) -> Iterator[Collector]:
     """The lease of `gc`. Raises CommitConflict (exit 6) naming a writer or another `gc` that is at work."""
-    with _held(store, LeaseKind.GC, purpose, ttl_seconds) as lease:
-        _refuse_beside(store, lease, {LeaseKind.WRITER, LeaseKind.GC})
-        yield lease
+    with _held(store, LeaseKind.GC, purpose, ttl_seconds, clock=clock) as lease:
+        collector = Collector(store, lease)
+        collector.look()
+        yield collector
+
+
+def leased_versions(leases: Iterable[Lease]) -> frozenset[int]:
+    """The versions that readers need."""
+    return frozenset(each.version for each in leases if each.is_live and each.version is not None)
+
+
+def lapsed_writers(leases: Iterable[Lease]) -> frozenset[str]:
+    """Leases of writers that were killed, or are suspended."""
+    return frozenset(each.path for each in leases if each.kind is LeaseKind.WRITER and not each.is_live)
 
 
 def list_leases(store: Store, now: float) -> list[Lease]:
@@ -179,25 +231,20 @@ def list_leases(store: Store, now: float) -> list[Lease]:
 
 @contextmanager
 def _held(
-    store: Store,
-    kind: LeaseKind,
-    purpose: str,
-    ttl_seconds: float,
-    version: int | None = None,
+    store: Store, kind: LeaseKind, purpose: str, ttl_seconds: float, version: int | None = None,
     clock: Clock | None = None,
-) -> Iterator[HeldLease]:
+) -> Iterator[HeldLease]:  # fmt: skip
     holder = f"{purpose} on {socket.gethostname()}, process {os.getpid()}"
     body = {"kind": kind, "holder": holder, "version": version, "ttl_seconds": ttl_seconds}
-    path = f"{LEASES}/{kind}-{secrets.token_hex(8)}.json"
-    lease = HeldLease(store, path, json.dumps(body).encode(), ttl_seconds, clock or Clock())
+    lease = HeldLease(store, kind, json.dumps(body).encode(), ttl_seconds, clock or Clock())
     try:
         yield lease
     finally:
         lease.release()
 
 
-def _refuse_beside(store: Store, own: HeldLease, kinds: set[LeaseKind]) -> None:
-    for other in list_leases(store, own.renew()):
+def _refuse_beside(store: Store, own: HeldLease, leases: Iterable[Lease], kinds: set[LeaseKind]) -> None:
+    for other in leases:
         if other.is_live and other.kind in kinds and other.path != own.path:
             raise CommitConflict(
                 f"{other.holder} is at work in {store.uri} ({other.kind})",

@@ -14,23 +14,27 @@ from shardmill.stores import open_store
 from tests.shardmill.collecting import config_of
 
 
-def build(folder: Path, source: str, config: EtlConfig) -> None:
+def _build(images: Path, root: str, config: EtlConfig) -> None:
     config = config.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE"})
-    source_config, dataset = SourceConfig(uri=str(folder / source)), DatasetConfig(uri=str(folder / "dataset"))
-    build_dataset(EtlTree(source=source_config, dataset=dataset, etl=config), run_id="stopped")
+    source, dataset = SourceConfig(uri=str(images)), DatasetConfig(uri=root)
+    build_dataset(EtlTree(source=source, dataset=dataset, etl=config), run_id="stopped")
+
+
+def write_version(folder: Path, operation: str, root: str) -> None:
+    """To the dataset at the URI `root`."""
+    if operation == "etl":
+        _build(folder / "images", root, config_of(10))
+    elif operation == "append":
+        _build(folder / "tuesday", root, config_of(9).model_copy(update={"write_mode": "append"}))
+    elif operation == "compact":
+        compact_dataset(open_dataset(root), "stopped")
+    else:
+        roll_back(open_store(root), 1, "stopped")
 
 
 def main(folder: Path, operation: str) -> int:
-    root = str(folder / "dataset")
     try:
-        if operation == "etl":
-            build(folder, "images", config_of(10))
-        elif operation == "append":
-            build(folder, "tuesday", config_of(9).model_copy(update={"write_mode": "append"}))
-        elif operation == "compact":
-            compact_dataset(open_dataset(root), "stopped")
-        else:
-            roll_back(open_store(root), 1, "stopped")
+        write_version(folder, operation, str(folder / "dataset"))
     except ShardmillError as error:
         print(error)
         return error.exit_code

@@ -33,6 +33,9 @@ class FaultyStore(LocalStore):
     def put(self, path: str, data: bytes) -> None:
         return _ANSWERS.get("put", LocalStore.put)(self, path, data)
 
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        return _ANSWERS.get("list", LocalStore.list)(self, prefix)
+
     def stat(self, path: str) -> StoredFile | None:
         return _ANSWERS.get("stat", LocalStore.stat)(self, path)
 

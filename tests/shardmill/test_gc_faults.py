@@ -36,6 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return with_images(tmp_path)
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("point", ["manifest_put", "post_commit", "gc_delete:1", "gc_delete:5"])
 def test_a_killed_gc_harms_nothing_and_is_finished_by_the_next(folder: Path, point: str):
     assert point.partition(":")[0] in FAILPOINTS

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shardmill.dataset.leases import (
     LEASES,
     TTL_SECONDS,
     Clock,
+    Collector,
     Lease,
     LeaseKind,
     collecting,
@@ -88,8 +90,8 @@ def test_a_killed_writer_s_lease_lapses(tmp_path: Path):
     [lease] = live(tmp_path)
     long_ago = time.time() - TTL_SECONDS - 1
     os.utime(tmp_path / lease.path, (long_ago, long_ago))
-    with collecting(open_store(tmp_path), "gc"):
-        pass
+    with collecting(open_store(tmp_path), "gc") as collector:
+        assert collector.fenced == {lease.path}
 
 
 def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path, faulty: dict):
@@ -108,7 +110,68 @@ def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path,
             lease.check()
         # A later renewal does not undo what `gc` may have done meanwhile.
         faulty.clear()
-        lease.renew()
+        with pytest.raises(CommitConflict, match="not renewed"):
+            lease.renew()
+        with pytest.raises(CommitConflict, match="not renewed"):
+            lease.check()
+
+
+def test_gc_looks_twice_and_never_forgets_a_writer_that_had_lapsed(tmp_path: Path):
+    store = open_store(tmp_path)
+    with writing(store, "etl") as writer:
+        os.utime(tmp_path / writer.path, (0, 0))
+        with collecting(store, "gc") as collector:
+            assert collector.fenced == {writer.path}
+            os.utime(tmp_path / writer.path)
+            with pytest.raises(CommitConflict, match="etl on .* is at work"):
+                collector.look()
+            store.delete(writer.path)
+            with reading(store, 3, "train"):
+                collector.look()
+            assert (collector.fenced, collector.leased_versions) == ({writer.path}, {3})
+
+
+def test_a_lapsed_lease_is_not_renewed_but_a_reader_s_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reader's keeps what has not expired meanwhile; `gc` may have deleted what a writer's protected."""
+    store, clock, waited = open_store(tmp_path), time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: clock() + sum(waited))
+    for held in (writing(store, "etl"), collecting(store, "gc"), reading(store, 1, "train")):
+        with held as holder:
+            lease = holder.lease if isinstance(holder, Collector) else holder
+            assert lease is not None
+            waited.append(TTL_SECONDS - 1)
+            lease.renew()
+            lease.check()
+            waited.append(TTL_SECONDS + 1)
+            if "reader" in lease.path:
+                lease.renew()
+                continue
+            for refused in (lease.renew, lease.check):
+                with pytest.raises(CommitConflict, match="was not renewed for 90"):
+                    refused()
+
+
+def test_a_renewer_outlives_faults_and_stops_for_good_when_its_lease_has_lapsed(tmp_path: Path, faulty: dict):
+    set_clock, times = SetClock(), list[float]()
+
+    def put(at: FaultyStore, path: str, data: bytes) -> None:
+        times.append(set_clock.now())
+        if len(times) in (3, 4):
+            raise StorageError("the disk is away")
+        at.sound.put(path, data)
+
+    faulty["put"] = put
+    clock = Clock(set_clock.now, set_clock.wait)
+    with writing(open_store(f"faulty://{tmp_path}"), "etl", clock=clock) as lease:
+        for _ in range(4):
+            set_clock.advance(TTL_SECONDS / 4)
+        set_clock.advance(0)
+        lease.check()
+        assert len(times) == 6
+        set_clock.advance(TTL_SECONDS + 1)
+        [renewer] = [each for each in threading.enumerate() if each.name == "shardmill-lease"]
+        renewer.join(60)
+        assert not renewer.is_alive() and len(times) == 6
         with pytest.raises(CommitConflict, match="not renewed"):
             lease.check()
 

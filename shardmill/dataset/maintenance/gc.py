@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from shardmill.dataset.commit import publish
 from shardmill.dataset.dataset import read_shards
 from shardmill.dataset.index import INDEXES, ROWS, SHARDS
-from shardmill.dataset.leases import LEASES, HeldLease, LeaseKind, collecting, list_leases
+from shardmill.dataset.leases import (
+    LEASES,
+    HeldLease,
+    LeaseKind,
+    collecting,
+    lapsed_writers,
+    leased_versions,
+    list_leases,
+)
 from shardmill.dataset.ledger import REJECTS
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.maintenance.retention import (
@@ -61,10 +69,10 @@ def plan_gc(store: Store, retention: Retention, now: float) -> GcReport:
     Raises UsageError or IntegrityError if there is no committed dataset, IntegrityError if the index of a retained
     version is damaged: then nothing tells what it names.
     """
-    versions = _unexpired(store)
-    expired = choose_expired(versions, retention, now, _leased_versions(store, now))
+    versions, leases = _unexpired(store), list_leases(store, now)
+    expired = choose_expired(versions, retention, now, leased_versions(leases))
     retained = [each for each in versions if each.manifest.version not in expired]
-    garbage = _find_garbage(store, _manifests(retained), retention.older_than_seconds, now, _lapsed_writers(store, now))
+    garbage = _find_garbage(store, _manifests(retained), retention.older_than_seconds, now, lapsed_writers(leases))
     return _report(expired, retained, garbage)
 
 
@@ -76,19 +84,19 @@ def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport
     """
     # Before anything is written, a lease included: this may be no dataset.
     _unexpired(store)
-    with collecting(store, f"gc, run {run_id},") as lease:
+    with collecting(store, f"gc, run {run_id},") as collector:
         # Expire, by a commit: from here on a version without protection cannot be opened, though all of it is there.
         # If a writer's lease has lapsed, there is a commit even if nothing expires: the writer may only be suspended,
         # and the commit takes the version number that it would use (see `publish`).
-        now = lease.renew()
-        expired = choose_expired(_unexpired(store), retention, now, _leased_versions(store, now))
-        fenced = _lapsed_writers(store, now)
-        if expired or fenced:
+        lease, versions, now = collector.lease, _unexpired(store), collector.look()
+        expired = choose_expired(versions, retention, now, collector.leased_versions)
+        if expired or collector.fenced:
             _commit_expiry(store, expired, run_id, lease)
 
         # Delete, by what is committed now: of a version whose reader has just ended nothing goes before it expires.
         retained = _unexpired(store)
-        garbage = _find_garbage(store, _manifests(retained), retention.older_than_seconds, lease.renew(), fenced)
+        now, age_seconds = lease.renew(), retention.older_than_seconds
+        garbage = _find_garbage(store, _manifests(retained), age_seconds, now, collector.fenced)
         report = _report(expired, retained, garbage)
         _delete(store, lease, report.garbage)
     return report
@@ -112,17 +120,6 @@ def _unexpired(store: Store) -> list[CommittedVersion]:
         if name and int(name[1]) not in gone:
             found.append(CommittedVersion(read_manifest(store, int(name[1])), file.mtime_ns / 1e9))
     return sorted(found, key=lambda each: each.manifest.version)
-
-
-def _leased_versions(store: Store, now: float) -> frozenset[int]:
-    leases = list_leases(store, now)
-    return frozenset(each.version for each in leases if each.is_live and each.version is not None)
-
-
-def _lapsed_writers(store: Store, now: float) -> frozenset[str]:
-    """Leases of writers that were killed, or are suspended."""
-    leases = list_leases(store, now)
-    return frozenset(each.path for each in leases if each.kind is LeaseKind.WRITER and not each.is_live)
 
 
 def _commit_expiry(store: Store, expired: tuple[int, ...], run_id: str, lease: HeldLease) -> None:
@@ -169,7 +166,7 @@ def _named_by_leased(store: Store, now: float) -> set[str]:
     """Return the files that a reader needs of a version that has expired since it took its lease."""
     present = {file.path for file in store.list(MANIFESTS)}
     named: set[str] = set()
-    for version in _leased_versions(store, now):
+    for version in leased_versions(list_leases(store, now)):
         if manifest_path(version) not in present:
             continue
         manifest = read_manifest(store, version)
