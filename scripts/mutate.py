@@ -35,9 +35,9 @@ PROMISES = (
     "shardmill/dataset/leases.py", "shardmill/dataset/maintenance/gc.py", "etl/units/write_unit.py",
     "shardmill/images/process.py", "etl/units/pending.py", "train/checkpoints/checkpoint.py",
     "train/checkpoints/checkpoint_writer.py", "train/rank/session.py", "train/launching/watchdog.py",
-    "train/launching/messages.py", "train/strategies/torch_ddp.py", "train/strategies/horovod.py",
-    "train/published/export.py", "train/published/gate.py", "shardmill/formats/parquet.py",
-    "shardmill/formats/tfrecord.py",
+    "train/launching/messages.py", "shardmill/messages.py", "train/strategies/torch_ddp.py",
+    "train/strategies/horovod.py", "train/published/export.py", "train/published/gate.py",
+    "shardmill/formats/parquet.py", "shardmill/formats/tfrecord.py",
 )  # fmt: skip
 SEED, COUNT = 0, 10
 _OURS = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "tests", "scripts")
@@ -229,8 +229,10 @@ class Laboratory:
                 os.dup2(file.fileno(), 2)
             sys.stdout = sys.stderr = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
             os.chdir(self.root)
+            for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+                del os.environ[name]
             # What a test costs or starts kills no mutant.
-            os.environ |= {"PYTHONPATH": str(self.root), "SHARDMILL_STARTS": "record"}
+            os.environ |= {"PYTHONPATH": str(self.root), "SHARDMILL_STARTS": "record", "SHARDMILL_FULL": ""}
             for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
                 del sys.modules[name]
             sys.path[:] = [str(self.root), *(each for each in sys.path if Path(each).resolve() != ROOT)]

@@ -72,6 +72,11 @@ def test_equivalent_mutants_are_mutants_and_have_a_reason():
         assert not [each for each in mutants if (each["was"], each["became"]) not in known or not each["reason"]], file
 
 
+@pytest.mark.parametrize("file", PROMISES)
+def test_every_promise_has_a_test_of_its_name(file: str):
+    assert test_for.named_tests(ROOT / file)
+
+
 TREE = {
     "shardmill/mix.py": "",
     "shardmill/plan.py": "from shardmill.mix import mix64",

@@ -22,7 +22,7 @@ from etl.units.write_unit import write_unit
 from shardmill.dataset.commit import commit_version, publish
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts
-from shardmill.dataset.manifest import Manifest, manifest_path
+from shardmill.dataset.manifest import Manifest, VersionRange, manifest_path
 from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.verify import verify_dataset
@@ -127,14 +127,25 @@ def test_the_order_of_a_commit(
     def end(*_: object) -> None:
         raise _Ended
 
+    checked: list[bool] = []
     draft, store = _draft(tmp_path), open_store(tmp_path / "dataset")
     if point not in ("", "lease"):
         monkeypatch.setenv(VARIABLE, point)
     monkeypatch.setattr(os, "kill", end)
     with pytest.raises(_Ended) if point else nullcontext():
-        publish(store, draft, end if point == "lease" else lambda: None)
+        publish(store, draft, end if point == "lease" else lambda: checked.append(True))
+    assert checked == ([] if point == "lease" else [True])
     assert (store.stat(manifest_path(2)) is not None) == is_published
     assert (store.stat("committed/00000002.json") is not None) == is_recorded
+
+
+def test_a_build_remembers_what_had_expired(tmp_path: Path):
+    root = make_dataset(tmp_path, num_images=30, formats=("parquet",))
+    store, expired = open_store(root), (VersionRange(first=1, last=1),)
+    first = read_manifest(store, 1)
+    publish(store, first.model_copy(update={"version": 2, "parent_version": 1, "expired_versions": expired}))
+    build_here(str(tmp_path / "images"), root, EtlConfig(image_size=8, formats=("parquet",)))
+    assert read_manifest(store, 3).expired_versions == expired
 
 
 def _draft(tmp_path: Path) -> Manifest:
