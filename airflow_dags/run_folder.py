@@ -45,7 +45,7 @@ class RunFolder:
     def failure(self, stage: str, ended: str, exit_code: int = 0) -> AirflowException:
         """The exception that says why the stage failed, and by its type whether another try makes sense.
 
-        `exit_code`: the command's own, for one that leaves no summary (`doctor`); 0 where Spark's may stand for it.
+        `exit_code`: the command's own, for one that could write no summary; 0 where Spark's may stand for it.
         """
         summary = self.summary()
         code = summary.get("exit_code")

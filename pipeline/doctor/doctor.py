@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +26,11 @@ from pipeline.doctor.network import network_findings
 from pipeline.doctor.ranks import model_findings, rank_findings
 from pipeline.output.printing import plain, print_result
 from pipeline.preflight import Check, checks, clock_difference_seconds
+from pipeline.running import SUMMARY_SECTIONS
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.jobs.run_files import PARTIAL, RunState, StageRecord, failed_stage, write_stage_record, write_summary
 from shardmill.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
 from train.tree import TrainTree
@@ -42,7 +45,7 @@ CLOCK_TOLERANCE_SECONDS = 30
 REHEARSAL = "rehearsal"
 
 
-@command("run_id")
+@command()
 def doctor(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
@@ -56,8 +59,29 @@ def doctor(
         findings.append(rehearsed(findings, config, common.overrides, common.workdir))
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
     print_result(common, [plain(each) for each in findings], rows, title="doctor")
-    if failing := [each for each in findings if each.status == "fail"]:
-        raise typer.Exit((StorageError if all(each.is_transient for each in failing) else UsageError).exit_code)
+    error = _error_of([each for each in findings if each.status == "fail"])
+    if common.is_run_named:
+        _record(common, error)
+    if error is not None:
+        raise typer.Exit(error.exit_code)
+
+
+def _error_of(failing: Sequence[Finding]) -> ShardmillError | None:
+    """What a run would end with: a fault that may pass only if all of them may."""
+    if not failing:
+        return None
+    kind = StorageError if all(each.is_transient for each in failing) else UsageError
+    found = "; ".join(f"{each.subject}: {each.found}" for each in failing)
+    return kind(found, fix=failing[0].fix if len(failing) == 1 else "`shardmill doctor` shows how to fix each")
+
+
+def _record(common: Common, error: ShardmillError | None) -> None:
+    """For whoever named the run: a scheduler looks into its folder for the reason."""
+    record = StageRecord(stage="doctor") if error is None else failed_stage("doctor", error)
+    state = PARTIAL if error is None else RunState("failed", record.exit_code, record.error)
+    with suppress(ShardmillError):
+        write_stage_record(common.workdir, common.run_id, record)
+        write_summary(common.workdir, common.run_id, state, SUMMARY_SECTIONS)
 
 
 def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:

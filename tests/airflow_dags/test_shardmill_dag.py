@@ -86,7 +86,7 @@ def test_a_dag_run_publishes_a_dataset_and_a_model(tmp_path: Path):
     [run] = (tmp_path / "configs" / "work" / "tiny" / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["promotion"]["decision"]) == ("ok", 0, "promoted")
-    assert set(summary["stages"]) == {*STAGES, "export"} - {"doctor"}
+    assert set(summary["stages"]) == {*STAGES, "export"}
     assert (run / "report.html").is_file()
 
     # An event for each thing that was published, with its ids; and nothing but ids and digests in XCom.
@@ -108,8 +108,8 @@ def test_a_failure_is_classified_by_the_summary_of_this_attempt(tmp_path: Path):
     assert seen["command"][0] == seen["spark"][0] == "AirflowFailException"
     assert "exit code 2" in seen["command"][1] and "there is no dataset at" in seen["command"][1]
     assert "exit code 2" in seen["spark"][1] and "nowhere" in seen["spark"][1]
-    # It leaves no summary: its own exit code tells.
     assert seen["doctor"][0] == "AirflowFailException" and "exit code 2" in seen["doctor"][1]
+    assert "unknown config key train.stratgey" in seen["doctor"][1]
     assert seen["died"][0] == "AirflowException" and "exit code 4" in seen["died"][1]
     assert seen["wrong config"] == ["AirflowFailException", "no section"]
     assert seen["no command"][0] == "AirflowFailException" and "SHARDMILL_COMMAND" in seen["no command"][1]

@@ -256,6 +256,21 @@ def test_doctor_finds_what_would_fail(tmp_path: Path):
     assert found["dataset.uri"]["status"] == "fail"
 
 
+def test_what_doctor_found_is_in_the_record_of_a_run_that_was_named(tmp_path: Path):
+    config = tmp_path / "c.toml"
+    config.write_text(f'[source]\nuri = "{tmp_path}/gone"\n')
+    assert shardmill("doctor", "c.toml", "--workdir", "w", "--run-id", "r", cwd=tmp_path).returncode == 2
+    summary = json.loads((tmp_path / "w" / "runs" / "r" / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 2) and "source.uri: " in summary["error"]
+    assert summary["stages"]["doctor"]["status"] == "failed"
+    # The next try of the same run finds nothing.
+    write_images(tmp_path / "gone", num_images=30)
+    done = shardmill("doctor", "c.toml", "--workdir", "w", "--run-id", "r", "--set", "dataset.uri=d", cwd=tmp_path)
+    summary = json.loads((tmp_path / "w" / "runs" / "r" / "summary.json").read_text())
+    assert (done.returncode, summary["status"], summary["error"]) == (0, "partial", None), done.stdout
+    assert not list((tmp_path / "w" / "runs").glob("2*"))
+
+
 def test_doctor_shows_a_config_that_does_not_load_as_a_row(tmp_path: Path):
     (tmp_path / "c.toml").write_text("[train]\nepoch = 3\n")
     done = shardmill("doctor", "c.toml", cwd=tmp_path)
