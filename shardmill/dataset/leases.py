@@ -202,6 +202,14 @@ def collecting(
         yield collector
 
 
+@contextmanager
+def alone(store: Store, purpose: str, *, ttl_seconds: float) -> Iterator[None]:
+    """For the one process that may write below the root of `store`. Raises CommitConflict (exit 6) naming another."""
+    with _held(store, LeaseKind.WRITER, purpose, ttl_seconds) as lease:
+        _refuse_beside(store, lease, list_leases(store, lease.renew()), {LeaseKind.WRITER})
+        yield
+
+
 def leased_versions(leases: Iterable[Lease]) -> frozenset[int]:
     """The versions that readers need."""
     return frozenset(each.version for each in leases if each.is_live and each.version is not None)

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from shardmill.errors import IntegrityError, ShardmillError
+from shardmill.dataset.leases import alone
+from shardmill.errors import CommitConflict, IntegrityError, ShardmillError
 from shardmill.jobs.line_log import LineLog, warn_on_stderr
 from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, is_progress
 from shardmill.jobs.redact import redacted
@@ -34,6 +36,8 @@ from shardmill.stores import open_store
 from shardmill.stores.retries import num_retried
 
 Value = TypeVar("Value")
+EVENTS = "events.jsonl"
+_RUN_LEASE_SECONDS = 30.0
 
 
 class RunRecord:
@@ -61,7 +65,7 @@ class RunRecord:
         self._warnings: list[str] = []
         self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
-        self._events = LineLog(self.store, f"{self.folder}/events.jsonl", warn=self._warn)
+        self._events = LineLog(self.store, f"{self.folder}/{EVENTS}", warn=self._warn)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """Append one line to `events.jsonl`, unless it is progress; a warning is also kept for the stage's record."""
@@ -160,11 +164,37 @@ class RunRecord:
 @contextmanager
 def recording(record: RunRecord) -> Iterator[RunRecord]:
     """Close the record with the outcome of the work inside; a JVM that is started there logs beside the record."""
-    try:
-        with spark_log(record.store, f"{record.folder}/spark.log"):
-            yield record
-    except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
-        with suppress(ShardmillError):
-            record.close(error)
-        raise
-    record.close()
+    with _alone(record):
+        try:
+            with spark_log(record.store, f"{record.folder}/spark.log"):
+                yield record
+        except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
+            with suppress(ShardmillError):
+                record.close(error)
+            raise
+        record.close()
+
+
+@contextmanager
+def _alone(record: RunRecord) -> Iterator[None]:
+    """Raises CommitConflict (exit 6) if another process adds to the same run: events of both would be mixed, and the
+    summary would be that of the last one.
+
+    A local lock ends with its process. Elsewhere a lease does, of `_RUN_LEASE_SECONDS`.
+    """
+    root = record.store.local_root
+    if root is None:
+        with alone(open_store(join_uri(record.store.uri, f"running/{record.run_id}")), f"run {record.run_id}",
+                   ttl_seconds=_RUN_LEASE_SECONDS):  # fmt: skip
+            yield
+        return
+    with open(root / record.folder / EVENTS, "rb") as events:
+        try:
+            fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommitConflict(
+                f"run {record.run_id!r} of {record.workdir} is at work in another process",
+                "expected one process at a time for a run id; nothing was changed",
+                "wait for it, or give another --run-id",
+            ) from None
+        yield

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.commands.train import train
 from pipeline.config import load_for_dataset
 from pipeline.tree import PipelineTree
-from shardmill.errors import UsageError
-from shardmill.jobs.run_record import RunRecord
+from shardmill.errors import CommitConflict, UsageError
+from shardmill.jobs.run_files import StageRecord
+from shardmill.jobs.run_record import RunRecord, recording
+from shardmill.stores import open_store
 from tests.pipeline.command import ENVIRONMENT, ROOT, shardmill
 
 BAD_RUN_IDS = [
@@ -36,6 +40,36 @@ def test_every_command_refuses_a_bad_run_id_before_it_works(tmp_path: Path):
     done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     assert done.returncode == 2 and "ERROR 2: run id '../x'" in done.stderr, done.stderr
     assert not list(tmp_path.parent.glob("x"))
+
+
+def test_a_run_is_that_of_one_process_at_a_time(tmp_path: Path):
+    with recording(RunRecord(str(tmp_path), "r")) as first:
+        first.stage("etl", lambda: 1, lambda value: StageRecord(stage="etl"))
+        with pytest.raises(CommitConflict, match="run 'r' of .* is at work in another process.*give another --run-id"):
+            with recording(RunRecord(str(tmp_path), "r")) as second:
+                second.stage("train", lambda: 2, lambda value: StageRecord(stage="train"))
+        with recording(RunRecord(str(tmp_path), "another")):
+            pass
+    assert set(read_run(tmp_path, "r")["stages"]) == {"etl"}
+    # Its next stage is another process's.
+    with recording(RunRecord(str(tmp_path), "r")) as later:
+        later.stage("train", lambda: 2, lambda value: StageRecord(stage="train"))
+    assert set(read_run(tmp_path, "r")["stages"]) == {"etl", "train"}
+
+
+@pytest.mark.starts("server")
+def test_a_run_on_s3_is_that_of_one_process_at_a_time(s3_bucket: str):
+    with recording(RunRecord(s3_bucket, "r")):
+        with pytest.raises(CommitConflict, match="run r on .* is at work.*its lease .* lapses 30 s after"):
+            with recording(RunRecord(s3_bucket, "r")):
+                pass
+    with recording(RunRecord(s3_bucket, "r")):
+        pass
+    assert not list(open_store(s3_bucket).list("running"))
+
+
+def read_run(workdir: Path, run_id: str) -> dict[str, Any]:
+    return json.loads((workdir / "runs" / run_id / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("is_named", [False, True])
