@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 5.0
+# What Spark and Python say where an executor has no Python that could work for this driver.
+_OTHER_PYTHON = "PYTHON_VERSION_MISMATCH|^ModuleNotFoundError: |^ImportError: |Cannot run program "
 Value = TypeVar("Value")
 
 
@@ -75,9 +78,29 @@ def _own_error(error: BaseException) -> errors.ShardmillError:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, errors.ShardmillError):
             return kind(message.strip(), "", spark_log_hint())
-    lines = [line.strip() for line in text.splitlines() if re.match(r"\s*\w*(Error|Exception)\b.*:", line)]
+    reason = _reason(text)
+    if re.search(_OTHER_PYTHON, reason):
+        host = re.search(r"\(([^\s()]+) executor", text)
+        return errors.UsageError(
+            f"host {host[1] if host else 'of an executor'} cannot run our tasks: {reason}",
+            f"expected Python {sys.version_info.major}.{sys.version_info.minor} with our packages, as in the driver",
+            "set spark.pyspark.python (PYSPARK_PYTHON) to such an interpreter of the executors, or install them there",
+        )
     return errors.StorageError(
-        f"a work unit failed on every try: {(lines or text.splitlines() or ['no reason given'])[-1][:300]}",
+        f"a work unit failed on every try: {reason}",
         "nothing was committed; finished units are kept",
         f"run the same command again; {spark_log_hint() or '--debug shows more'}",
     )
+
+
+def _reason(text: str) -> str:
+    """The exception that ended Python on the executor, whatever its name is, or what Java says; without a stack."""
+    _, found, trace = text.rpartition("Traceback (most recent call last):")
+    if found:
+        lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
+    else:
+        lines = re.findall(r"Lost task \S+ in stage \S+ \(TID \d+\) \(\S+ executor \S+\): (.+)", text)
+        lines += [
+            line.lstrip(": ") for line in text.splitlines() if re.match(r"[:\s]*[\w.$]*(Error|Exception)\b.*:", line)
+        ]
+    return [*lines, *text.splitlines(), "no reason given"][0][:300]
