@@ -10,14 +10,14 @@ from shardmill.errors import StorageError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
-from tests.train.training import MODELS
+from tests.train.training import ONE_LAYER
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
 from train.checkpoints.state import WEIGHTS
 from train.contracts.activities import Activity
 from train.contracts.progress import Progress
 
-CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "checkpoint": {"keep": 3}}
+CONFIG = {"model": ONE_LAYER, "checkpoint_every_steps": 1, "checkpoint": {"keep": 3}}
 KILLED_AT = 4
 
 

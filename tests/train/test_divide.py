@@ -115,6 +115,7 @@ def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
     assert "num_workers" not in alone and "use a smaller model or larger devices" in alone
 
 
+@pytest.mark.starts("ranks")
 def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, monkeypatch):
     """Counted by a process, for a limit between what a rank needs of the whole model and of a half."""
     counted: dict[tuple[str, ...], tuple[StateBytes, ...]] = {}
@@ -154,6 +155,7 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
     assert nothing.choice == "" and "the least of the strategies that auto chooses" in nothing.reason
 
 
+@pytest.mark.starts("ranks")
 def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):
     """Its layers cannot be divided; that is known when a step was measured."""
     tree = tree_of(tiny_uri, tmp_path, model="tests.train.models_under_test:linear", num_workers=2, num_streams=8)

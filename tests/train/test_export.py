@@ -146,6 +146,7 @@ def test_the_record_tells_all_that_there_is_to_know(models, dataset):
     assert f"{record.artifact_dir}/{KERAS_FILE}" in stored
 
 
+@pytest.mark.starts("program")
 def test_other_programs_read_both_forms(models, dataset, tmp_path):
     images = images_of(dataset)
     expected = load_exported(str(models), 1).predict(images)

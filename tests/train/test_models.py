@@ -16,27 +16,30 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
+from tests.lab.scale import exhaustive
 from tests.train.learners import SHAPE, THREE, batch_of, step_of
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
 from train.backends.keras.build import build_model
 from train.config import TrainConfig
-from train.models import MODELS
+from train.models import BUILD_FOR_ANY_IMAGE, MODELS
 from train.models.find import find_model
 from train.models.small_cnn import small_cnn
 from train.models.user import source_sha256
 from train.tree import TrainTree
 
+OURS = [name for name, each in MODELS.entries.items() if "keras" in each.packages]
 
-@pytest.mark.parametrize("name", [name for name, each in MODELS.entries.items() if "keras" in each.packages])
-@pytest.mark.parametrize("shape_HWC", [(32, 32, 1), (32, 32, 3)])
-def test_every_model_takes_a_step(request, name, shape_HWC):
-    import tensorflow as tf
 
-    # To compile a step takes ResNet-50 ten seconds, and gray images have the same one but for the first layer.
-    if is_gray := shape_HWC[2] == 1:
-        request.addfinalizer(lambda: tf.config.run_functions_eagerly(False))
-    tf.config.run_functions_eagerly(is_gray)
+@pytest.mark.parametrize(
+    ("name", "shape_HWC"),
+    [
+        *((name, SHAPE) for name in OURS if name in BUILD_FOR_ANY_IMAGE),
+        *(exhaustive(name, (32, 32, channels), id=f"{name}-{channels}") for name in OURS for channels in (1, 3)),
+    ],
+)
+def test_every_model_takes_a_step(name, shape_HWC):
+    """ResNet-50 takes ten seconds to compile one."""
     built, step = step_of(TrainConfig(model=name, optimizer="sgd"), shape_HWC)
     assert built.outputs_are_logits and built.compiled_optimizer is None
     before = [np.array(variable) for variable in built.model.trainable_variables]

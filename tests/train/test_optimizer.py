@@ -25,11 +25,11 @@ from train.schedules import SCHEDULES, StepOptions, learning_rate_at
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns_and_resumes(tiny_uri, tmp_path, name):
-    config = {"optimizer": name, "learning_rate": 0.005, "epochs": 3}
+    config = {"optimizer": name, "learning_rate": 0.005}
     result = train_here(tiny_uri, tmp_path / "whole", **config)
     assert result.history[-1].train_loss < result.history[0].train_loss
 
-    recorder = Recorder(killed_at=5)
+    recorder = Recorder(killed_at=3)
     with pytest.raises(Killed):
         train_here(tiny_uri, tmp_path / "killed", recorder, checkpoint_every_steps=2, **config)
     assert train_here(tiny_uri, tmp_path / "killed", **config).weights_sha256 == result.weights_sha256
@@ -167,7 +167,7 @@ def test_clipping_bounds_the_update():
 def test_every_precision_trains_with_float32_weights(tiny_uri, tmp_path, mixed_precision):
     import keras
 
-    result = train_here(tiny_uri, tmp_path, mixed_precision=mixed_precision, epochs=3, learning_rate=0.005)
+    result = train_here(tiny_uri, tmp_path, mixed_precision=mixed_precision, learning_rate=0.005)
     assert result.history[-1].train_loss < result.history[0].train_loss
     assert keras.config.dtype_policy().name == "float32", "nothing built later inherits it"
     built, _ = step_of(TrainConfig(mixed_precision=mixed_precision), SHAPE)

@@ -35,6 +35,7 @@ def every_collective_is_the_identity(join: JoinCollective) -> None:
     collective.close()
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("join", [open_single, join_horovod])
 def test_in_a_world_of_one_every_collective_is_the_identity(join):
     in_own_process("keras", every_collective_is_the_identity, join)
@@ -45,6 +46,7 @@ def fusion_threshold(bucket_bytes: int) -> str:
     return os.environ.get("HOROVOD_FUSION_THRESHOLD", "its own")
 
 
+@pytest.mark.starts("program")
 def test_horovod_gets_the_limit_of_one_send():
     """By the variable that it reads when it starts: what it has taken up it does not say."""
     assert (
@@ -99,5 +101,6 @@ def horovod_refuses_a_world_that_its_launcher_did_not_make() -> None:
         HorovodCollective(World(1, 1))
 
 
+@pytest.mark.starts("program")
 def test_horovod_refuses_a_world_that_its_launcher_did_not_make():
     in_own_process("keras", horovod_refuses_a_world_that_its_launcher_did_not_make)

@@ -11,9 +11,9 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
+from tests.lab.scale import exhaustive
 from tests.train.learners import SHAPE, THREE, batch_of, learner
 from tests.train.test_job import Recorder
-from tests.train.training import train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.weight_decay import is_decayed
@@ -131,13 +131,21 @@ def test_patches_follow_the_size_of_the_images(side, patches):
     assert tuple(size.patch_of(side, side + 3) for size in (BASE_16, HUGE_14, SMALL)) == patches
 
 
-@pytest.mark.parametrize("shape_HWC", [(17, 30, 1), (32, 32, 3)])
-def test_a_vision_transformer_of_torch_trains_and_exports(tmp_path, shape_HWC):
-    assert resolve(TrainConfig(model="vit_tiny"), SparkConfig()).config.backend == "torch"
+@pytest.mark.parametrize(
+    ("model", "shape_HWC"),
+    [
+        ("tests.train.torch_models:tiny_vit", (17, 30, 1)),
+        exhaustive("vit_tiny", (17, 30, 1), id="vit_tiny, gray"),
+        exhaustive("vit_tiny", (32, 32, 3), id="vit_tiny, color"),
+    ],
+)
+def test_a_vision_transformer_of_torch_trains_and_exports(tmp_path, model, shape_HWC):
+    """Of two small blocks; the smallest of DeiT's takes six times as long to trace."""
+    assert resolve(TrainConfig(model=model), SparkConfig()).config.backend == "torch"
     channels = shape_HWC[2]
     BACKENDS["torch"].start(World(), 0)
     spec = ModelSpec(shape_HWC, THREE, InputScale((120.0,) * channels, (60.0,) * channels))
-    one = BACKENDS["torch"].build(TrainConfig(model="vit_tiny"), spec)
+    one = BACKENDS["torch"].build(TrainConfig(model=model), spec)
     outcome = one.apply(one.gradients(batch_of(shape_HWC), 4, 1.0), 0.01)
     assert outcome.is_applied and outcome.gradient_norm > 0
     one.write_served(tmp_path)
@@ -158,12 +166,13 @@ def test_weights_have_names_by_which_they_are_decayed_and_frozen():
     assert trained == ["head.weight", "head.bias"]
 
 
-def test_the_builtin_vit_is_a_module_only_if_the_strategy_needs_one(tiny_uri, tmp_path):
+def test_the_builtin_vit_is_a_module_only_if_the_strategy_needs_one():
     for strategy, backend in ((STRATEGY, "torch"), ("single", "keras"), ("auto", "keras")):
         assert resolve(TrainConfig(model="vit", strategy=strategy), SparkConfig()).config.backend == backend
-    result = train_here(tiny_uri, tmp_path, model="vit", strategy=STRATEGY, epochs=3)
-    assert result.export_backend == "torch"
-    assert result.history[-1].train_loss < result.history[0].train_loss
+    one = learner("torch", "vit", strategy=STRATEGY)
+    assert one.export_backend == "torch"
+    losses = [one.apply(one.gradients(batch_of(SHAPE), 4, 1.0), 1e-4).loss for _ in range(2)]
+    assert losses[1] < losses[0]
 
 
 def factory(name: str, tmp_path, monkeypatch, text: str) -> str:

@@ -27,6 +27,7 @@ from train.rank.worker import run_worker
 from train.reporting.observer import GlobalStep
 
 MODELS = "tests.train.models_under_test"
+ONE_LAYER = f"{MODELS}:linear"
 SMALL = {"epochs": 2, "global_batch_size": 32, "augment": {"random_crop_padding": 1}}
 
 
@@ -100,7 +101,8 @@ def train_here(
     expect_source: str | None = None,
     **config: object,
 ) -> TrainResult:
-    task = task_of(uri, models, training_dir, **config)
+    """Of a model of one layer, if `config` names none."""
+    task = task_of(uri, models, training_dir, **{"model": ONE_LAYER, **config})
     if expect_source is not None:
         task = replace(task, model_source_sha256=expect_source)
     return run_worker(task, World(), recorder or Recorder())
