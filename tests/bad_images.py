@@ -17,9 +17,17 @@ from pipeline.demo.data import damage_scan
 from shardmill.values import RejectReason
 from tests.bad_input import BadInput
 from tests.shardmill.images import make
-from tests.shardmill.images.make import gray_photo, jpeg, photo, png, ramp_alpha
-from tests.shardmill.images.test_bmp_and_tiff import run_length_bmp
-from tests.shardmill.images.test_gif_and_webp import animated_webp, gif_by_hand, gif_frame
+from tests.shardmill.images.make import (
+    animated_webp,
+    gif_by_hand,
+    gif_frame,
+    gray_photo,
+    jpeg,
+    photo,
+    png,
+    ramp_alpha,
+    run_length_bmp,
+)
 
 R = RejectReason
 RGBA = np.dstack([photo(), ramp_alpha()])

@@ -20,8 +20,7 @@ from pipeline.commands.dry_run import dry_run
 from shardmill.dataset.manifest import Manifest
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue, SilentObserver
-from tests.shardmill.images.make import png, tiff_of
-from tests.shardmill.images.test_tiff_pages import with_pages
+from tests.shardmill.images.make import png, tiff_of, with_pages
 
 OPEN = EtlConfig(unit_min_images=10, engine="local", num_workers=1)
 

@@ -35,7 +35,7 @@ _KIND_OF_FILE = {
     "/train/launching/": "ranks",
     "/tests/train/forked_ranks.py": "ranks",
     "/pyspark/": "jvm",
-    "/shardmill/images/": "decoder",
+    "/shardmill/images/sandbox.py": "decoder",
 }
 # While tests are written: everything is allowed, and `--costs FILE` says what each has started.
 IS_RECORDING = os.environ.get("SHARDMILL_STARTS") == "record"

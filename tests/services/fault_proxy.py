@@ -47,14 +47,13 @@ class Fault(StrEnum):
     SHORT = auto()
     """It was done; half of the body is sent, under a 200 and a Content-Length that say no more."""
     STALLED = auto()
-    """It was not done, and nothing comes for `STALL_SECONDS`."""
+    """It was not done, and nothing comes."""
     DELAYED = auto()
     """It is done 200 ms later."""
     SLOW = auto()
     """It was done; the body of its answer comes at `SLOW_BYTES_PER_SECOND`."""
 
 
-STALL_SECONDS = 60.0
 DELAY_SECONDS = 0.2
 SLOW_BYTES_PER_SECOND = 1e6
 _SLOW_BLOCK_BYTES = 20_000
@@ -80,6 +79,7 @@ class FaultProxy:
     told: Counter[Fault | None] = field(default_factory=Counter)
     """How many requests each fault has spoiled; under None, those that passed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def decide(self, method: str, path: str) -> Fault | None:
         # One request after the other: a choice may count.
@@ -100,6 +100,7 @@ def proxying(upstream: str, port: int = 0) -> Iterator[FaultProxy]:
     try:
         yield proxy
     finally:
+        proxy.ended.set()
         server.shutdown()
         server.server_close()
 
@@ -137,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = f"<Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
             return self._answer(status, [("Content-Type", "application/xml")], answer, len(answer))
         if fault is Fault.STALLED:
-            time.sleep(STALL_SECONDS)
+            self.proxy.ended.wait()
             return self._hang_up(reset=True)
         if fault is Fault.DELAYED:
             time.sleep(DELAY_SECONDS)

@@ -35,6 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.drill
 def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[str]):
     first, *others = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
@@ -120,6 +121,7 @@ def test_a_process_that_is_killed_says_so(here: Path, monkeypatch: pytest.Monkey
     assert any("inputs listed" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.starts("program")
 def test_ctrl_c_ends_the_command_in_order(here: Path):
     program = "import shardmill; shardmill.run('my_photos', run_id='mine', train={'epochs': 500})"
     # Ctrl-C comes to the caller alone: a notebook's kernel gets it so.

@@ -61,6 +61,7 @@ def build(folder: Path, observer: Warnings | None = None) -> Warnings:
     return observer
 
 
+@pytest.mark.starts("command")
 def test_a_build_writes_the_card_of_its_version_and_each_later_commit_replaces_it(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     build(tmp_path)

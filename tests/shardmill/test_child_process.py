@@ -11,7 +11,7 @@ import time
 import pytest
 
 from shardmill.child_process import ChildDied, ChildProcess, calling, start_child
-from tests.test_architecture import ROOT
+from tests.import_graph import ROOT
 
 MAIN = calling("tests.programs.echo_messages:main", str(ROOT))
 
@@ -28,6 +28,7 @@ def is_gone(process_id: int) -> bool:
     return False
 
 
+@pytest.mark.starts("program")
 def test_messages_of_any_size_arrive_one_by_one():
     child = started()
     try:
@@ -44,6 +45,7 @@ def test_messages_of_any_size_arrive_one_by_one():
     child.end()
 
 
+@pytest.mark.starts("program")
 def test_ctrl_c_while_a_child_imports_is_its_parents():
     child = started()
     try:
@@ -56,6 +58,7 @@ def test_ctrl_c_while_a_child_imports_is_its_parents():
         child.end()
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(("how", "status"), [({"exit": 3}, 3), ({"kill": 9}, -9), ({"kill": int(signal.SIGSEGV)}, -11)])
 def test_a_child_that_died_tells_its_exit(how: dict[str, int], status: int):
     child = started()
@@ -66,6 +69,7 @@ def test_a_child_that_died_tells_its_exit(how: dict[str, int], status: int):
     child.end()
 
 
+@pytest.mark.starts("program")
 def test_a_child_that_ended_before_it_was_asked_tells_its_exit():
     child = started()
     os.kill(child.process_id, signal.SIGKILL)
@@ -75,6 +79,7 @@ def test_a_child_that_ended_before_it_was_asked_tells_its_exit():
         child.receive()
 
 
+@pytest.mark.starts("program")
 def test_a_wait_ends_an_answer_that_takes_too_long():
     def wait(pipe: select.poll) -> None:
         if not pipe.poll(200):

@@ -249,6 +249,7 @@ def test_processes_of_a_host_fetch_each_chunk_once_from_s3(root: Path, gateway_b
 
 
 @pytest.mark.parametrize("nth", [1, 4])
+@pytest.mark.starts("program")
 def test_a_killed_process_leaves_no_half_entry_and_no_lock(far: str, tmp_path: Path, nth: int):
     whole = answer_of(read_in_a_process(far, tmp_path / "whole"))
     killed = read_in_a_process(far, tmp_path / "cache", **{VARIABLE: f"cache_keep:{nth}"})
@@ -260,6 +261,7 @@ def test_a_killed_process_leaves_no_half_entry_and_no_lock(far: str, tmp_path: P
     assert not [path for path in entries_of(tmp_path / "cache") if path.name.startswith(".tmp-")]
 
 
+@pytest.mark.starts("program")
 def test_what_a_stopped_process_holds_is_fetched_without_it(far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shardmill.dataset.chunk_cache.WAIT_SECONDS", 0.1)
     expected, _ = epoch_of(far, None)

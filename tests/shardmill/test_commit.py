@@ -59,6 +59,7 @@ def _race(root: str, writer: int, start, results) -> None:
         start.wait()
 
 
+@pytest.mark.starts("program")
 def test_of_eight_racing_processes_exactly_one_wins_each_of_a_hundred_rounds(tmp_path: Path):
     root = make_dataset(tmp_path, num_images=30, formats=("parquet",))
     context = multiprocessing.get_context("fork")
@@ -254,6 +255,7 @@ def read_epoch(dataset: Dataset) -> list[Batch]:
         return list(batches)
 
 
+@pytest.mark.starts("program")
 def test_an_epoch_read_while_another_process_commits_is_of_exactly_one_version(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     root, last, seen = str(tmp_path / "dataset"), 12, []

@@ -29,6 +29,7 @@ def started(arguments: list[str], expected: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -49,6 +50,7 @@ def test_a_command_in_the_foreground_of_a_script_ends_with_it(script: str, expec
     assert shell.stdout.read() == expected
 
 
+@pytest.mark.starts("program")
 def test_the_end_of_the_thread_that_started_a_command_is_not_the_end_of_its_parent():
     program = started([sys.executable, "-m", "tests.programs.start_from_a_thread", COMMAND], "goes on")
     assert program.stdout is not None

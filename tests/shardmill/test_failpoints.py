@@ -24,6 +24,7 @@ def passes(setting: str) -> int:
     return done.stdout.count(b"\n") if done.returncode == -9 else -1
 
 
+@pytest.mark.starts("program")
 def test_a_process_dies_at_the_named_pass(tmp_path: Path):
     assert [passes("decode"), passes("decode:3"), passes("decode:9"), passes("")] == [1, 3, -1, -1]
     once = f"decode@{tmp_path}/once"

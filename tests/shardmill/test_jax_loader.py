@@ -122,6 +122,7 @@ def run_processes(uri: str, num_processes: int, mesh: str, num_devices: int) -> 
     return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(("num_processes", "mesh"), [(1, "batch"), (2, "batch"), (2, "model")])
 def test_processes_share_the_plans_batches_in_its_order(num_processes: int, mesh: str, uri: str):
     found = run_processes(uri, num_processes, mesh, num_devices=2)

@@ -146,6 +146,7 @@ def test_the_rank_is_that_of_the_environment(starter, dataset, monkeypatch: pyte
         dataset.batches("train", **BATCH)
 
 
+@pytest.mark.starts("program")
 def test_several_ranks_name_a_version_or_compare_their_plans(dataset, monkeypatch: pytest.MonkeyPatch):
     """In a process group of two; without one, each rank would look up the latest version for itself."""
     clear_environment(monkeypatch)
@@ -207,6 +208,7 @@ def test_the_rank_is_jaxs_once_it_is_initialised(dataset, monkeypatch: pytest.Mo
     assert dataset.batches("train", **BATCH).streams == range(6, 8)
 
 
+@pytest.mark.starts("program")
 def test_a_fork_of_a_process_that_has_iterated_is_refused(dataset):
     loader = dataset.batches("train", **BATCH)
     next(iter(loader))
@@ -241,6 +243,7 @@ def test_torch_gets_tensors_over_the_same_memory(dataset):
         dataset.torch_loader("train", layout="CHW", **BATCH)
 
 
+@pytest.mark.starts("program")
 def test_a_data_loader_with_workers_around_it_is_refused(dataset):
     torch = pytest.importorskip("torch")
 

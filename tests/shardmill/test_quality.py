@@ -166,6 +166,7 @@ def test_classes_of_like_images_have_no_telltale(photos: Path, tmp_path: Path):
     assert warning.startswith(f"5 accepted images differ from the others as faults often do ({counts}): `shardmill")
 
 
+@pytest.mark.starts("command")
 def test_copies_are_named_with_units_and_values_with_names(photos: Path, tmp_path: Path):
     images = tmp_path / "images"
     for name, copies in (

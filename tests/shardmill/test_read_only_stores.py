@@ -24,12 +24,11 @@ from tests.lab.datasets import build_here, make_dataset, read_all, write_images
 from tests.pipeline.command import last_line, shardmill
 from tests.services.fault_proxy import Fault, in_turn, proxying
 from tests.services.web import serving
-from tests.shardmill.test_storage import READ_ONLY
 
 CONFIG = EtlConfig(image_size=16, encoding="png", chunk_bytes=4_000)
 
 
-@pytest.fixture(params=READ_ONLY)
+@pytest.fixture(params=("http", "fsspec"))
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """A store over the folder `tmp_path`, in each scheme that can be read only."""
     with serving(tmp_path) as address:
@@ -62,6 +61,7 @@ def test_objects_of_other_clients_are_read(reader: Store, tmp_path: Path):
         assert list(reader.list("nothing")) == []
 
 
+@pytest.mark.starts("command")
 def test_a_committed_dataset_is_read_from_a_web_server(tmp_path: Path):
     dataset = make_dataset(tmp_path, num_images=30)
     with serving(tmp_path) as address:
@@ -81,6 +81,7 @@ def test_a_committed_dataset_is_read_from_a_web_server(tmp_path: Path):
         assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.starts("command")
 @pytest.mark.parametrize("scheme", ["http", "local"])
 def test_nothing_is_committed_to_a_store_that_is_read_only(scheme: str, tmp_path: Path):
     """`local` is a scheme of fsspec's own."""

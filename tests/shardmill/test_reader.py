@@ -206,6 +206,7 @@ def run_program(name: str, uri: str) -> dict[str, list[str]]:
     return said
 
 
+@pytest.mark.starts("program")
 def test_a_reader_that_was_begun_before_a_fork_says_so_at_once(tmp_path: Path):
     said = run_program("fork_a_reader", make_dataset(tmp_path, num_images=150, chunk_bytes=4_000))
     used = ("the iterator", "another of its reader", "one step", "closed", "read_split")
@@ -215,6 +216,7 @@ def test_a_reader_that_was_begun_before_a_fork_says_so_at_once(tmp_path: Path):
     assert said == {"here": ["1", "1"], "samples": ["read True"], "not begun": ["read 0"]}
 
 
+@pytest.mark.starts("program")
 def test_a_data_loader_with_forked_workers_says_that_its_reader_was_begun_before(tmp_path: Path):
     said = run_program("fork_a_data_loader", make_dataset(tmp_path, num_images=150))
     [refused] = said["begun here"]

@@ -43,6 +43,7 @@ def serving(application: Callable[..., Any]) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.starts("program")
 def test_an_s3_server_that_refuses_a_listing_is_not_an_empty_one(s3_server: str):
     with serving(refusing) as endpoint:
         outcomes = use_store("s3://bucket/dataset", AWS_ENDPOINT_URL=endpoint)
@@ -51,6 +52,7 @@ def test_an_s3_server_that_refuses_a_listing_is_not_an_empty_one(s3_server: str)
         assert outcome.startswith("StorageError: cannot access s3://bucket/dataset")
 
 
+@pytest.mark.starts("program")
 def test_a_server_that_ignores_conditional_puts_can_be_read_but_not_committed_to(s3_server: str):
     with serving(unconditional()) as endpoint:
         client = s3_client(endpoint)

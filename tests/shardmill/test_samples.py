@@ -75,7 +75,9 @@ def test_an_altered_chunk_is_noticed(tmp_path):
         list(map(damaged.samples("train").__getitem__, range(damaged.shards_of("train")[0].num_rows)))
 
 
-@pytest.mark.parametrize("start_method", ["", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["", *(pytest.param(each, marks=pytest.mark.starts("program")) for each in ("fork", "spawn"))]
+)
 def test_samples_are_a_map_style_dataset_of_torch(start_method, dataset):
     torch = pytest.importorskip("torch")
     samples = dataset.samples("train")

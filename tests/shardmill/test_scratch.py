@@ -33,6 +33,7 @@ def test_everything_temporary_is_inside_and_goes_with_it(temporary):
     assert tempfile.gettempdir() == str(temporary) and not list(temporary.iterdir())
 
 
+@pytest.mark.starts("program")
 def test_what_a_killed_owner_left_goes_with_the_next_and_nothing_else_does(temporary):
     owner = subprocess.Popen(
         [sys.executable, "-m", "tests.programs.own_a_temporary_folder"],

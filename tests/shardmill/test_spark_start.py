@@ -29,6 +29,7 @@ def start(master: str, *settings: str, **variables: str) -> str:
     return " ".join(done.stdout.split())
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("master", "setting", "said"),
     [
@@ -42,6 +43,7 @@ def test_a_wrong_setting_is_the_users(master: str, setting: str, said: str):
     assert line.startswith(UsageError.__name__) and said in line, line
 
 
+@pytest.mark.drill
 def test_a_fault_of_the_machine_may_pass():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -62,6 +64,7 @@ def test_a_local_master_of_spark_submit_is_reached_from_this_machine_alone(tmp_p
     assert done.returncode == 0 and found and found <= LOCAL, (found, done.stderr[-2000:])
 
 
+@pytest.mark.starts("program")
 def test_yarn_without_its_settings_is_reported_before_any_jvm_starts(tmp_path: Path):
     line = start("yarn", JAVA_HOME=str(tmp_path))
     assert line.startswith("UsageError spark.master = 'yarn', but neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set"), (

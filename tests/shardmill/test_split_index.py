@@ -132,6 +132,7 @@ def test_the_footers_that_a_reader_keeps_are_bounded(uri: str, monkeypatch: pyte
     assert CALLS["read_range"] == 3
 
 
+@pytest.mark.starts("program")
 def test_the_first_batch_imports_no_pandas(uri: str):
     """pyarrow would, where it is installed: a second on a busy machine."""
     program = (

@@ -22,9 +22,10 @@ from shardmill.stores import STORES, open_store, scheme_of
 
 # tests/shardmill/test_read_only_stores.py has those.
 READ_ONLY = ("http", "fsspec")
+_MARKS = {"s3": pytest.mark.starts("server"), "hdfs": pytest.mark.drill}
 
 
-@pytest.fixture(params=[name for name in STORES if name not in READ_ONLY])
+@pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in STORES if name not in READ_ONLY])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """A root for tests in each scheme; a new one says here where it may write."""
     roots = {
@@ -233,6 +234,7 @@ def test_an_unknown_scheme_names_the_known_ones():
         open_store("s4://bucket/x")
 
 
+@pytest.mark.starts("program")
 def test_a_full_disk_is_one_line_with_path_and_bytes(tmp_path: Path):
     command = [sys.executable, "-m", "tests.programs.put_on_a_full_disk", str(tmp_path)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -134,6 +134,7 @@ def test_labels_of_other_kinds_and_extra_columns_are_in_the_json(tmp_path: Path)
         assert sorted(files) == ["jpg", "json"]
 
 
+@pytest.mark.starts("command")
 def test_a_folder_that_is_not_empty_is_refused(uri: str, tmp_path: Path):
     (tmp_path / "tars" / "below").mkdir(parents=True)
     (tmp_path / "tars" / "below" / "mine.txt").write_text("x")
@@ -176,6 +177,7 @@ def without_target(document: bytes) -> dict:
     return {**json.loads(document), "target": ""}
 
 
+@pytest.mark.starts("command", "program")
 @pytest.mark.parametrize("nth", [1, 3, 7])
 def test_a_killed_export_is_continued_by_the_same_command(uri: str, tmp_path: Path, nth: int):
     export(uri, tmp_path / "whole", max_bytes=60_000)
@@ -237,6 +239,7 @@ def test_only_what_this_export_has_written_is_continued(uri: str, tmp_path: Path
         export(uri, tmp_path / "tars", max_bytes=60_000)
 
 
+@pytest.mark.starts("command")
 def test_the_command_prints_a_table_or_its_document(uri: str, tmp_path: Path):
     done = shardmill("export-tar", f"{uri}@1", "tars", "--max-bytes", "60000", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

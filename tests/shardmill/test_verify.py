@@ -17,9 +17,10 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.formats import SHARD_FORMATS
 from tests.lab.datasets import make_dataset, read_all
+from tests.lab.scale import usually
 
 _SEED = random.SystemRandom().randrange(2**32)
-_NUM_FLIPS = 60
+_NUM_FLIPS = usually(20, 500)
 
 
 @pytest.fixture(scope="module")

@@ -255,3 +255,73 @@ def with_profile(jpeg: bytes, profile: bytes, part_bytes: int = 65000) -> bytes:
     for number, part in reversed(list(enumerate(parts, start=1))):
         jpeg = with_segment(jpeg, 0xE2, b"ICC_PROFILE\0" + bytes((number, len(parts))) + part)
     return jpeg
+
+
+# How pixels must be stored so that each orientation makes them upright again (EXIF 2.32, table 6).
+STORED_FOR_ORIENTATION = {
+    1: lambda upright: upright,
+    2: np.fliplr,
+    3: lambda upright: np.rot90(upright, 2),
+    4: np.flipud,
+    5: lambda upright: upright.transpose(1, 0, 2),
+    6: np.rot90,
+    7: lambda upright: np.rot90(upright, 2).transpose(1, 0, 2),
+    8: lambda upright: np.rot90(upright, -1),
+}
+
+
+def run_length_bmp() -> bytes:
+    palette = bytes([0, 0, 0, 0, 30, 20, 10, 0, 60, 50, 40, 0])
+    head = struct.pack("<IiiHHIIiiII", 40, 4, 2, 1, 8, 1, 0, 0, 0, 3, 0)
+    rows = b"\4\1\0\0" + b"\0\4\1\2\1\2\0\0" + b"\0\1"  # a run of four, then four in the raw
+    start = 14 + len(head) + len(palette)
+    return b"BM" + struct.pack("<IHHI", start + len(rows), 0, 0, start) + head + palette + rows
+
+
+def animated_webp(num_frames: int) -> bytes:
+    """A 40 x 30 canvas whose first frame lies at (left 4, top 2)."""
+    bitstream = webp(photo())[12:]
+    frame = b"\2\0\0\1\0\0" + struct.pack("<I", 31)[:3] + struct.pack("<I", 23)[:3] + b"\x64\0\0\0" + bitstream
+    canvas = b"\x02\0\0\0" + struct.pack("<I", 39)[:3] + struct.pack("<I", 29)[:3]
+    chunks = [(b"VP8X", canvas), (b"ANIM", bytes(6)), *[(b"ANMF", frame)] * num_frames]
+    body = b"".join(type_ + struct.pack("<I", len(payload)) + payload for type_, payload in chunks)
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
+
+
+def gif_by_hand(frame: bytes, screen: tuple[int, int] = (3, 2), control: bytes = b"") -> bytes:
+    palette = bytes([0, 0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90])
+    return b"GIF89a" + struct.pack("<HHBBB", *screen, 0xF1, 0, 0) + palette + control + frame + b"\x3b"
+
+
+def gif_frame(left: int, top: int, width: int, height: int, codes: list[int]) -> bytes:
+    """Codes of three bits each: 0 to 3 are colours, 4 clears, 5 ends. At most four may follow a clear code."""
+    packed = sum(code << 3 * position for position, code in enumerate(codes))
+    payload = packed.to_bytes((3 * len(codes) + 7) // 8, "little")
+    return (
+        b"\x2c" + struct.pack("<HHHHB", left, top, width, height, 0) + b"\2" + bytes([len(payload)]) + payload + b"\0"
+    )
+
+
+def with_pages(pages: Sequence[bytes], tag: int = 0) -> bytes:
+    """One file of the first page and the others: chained, or with `tag` below the first one (which has that tag)."""
+    starts, place = [], 0
+    for page in pages:
+        starts.append(place + 8)
+        place += len(page) + len(page) % 2
+    joined = b""
+    for number, page in enumerate(pages):
+        moved = bytearray(page + bytes(len(page) % 2))
+        num_entries = struct.unpack_from("<H", moved, 8)[0]
+        for entry in range(10, 10 + 12 * num_entries, 12):
+            name, _, count, value = struct.unpack_from("<HHII", moved, entry)
+            if name == 273 and count > 1:
+                for place in range(value, value + 4 * count, 4):
+                    struct.pack_into("<I", moved, place, struct.unpack_from("<I", moved, place)[0] + len(joined))
+            if count > 1 or name == 273:
+                struct.pack_into("<I", moved, entry + 8, value + len(joined))
+            if tag and name == tag:
+                struct.pack_into("<HII", moved, entry + 2, 13, 1, starts[1])
+        if not tag and number + 1 < len(pages):
+            struct.pack_into("<I", moved, 10 + 12 * num_entries, starts[number + 1])
+        joined += bytes(moved)
+    return joined

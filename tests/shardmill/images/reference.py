@@ -1,4 +1,4 @@
-"""A plain NumPy resampler in float64, and the two measures by which our kernels are held against it.
+"""A plain NumPy resampler in float64, the two measures by which our kernels are held against it, and pictures.
 
 Shrinking averages exact boxes, edge pixels by the share that the box covers. Enlarging is linear between pixel centres,
 edges repeated. Shape legend: H height, W width, C channels, N new length of an axis, L old length.
@@ -6,8 +6,20 @@ edges repeated. Shape legend: H height, W width, C channels, N new length of an 
 
 from __future__ import annotations
 
+import functools
+
 import cv2
 import numpy as np
+import simplejpeg
+from sklearn.datasets import load_sample_images
+
+from shardmill.images.normalize import normalize
+from shardmill.options import NormalizeOptions
+
+# Rounding to integers alone costs 58.9 dB; a second pass, where one side shrinks and the other grows, rounds twice.
+LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS = 56.0, 0.9985, 1.25
+# Over 1,851 cases of 500 photographs the least were 39.3 dB and 0.947; the stored JPEG alone loses 37 dB and 0.967.
+LEAST_REDUCED_PSNR_DB, LEAST_REDUCED_SSIM = 39.0, 0.94
 
 
 def resize_reference(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -73,3 +85,23 @@ def _axis_weights(length: int, new_length: int) -> np.ndarray:
     weights_NL[rows, below] = 1 - (centres - below)
     weights_NL[rows, np.minimum(below + 1, length - 1)] += centres - below
     return weights_NL
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    return np.random.RandomState(height * 1000 + width).randint(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+@functools.cache
+def photographs() -> list[np.ndarray]:
+    """Two real ones of 416 x 640 pixels, a turned one, and noise: nothing in it survives an average."""
+    real = [np.ascontiguousarray(picture[:416, :640]) for picture in load_sample_images().images]
+    noise_HWC = np.random.RandomState(5).randint(0, 256, (512, 384, 3)).astype(np.uint8)
+    return [*real, np.ascontiguousarray(real[0].transpose(1, 0, 2)), noise_HWC]
+
+
+def encoded(pixels_HWC: np.ndarray, subsampling: str = "420") -> bytes:
+    return simplejpeg.encode_jpeg(pixels_HWC, 92, colorsubsampling=subsampling)
+
+
+def whole(data: bytes, options: NormalizeOptions) -> np.ndarray:
+    return normalize(simplejpeg.decode_jpeg(data, "RGB"), options)

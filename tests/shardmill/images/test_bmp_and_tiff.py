@@ -20,6 +20,7 @@ from tests.shardmill.images.make import (
     photo,
     ramp_alpha,
     refusal,
+    run_length_bmp,
     tiff,
     tiff_of,
 )
@@ -67,14 +68,6 @@ def test_bmp_of_sixteen_bits() -> None:
     assert decode(bmp_by_hand((5, 1), 16, 0, (), rows)).pixels_HWC.tolist() == expected
     rows = np.array([[0, 0x1F, 0x7E0, 0xF800, 0xFFFF]], "<u2").tobytes() + b"\0\0"
     assert decode(bmp_by_hand((5, 1), 16, 3, (0xF800, 0x7E0, 0x1F), rows)).pixels_HWC.tolist() == expected
-
-
-def run_length_bmp() -> bytes:
-    palette = bytes([0, 0, 0, 0, 30, 20, 10, 0, 60, 50, 40, 0])
-    head = struct.pack("<IiiHHIIiiII", 40, 4, 2, 1, 8, 1, 0, 0, 0, 3, 0)
-    rows = b"\4\1\0\0" + b"\0\4\1\2\1\2\0\0" + b"\0\1"  # a run of four, then four in the raw
-    start = 14 + len(head) + len(palette)
-    return b"BM" + struct.pack("<IHHI", start + len(rows), 0, 0, start) + head + palette + rows
 
 
 def test_run_length_bmp() -> None:

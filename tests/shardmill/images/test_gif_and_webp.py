@@ -11,8 +11,11 @@ from shardmill.images.pixels import Refused
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (
     OPTIONS,
+    animated_webp,
     decode,
     gif,
+    gif_by_hand,
+    gif_frame,
     gray_photo,
     mean_error,
     over_white,
@@ -31,20 +34,6 @@ def test_gif_first_frame_is_exact() -> None:
     decoded = decode(gif(gray_photo(), 255 - gray_photo(), gray_photo()))
     assert mean_error(decoded.pixels_HWC, np.repeat(gray_photo()[:, :, np.newaxis], 3, axis=2)) == 0
     assert decoded.notes == ("first_frame_of_3",)
-
-
-def gif_by_hand(frame: bytes, screen: tuple[int, int] = (3, 2), control: bytes = b"") -> bytes:
-    palette = bytes([0, 0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90])
-    return b"GIF89a" + struct.pack("<HHBBB", *screen, 0xF1, 0, 0) + palette + control + frame + b"\x3b"
-
-
-def gif_frame(left: int, top: int, width: int, height: int, codes: list[int]) -> bytes:
-    """Codes of three bits each: 0 to 3 are colours, 4 clears, 5 ends. At most four may follow a clear code."""
-    packed = sum(code << 3 * position for position, code in enumerate(codes))
-    payload = packed.to_bytes((3 * len(codes) + 7) // 8, "little")
-    return (
-        b"\x2c" + struct.pack("<HHHHB", left, top, width, height, 0) + b"\2" + bytes([len(payload)]) + payload + b"\0"
-    )
 
 
 def test_gif_with_an_offset_frame_and_transparency_lies_on_white() -> None:
@@ -118,16 +107,6 @@ def test_webp_lossless_alpha_and_lossy() -> None:
     lossy = webp(RGBA_HWC, 95)
     assert b"ALPH" in lossy
     assert mean_error(decode(lossy).pixels_HWC, FLATTENED_HWC) < 12
-
-
-def animated_webp(num_frames: int) -> bytes:
-    """A 40 x 30 canvas whose first frame lies at (left 4, top 2)."""
-    bitstream = webp(photo())[12:]
-    frame = b"\2\0\0\1\0\0" + struct.pack("<I", 31)[:3] + struct.pack("<I", 23)[:3] + b"\x64\0\0\0" + bitstream
-    canvas = b"\x02\0\0\0" + struct.pack("<I", 39)[:3] + struct.pack("<I", 29)[:3]
-    chunks = [(b"VP8X", canvas), (b"ANIM", bytes(6)), *[(b"ANMF", frame)] * num_frames]
-    body = b"".join(type_ + struct.pack("<I", len(payload)) + payload for type_, payload in chunks)
-    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
 
 
 def test_animated_webp_shows_its_first_frame_on_white() -> None:

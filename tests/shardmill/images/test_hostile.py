@@ -235,6 +235,7 @@ def test_a_crafted_file_ends_as_it_should_within_the_limits(
         assert outcome.reason is expected, outcome
 
 
+@pytest.mark.drill
 def test_the_largest_honest_image_fits_into_the_default_limits(sandbox: DecodeSandbox) -> None:
     """64 megapixels of 16-bit RGBA, the most bytes that `max_source_pixels` lets through."""
     row = b"\0" + bytes(8 * 8000)

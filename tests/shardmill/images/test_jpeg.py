@@ -16,6 +16,7 @@ from shardmill.values import RejectReason
 from tests.processes import memory_below
 from tests.shardmill.images.make import (
     OPTIONS,
+    STORED_FOR_ORIENTATION,
     by_opencv,
     decode,
     gray_jpeg,
@@ -28,18 +29,6 @@ from tests.shardmill.images.make import (
     with_orientation,
     with_segment,
 )
-
-# How pixels must be stored so that each orientation makes them upright again (EXIF 2.32, table 6).
-STORED_FOR_ORIENTATION = {
-    1: lambda upright: upright,
-    2: np.fliplr,
-    3: lambda upright: np.rot90(upright, 2),
-    4: np.flipud,
-    5: lambda upright: upright.transpose(1, 0, 2),
-    6: np.rot90,
-    7: lambda upright: np.rot90(upright, 2).transpose(1, 0, 2),
-    8: lambda upright: np.rot90(upright, -1),
-}
 
 
 def patched_frame(data: bytes, offset: int, value: bytes) -> bytes:

@@ -22,6 +22,7 @@ from shardmill.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, RejectReason, SourceImage
 from tests.shardmill.images.make import (
+    STORED_FOR_ORIENTATION,
     gray_jpeg,
     gray_photo,
     gray_profile,
@@ -34,12 +35,20 @@ from tests.shardmill.images.make import (
     with_profile,
     with_segment,
 )
-from tests.shardmill.images.reference import normalize_reference, psnr, ssim
-from tests.shardmill.images.test_jpeg import STORED_FOR_ORIENTATION
-from tests.shardmill.images.test_reduced_decode import LEAST_PSNR_DB as LEAST_REDUCED_PSNR_DB
-from tests.shardmill.images.test_reduced_decode import LEAST_SSIM as LEAST_REDUCED_SSIM
-from tests.shardmill.images.test_reduced_decode import encoded, photographs, whole
-from tests.shardmill.images.test_resize import LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS, noise
+from tests.shardmill.images.reference import (
+    LEAST_PSNR_DB,
+    LEAST_REDUCED_PSNR_DB,
+    LEAST_REDUCED_SSIM,
+    LEAST_SSIM,
+    MOST_LEVELS,
+    encoded,
+    noise,
+    normalize_reference,
+    photographs,
+    psnr,
+    ssim,
+    whole,
+)
 
 NEEDS_NATIVE = pytest.mark.skipif(not NATIVE_ID, reason="the native kernel is not built (scripts/setup.sh says why)")
 KERNELS = ("wheels", pytest.param("native", marks=NEEDS_NATIVE))

@@ -12,8 +12,7 @@ import simplejpeg
 
 from shardmill.images.geometry import reduced_length
 from tests.shardmill.images.make import gray_jpeg, gray_photo, jpeg, one_of_each_format, photo
-from tests.shardmill.images.reference import psnr, resize_reference, ssim
-from tests.shardmill.images.test_resize import LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS, noise
+from tests.shardmill.images.reference import LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS, noise, psnr, resize_reference, ssim
 
 native = pytest.importorskip("shardmill_native", reason="the native kernel is not built (scripts/setup.sh says why)")
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
 from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.images.process import process_image
@@ -44,6 +45,7 @@ def test_outcomes_come_in_order_and_limits_hold_for_nothing_else():
     assert outcomes == [(source, process_image(source, data, OPTIONS)) for source, data in images]
 
 
+@pytest.mark.starts("decoder")
 def test_of_a_run_of_images_one_that_needs_too_much_memory_is_refused_and_no_neighbour_is():
     images = images_of(SMALL, SMALL, HUGE, SMALL)
     decoder = OwnProcessDecoder(DecodeLimits(decode_memory_bytes=100_000_000))
@@ -64,6 +66,7 @@ def exit_code_of(images: Images, limits: DecodeLimits) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.starts("program")
 def test_each_image_of_a_run_has_the_time_for_itself():
     images = images_of(*[HUGE] * 6)
     process_image(*images[0], OPTIONS)

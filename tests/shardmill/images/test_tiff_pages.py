@@ -9,35 +9,10 @@ import numpy as np
 import pytest
 
 from shardmill.values import RejectReason
-from tests.shardmill.images.make import decode, gray_photo, mean_error, photo, refusal, tiff, tiff_of
+from tests.shardmill.images.make import decode, gray_photo, mean_error, photo, refusal, tiff, tiff_of, with_pages
 
 Tags = Mapping[int, Sequence[int]]
 PREVIEW = np.full((6, 8, 3), 9, np.uint8)
-
-
-def with_pages(pages: Sequence[bytes], tag: int = 0) -> bytes:
-    """One file of the first page and the others: chained, or with `tag` below the first one (which has that tag)."""
-    starts, place = [], 0
-    for page in pages:
-        starts.append(place + 8)
-        place += len(page) + len(page) % 2
-    joined = b""
-    for number, page in enumerate(pages):
-        moved = bytearray(page + bytes(len(page) % 2))
-        num_entries = struct.unpack_from("<H", moved, 8)[0]
-        for entry in range(10, 10 + 12 * num_entries, 12):
-            name, _, count, value = struct.unpack_from("<HHII", moved, entry)
-            if name == 273 and count > 1:
-                for place in range(value, value + 4 * count, 4):
-                    struct.pack_into("<I", moved, place, struct.unpack_from("<I", moved, place)[0] + len(joined))
-            if count > 1 or name == 273:
-                struct.pack_into("<I", moved, entry + 8, value + len(joined))
-            if tag and name == tag:
-                struct.pack_into("<HII", moved, entry + 2, 13, 1, starts[1])
-        if not tag and number + 1 < len(pages):
-            struct.pack_into("<I", moved, 10 + 12 * num_entries, starts[number + 1])
-        joined += bytes(moved)
-    return joined
 
 
 def page(pixels: np.ndarray, tags: Tags | None = None) -> bytes:
