@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from etl.boxes_config import KINDS_WITH, BoxesConfig
 from etl.download_config import DownloadConfig
 from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
-from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
+from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES, OWN_NAMES
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.kernel import resolve_kernel
 from shardmill.options import DEFAULT_IMAGE_SIZE, DecodeLimits, NormalizeOptions
@@ -150,9 +150,9 @@ class SourceConfig(Section):
                 f'"{unmoved}:string" keeps a text'
             )
         names = [parse_extra(entry)[0] for entry in entries]
-        ours = [name for name in names if name in (*OWN_COLUMNS, *OWN_FEATURES)]
+        ours = [name for name in names if name in (*OWN_COLUMNS, *OWN_FEATURES, *OWN_NAMES)]
         if ours or len(set(names)) < len(names):
-            clash = f"; every dataset has its own {ours[0]!r}" if ours else ""
+            clash = f"; every dataset, its metadata or its batches have their own {ours[0]!r}" if ours else ""
             raise ValueError(f"names without duplicates{clash}")
         return entries
 

@@ -10,6 +10,7 @@ from functools import cache, partial
 import pyarrow as pa
 
 from etl.checks.drift import check_baseline
+from etl.checks.mask_folders import check_no_masks
 from etl.checks.places import check_places
 from etl.config import EtlTree, SourceConfig
 from etl.later_runs.appendable import check_appendable
@@ -123,6 +124,7 @@ def plan_build(
     # Asked once, as late as possible: splits that count the images of one version must not come to stand on another.
     latest = cache(lambda: _latest(open_store(tree.dataset.uri)))
     listing = _list(source, tree, label_map, latest, observer or SilentObserver(), group)
+    check_no_masks(listing, section, source, etl.max_source_bytes)
     decided = tree.model_copy(update={"source": section, "etl": etl})
     return _plan_behind(latest(), decided, run_id, listing, label_map, mapping)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from shardmill.values import RejectReason
 FOLDER_LABELS = "/"
 """Marker in place of a member: folders name the classes, once all of them are known."""
 
+# A sample id, and what `sample_members` gives it.
+_EXPORTED = re.compile(r"[0-9a-f]{16}\.(jpg|png|webp|mask\.png|cls|json)")
 _MAX_TEXT_BYTES = 1 << 20
 # Consecutive members with one name; more of them are cut into several samples, so that memory is bounded.
 _MAX_SAMPLE_MEMBERS = 1_000
@@ -35,13 +38,15 @@ class TarLayout:
     """A member's suffix (`cls`), a field of a JSON member (`json.class.name`), FOLDER_LABELS, or empty for none."""
     extra_fields: Mapping[str, str] = field(default_factory=dict)
     """Other values to read of a sample: a column's name -> its position, as for a label."""
+    name_field: str = ""
+    """Where a sample may have the name of its class, which `label_field` has as a number; empty: nowhere."""
     mask_suffix: str = ""
     """Suffix of an image's mask (`mask.png`), which is no image; empty: no masks."""
 
     @property
     def read_suffixes(self) -> frozenset[str]:
         """Suffixes of the members whose text is read: `json` for `json.class.name`, or all of it if there is such."""
-        fields = (self.label_field, *self.extra_fields.values())
+        fields = (self.label_field, self.name_field, *self.extra_fields.values())
         return frozenset(suffix for name in fields for suffix in (name, name.partition(".")[0])) - {"", FOLDER_LABELS}
 
     def is_image(self, member: ArchiveMember) -> bool:
@@ -81,14 +86,16 @@ def suffix_of(name: str) -> str:
     return name.rpartition("/")[2].partition(".")[2].lower()
 
 
-def detect_layout(members: Iterable[ArchiveMember]) -> str:
-    """The label field that the first members of a source show."""
+def detect_layout(members: Iterable[ArchiveMember]) -> tuple[str, str]:
+    """The label field that the first members of a source show, and the name field of what `export-tar` wrote."""
     names = [member.name for member in members if member.is_file]
     if any(last_suffix(name) == "cls" for name in names):
-        return "cls"
+        is_export = all(_EXPORTED.fullmatch(name) for name in names)
+        return "cls", "json.class_name" if is_export else ""
     texts = [name for name in names if last_suffix(name) in ("json", "txt")]
     # A WebDataset without classes, whose folders may mean nothing. One LICENSE.txt beside class folders makes none.
-    return "" if texts and _are_of_samples(texts, [name for name in names if is_image_name(name)]) else FOLDER_LABELS
+    are_samples = texts and _are_of_samples(texts, [name for name in names if is_image_name(name)])
+    return "" if are_samples else FOLDER_LABELS, ""
 
 
 def _are_of_samples(texts: Iterable[str], images: Collection[str]) -> bool:
@@ -156,7 +163,8 @@ def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout)
         extra = {name: value for name, value in found.items() if value is not None}
         label, problem = None, ""
         if layout.label_field not in ("", FOLDER_LABELS):
-            label, problem = texts.label(member.name, layout.label_field)
+            name = texts.value(member.name, layout.name_field) if layout.name_field else None
+            label, problem = texts.label(member.name, layout.name_field if name else layout.label_field)
         mask = next((masks[stem] for stem in _stems(member.name) if stem in masks), None)
         yield TarImage(member, label, problem, extra, mask)
 

@@ -65,6 +65,7 @@ class WebDatasetSource:
     def _layout(self, members: Iterable[ArchiveMember]) -> TarLayout:
         config = self._config
         extra_fields = {name: name for name in self._extra.given} | _box_fields(config.boxes)
+        name_field = ""
         if self._extra.target is not None:
             # Such a label is one of the values, and has no usual name.
             if not config.label_field:
@@ -77,11 +78,13 @@ class WebDatasetSource:
             label_field = ""
         else:
             # A level that is given is one of folders.
-            label_field = config.label_field or (FOLDER_LABELS if config.label_level else detect_layout(members))
+            label_field = config.label_field or (FOLDER_LABELS if config.label_level else "")
+            if not label_field:
+                label_field, name_field = detect_layout(members)
             if config.label_kind == "none" and label_field != FOLDER_LABELS:
-                label_field = ""
+                label_field = name_field = ""
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
-        return TarLayout(suffixes, label_field, extra_fields, config.mask_field.lower())
+        return TarLayout(suffixes, label_field, extra_fields, name_field, config.mask_field.lower())
 
 
 def _box_fields(boxes: BoxesConfig) -> dict[str, str]:

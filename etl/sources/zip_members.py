@@ -73,8 +73,11 @@ def _fault(flags: int, method: int, mode: int) -> str:
 def _path(name: bytes, extra: bytes, flags: int, host: int) -> str:
     """A member's path with `/` between its folders, whatever wrote it."""
     is_utf8 = bool(flags & _UTF8) or name.isascii()
-    text = None if is_utf8 else _unicode_path(name, extra)
-    if text is None:
+    # In place of letters that the old code page lacks, the name itself may have `_` or `?`.
+    text = None if flags & _UTF8 else _unicode_path(name, extra)
+    if text is not None:
+        is_utf8 = True
+    else:
         try:
             # macOS and Info-ZIP write UTF-8 without saying so.
             text, is_utf8 = name.decode(), True

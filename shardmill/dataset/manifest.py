@@ -192,12 +192,12 @@ class Manifest(Section):
 
     @property
     def channel_mean(self) -> tuple[float, ...]:
-        """Per channel, over train, on the 0..255 scale."""
+        """Per channel, over train, on the 0..255 scale; of the pixels before encoding."""
         return self.channel_sums.mean()
 
     @property
     def channel_std(self) -> tuple[float, ...]:
-        """Per channel, over train, on the 0..255 scale."""
+        """Per channel, over train, on the 0..255 scale; of the pixels before encoding."""
         return self.channel_sums.std()
 
     def has_expired(self, version: int) -> bool:

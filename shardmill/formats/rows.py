@@ -25,6 +25,12 @@ from shardmill.values import ImageSample, LabelKind, SourceImage, Value
 
 OWN_COLUMNS = ("image", "sample_id", "label", "height", "width", "source", "source_sha256", "notes")
 """The columns that every dataset has; all others are the user's."""
+OWN_NAMES = (
+    "class_name", "source_bytes", "source_mtime_ns", "source_etag", "source_height", "source_width",
+    "source_read_bytes", "row_sha256", "channel_sums", "channel_square_sums", "laplacian_square_sum",
+    "difference_hash", "extra", "listed_extra", "images", "labels", "weights", "sample_ids",
+)  # fmt: skip
+"""What else the metadata and the batches of every dataset call their own."""
 VECTOR = "embedding"
 """Of predictions: the column of each row's vector, whose bytes are in the place of an image's."""
 NO_IMAGES = ""

@@ -56,7 +56,8 @@ class StoredSample(Mapping[str, Any]):
 
 
 class Samples:
-    """The rows of a split by their number in stored order: `len(samples)`, `samples[3]`, `samples[[3, 7]]`.
+    """The rows of a split by their number in stored order: `len(samples)`, `samples[3]`, `samples[[3, 7]]`,
+    `samples[mask]` with a bool for each row.
 
     A map-style dataset for `torch.utils.data.DataLoader`, in workers as well: each opens the dataset for itself. A row
     costs its whole chunk (about 4 MB are read, verified, and kept for neighbours): a training is faster with a loader.
@@ -84,22 +85,24 @@ class Samples:
     def __getitem__(self, which: slice | Iterable[int]) -> list[StoredSample]: ...
 
     def __getitem__(self, which: int | slice | Iterable[int]) -> StoredSample | list[StoredSample]:
-        """One row, or several in the order of their numbers in `which`.
+        """One row, or several: in the order of their numbers in `which`, or those for which a mask of bools is true.
 
-        Raises IndexError for a number that no row has, IntegrityError for a chunk that is missing or altered.
+        Raises IndexError for a number that no row has and a mask of another length, IntegrityError for a chunk that is
+        missing or altered.
         """
         if isinstance(which, slice):
             return self.__getitems__(range(*which.indices(len(self))))
-        if isinstance(which, Iterable):
+        # An array without dimensions is one number.
+        if isinstance(which, Iterable) and getattr(which, "ndim", 1) > 0:
             return self.__getitems__(which)
-        return self.__getitems__([which])[0]
+        return self.__getitems__([which])[0]  # pyright: ignore[reportArgumentType]
 
     def __getitems__(self, numbers: Iterable[int]) -> list[StoredSample]:
         """Return a whole batch; called by `DataLoader`."""
         if self._pid != os.getpid():
             # A fork shares connections and locks with the process that it left.
             self._open(open_pinned(self._dataset.pin), self._split, self._format)
-        places = [self._place(number) for number in numbers]
+        places = self._places(numbers)
         found: dict[int, StoredSample] = {}
         # Each chunk once, whatever the order.
         for number in sorted(set(places)):
@@ -113,6 +116,19 @@ class Samples:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (self._dataset.pin, self._split, self._format)
+
+    def _places(self, numbers: Iterable[int]) -> list[int]:
+        # Of Arrow, whose items are no numbers of Python.
+        given = numbers.to_pylist() if hasattr(numbers, "to_pylist") else list(numbers)  # pyright: ignore
+        is_true = [_is_true(each) for each in given]
+        if set(is_true) <= {None}:
+            return list(map(self._place, given))
+        if None in is_true or len(given) != len(self):
+            raise IndexError(
+                f"{len(given)} values, {len(given) - is_true.count(None)} of them bools, for the {len(self)} rows of "
+                f"split {self._split!r}; expected a mask of a bool for each row, or numbers alone"
+            )
+        return [place for place, is_chosen in enumerate(is_true) if is_chosen]
 
     def _place(self, number: int) -> int:
         place = operator.index(number)
@@ -131,6 +147,12 @@ class Samples:
             while len(self._chunks) > _KEPT_CHUNKS:
                 self._chunks.popitem(last=False)
         return rows
+
+
+def _is_true(value: Any) -> bool | None:
+    """A bool of Python, NumPy or torch; None for what is none."""
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    return bool(value) if is_bool and getattr(value, "ndim", 0) == 0 else None
 
 
 def _reopened(pin: DatasetPin, split: str, format: str) -> Samples:

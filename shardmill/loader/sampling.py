@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from shardmill.loader.metadata import metadata_columns, read_metadata
 from shardmill.loader.selection import Selection, select
 from shardmill.loader.where import rows_where
 from shardmill.typed_columns import LABEL
+from shardmill.words import name_some
 
 if TYPE_CHECKING:
     from pyarrow.compute import Expression
@@ -68,7 +70,15 @@ def _repeats(dataset: Dataset, split: str, chosen: np.ndarray, sample: Sample) -
     counts = np.bincount(labels_N, minlength=len(names))
     if isinstance(sample, str):
         return _shared(labels_N, np.where(counts, counts.max(), 0))
-    return _shared(labels_N, np.rint(counts * _weights(sample, names)).astype(np.int64))
+    weights = _weights(sample, names)
+    totals = np.rint(counts * weights).astype(np.int64)
+    if lost := [name for name, *of in zip(names, counts, weights, totals, strict=True) if all(of[:2]) and not of[2]]:
+        warnings.warn(
+            f"sample leaves no row of {name_some(lost)}: the weight times the number of rows is less than a half; a "
+            "larger weight keeps some, and 0 says that none is meant",
+            stacklevel=2,
+        )
+    return _shared(labels_N, totals)
 
 
 def _weights(sample: Mapping[str, float], names: tuple[str, ...]) -> np.ndarray:

@@ -110,12 +110,19 @@ def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr, names: set[str])
     if isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) and not isinstance(one, pc.Expression):
         raise ValueError(f"{ast.unparse(left)} is no column")
     is_null = isinstance(right, ast.Constant) and right.value is None
+    if is_null and isinstance(op, ast.Eq | ast.NotEq):
+        raise ValueError(f"write `{ast.unparse(left)} is {'None' if isinstance(op, ast.Eq) else 'not None'}`")
     if isinstance(op, ast.Is | ast.IsNot):
         if not is_null:
             raise ValueError("`is` is for None alone")
         return one.is_null() if isinstance(op, ast.Is) else one.is_valid()
     other = _expression(right, names)
     if isinstance(op, ast.In | ast.NotIn):
-        found = one.isin(other)
+        if not isinstance(other, list):
+            raise ValueError(f"{ast.unparse(right)} is no list of values")
+        # Comparisons with one value of each type: null for null and refused for another type, as `==` is.
+        found = reduce(
+            operator.or_, (one == each for each in {type(each): each for each in other}.values()), one.isin(other)
+        )
         return found if isinstance(op, ast.In) else ~found
     return _COMPARE[type(op)](one, other)

@@ -21,11 +21,15 @@ from etl.sources.extra import ExtraColumns
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.row_segments import LOOK_COLUMNS, ROWS_SCHEMA, SOURCE_COLUMNS
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.formats.rows import OWN_COLUMNS, OWN_NAMES
 from shardmill.formats.tf_example import FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.config import DatasetConfig
+from shardmill.loader.batch import NAMES
+from shardmill.loader.metadata import CLASS
 from shardmill.loader.reader import read_split
 from shardmill.loader.samples import read_samples
 from tests.etl.building import images_of, list_images
@@ -254,10 +258,21 @@ def test_an_entry_of_the_config_is_a_name_or_a_name_and_a_type(entry: str):
         SourceConfig(extra_columns=(entry,))
 
 
-@pytest.mark.parametrize("entries", [("label",), ("a", "a:int64")])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ("label",), ("a", "a:int64"), ("class_name",), ("weights:float32",), ("source_bytes",), ("sample_ids",),
+        ("images:string",), ("extra",), ("source_width:int64",), ("image/encoded",),
+    ],
+)  # fmt: skip
 def test_a_name_is_used_once(entries: tuple[str, ...]):
     with pytest.raises(ValueError, match="names without duplicates"):
         SourceConfig(extra_columns=entries)
+
+
+def test_no_name_of_metadata_and_of_batches_is_a_user_s():
+    everything = {*ROWS_SCHEMA.names, *SOURCE_COLUMNS, *LOOK_COLUMNS, CLASS, *NAMES}
+    assert everything <= {*OWN_COLUMNS, *OWN_NAMES}
 
 
 def test_values_keep_their_types_however_odd(tmp_path: Path):

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from etl.checks.facts import inferred_warnings
@@ -15,8 +16,10 @@ from etl.plan import plan_build
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from tests.etl.building import ETL, images_of, list_images
-from tests.etl.test_sources_webdataset import picture, reasons, write_tar
+from tests.etl.test_masks import mask_of
+from tests.etl.test_sources_webdataset import Members, picture, reasons, write_tar
 from tests.etl.test_sources_zip import zip_bytes, zip_source
+from tests.shardmill.images.make import photo, png
 
 Kind = Literal["folders", "webdataset", "zip"]
 KINDS: tuple[Kind, ...] = ("folders", "webdataset", "zip")
@@ -24,7 +27,10 @@ KINDS: tuple[Kind, ...] = ("folders", "webdataset", "zip")
 
 def source_of(kind: Kind, folder: Path, *names: str, **keys: object) -> SourceConfig:
     """The same files as a folder, a tar or a ZIP archive."""
-    members = {name: picture(number) for number, name in enumerate(names)}
+    return source_with(kind, folder, {name: picture(number) for number, name in enumerate(names)}, **keys)
+
+
+def source_with(kind: Kind, folder: Path, members: Members, **keys: object) -> SourceConfig:
     if kind == "webdataset":
         source = write_tar(folder / "a.tar", members)
     elif kind == "zip":
@@ -151,3 +157,49 @@ def test_classes_that_look_alike_are_named(first: str, second: str, named: str, 
     plan = plan_build(EtlTree(source=source, dataset=DatasetConfig(uri=str(tmp_path / "d")), etl=ETL), run_id="r")
     warnings = [each for each in inferred_warnings(plan) if "in how Unicode writes them" in each]
     assert len(warnings) == 1 and f": {named};" in warnings[0]
+
+
+def planned(source: SourceConfig, folder: Path) -> tuple[str, ...]:
+    """The classes of a build."""
+    tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(folder / "dataset")), etl=ETL)
+    return plan_build(tree, run_id="r").listing.class_names
+
+
+MASK, DRAWING = mask_of(40, 60, [5, 5, 30, 20]), png(np.full((40, 60, 3), 200, np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("picture_name", "mask_name"),
+    [
+        ("images/training/{}.png", "annotations/training/{}.png"),
+        ("JPEGImages/{}.png", "SegmentationClass/{}.png"),
+        ("images/{}.png", "masks/{}_mask.png"),
+        ("leftImg8bit/train/{}_leftImg8bit.png", "gtFine/train/{}_gtFine_labelIds.png"),
+        ("photos/{}.png", "colours/{}.png"),
+    ],
+)
+def test_masks_of_pictures_are_no_class_beside_them(kind: Kind, picture_name: str, mask_name: str, tmp_path: Path):
+    pictures = {picture_name.format(number): png(photo(40, 60 + number)) for number in range(8)}
+    drawn = DRAWING if "colours" in mask_name else MASK
+    # As in Pascal VOC, only some of the pictures may have one.
+    source = source_with(kind, tmp_path, pictures | {mask_name.format(number): drawn for number in range(5)})
+    classes = [name.partition("/")[0] for name in (picture_name, mask_name)]
+    with pytest.raises(UsageError, match=f"folders {classes[0]} and {classes[1]} .* source.mask_field"):
+        planned(source, tmp_path)
+    # Their author knows what they are.
+    assert planned(source.model_copy(update={"label_level": 1}), tmp_path) == tuple(sorted(classes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_with_equal_names_of_files_are_classes(kind: Kind, tmp_path: Path):
+    for number, (first, second, names) in enumerate(
+        [
+            (png(photo(40, 60 + 1)), png(photo(40, 60 + 2)), range(8)),
+            (MASK, DRAWING, range(8)),
+            (png(photo(40, 60 + 1)), MASK, range(8, 16)),
+        ]
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        members = {f"cat/{n}.png": first for n in range(8)} | {f"dog/{n}.png": second for n in names}
+        assert planned(source_with(kind, folder, members), folder) == ("cat", "dog")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from dataclasses import replace
 
@@ -139,6 +140,13 @@ def test_repeats_of_a_row_are_augmented_differently(dataset):
     [
         ("age < -5 and caption is not None", lambda row: (row["age"] or 0) < -5 and row["caption"] is not None),
         ("age is None", lambda row: row["age"] is None),
+        # Null compares as neither true nor false, whatever the operator.
+        *(
+            (where, lambda row: row["age"] not in (None, -7))
+            for where in ("age != -7", "age not in (-7,)", "not age == -7", "not (age in (-7, -7))", "-7 != age")
+        ),
+        ("age not in (-7, -6) and not (age in (-8,))", lambda row: row["age"] not in (None, -8, -7, -6)),
+        ("age in (-7,) or ratio == 0", lambda row: row["age"] == -7 or row["ratio"] == 0),
         ("not (ratio >= 1)", lambda row: row["ratio"] < 1),
         ("0.5 <= ratio < 2 or ratio in (0, 2.5)", lambda row: 0.5 <= row["ratio"] < 2 or row["ratio"] in (0, 2.5)),
         ("ratio * 2 + 1 > 3", lambda row: row["ratio"] > 1),
@@ -166,6 +174,11 @@ def test_where_chooses_the_rows_for_which_it_is_true(where, holds, captioned):
         ({"where": "'cat' in caption"}, "'cat' is no column; expected a condition"),
         ({"where": f"age == {10**30}"}, "too large to convert"),
         ({"where": "caption > 3"}, "where = 'caption > 3': .*caption: string"),
+        ({"where": "age in ('3',)"}, "where = .*age: int64"),
+        ({"where": "age not in (3, '3')"}, "Could not convert .3. with type str"),
+        ({"where": "age in age"}, "age is no list of values"),
+        ({"where": "age == None"}, "where = 'age == None': write `age is None`"),
+        ({"where": "age != None"}, "where = 'age != None': write `age is not None`"),
         ({"where": pc.field("agee") > 1}, "agee"),
         ({"where": "age > 1000"}, r"leave none of the \d+ rows of split 'train'"),
         ({"sample": "balanced"}, "a dataset without one class an image"),
@@ -186,6 +199,14 @@ def test_weights_of_classes_may_be_numbers_of_numpy(dataset):
     plain = dataset.batches("train", **BATCH, sample={"class_1": 2})
     for weight in (np.int64(2), np.float32(2)):
         assert dataset.batches("train", **BATCH, sample={"class_1": weight}).state_dict() == plain.state_dict()
+
+
+def test_a_class_that_a_weight_rounds_to_nothing_is_named(dataset):
+    with pytest.warns(UserWarning, match="sample leaves no row of class_1: "):
+        dataset.batches("train", **BATCH, sample={"class_1": 0.001})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset.batches("train", **BATCH, sample={"class_1": 0, "class_2": 0.1}).close()
 
 
 def test_unknown_classes_are_refused_with_the_nearest(dataset):

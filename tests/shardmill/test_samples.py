@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
@@ -45,6 +46,26 @@ def test_a_row_by_its_number_is_that_of_the_stored_order(format, dataset):
     for number in (len(samples), -len(samples) - 1):
         with pytest.raises(IndexError, match=f"sample {number} of the {len(samples)} of split 'train'"):
             samples[number]
+
+
+def test_a_mask_chooses_the_rows_for_which_it_is_true(dataset):
+    torch, pandas = pytest.importorskip("torch"), pytest.importorskip("pandas")
+    samples = dataset.samples("train")
+    ids = [sample.sample_id for sample in samples]
+    mask_N = np.isin(np.arange(len(ids)), chosen := [5, 9, len(ids) - 1])
+    masks = [
+        mask_N, mask_N.tolist(), list(mask_N), torch.tensor(mask_N), list(torch.tensor(mask_N)), pandas.Series(mask_N),
+        pandas.array(mask_N), pa.array(mask_N), pa.chunked_array([mask_N]),
+    ]  # fmt: skip
+    for mask in masks:
+        assert [each.sample_id for each in samples[mask]] == [ids[number] for number in chosen], type(mask)
+    assert samples[np.zeros(len(ids), bool)] == []
+    for number in (torch.tensor(4), np.int64(4), np.array(4), torch.tensor(4, dtype=torch.uint8)):
+        assert samples[number].sample_id == ids[4]
+    assert [each.sample_id for each in samples[torch.tensor([4, 2])]] == [ids[4], ids[2]]
+    for wrong in ([True, False], mask_N[1:], [*mask_N.tolist(), 1], [3, True], pandas.array([True, None] * 3), True):
+        with pytest.raises(IndexError, match="expected a mask of a bool for each row, or numbers alone"):
+            samples[wrong]
 
 
 def test_threads_may_ask_for_samples_at_once(dataset):

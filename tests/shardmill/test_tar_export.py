@@ -99,7 +99,7 @@ def test_webdataset_reads_the_same_images_and_classes(encoding: str, tmp_path: P
 def test_our_own_source_builds_the_same_rows_from_it(uri: str, tmp_path: Path):
     export(uri, tmp_path / "tars", max_bytes=60_000)
     config = EtlConfig(image_size=16, encoding="png", keep_bytes=True)
-    source = SourceConfig(uri=str(tmp_path / "tars"), kind="webdataset", label_field="json.class_name")
+    source = SourceConfig(uri=str(tmp_path / "tars"), kind="webdataset")
     before, after = open_dataset(uri), open_dataset(build_here(source, str(tmp_path / "rebuilt"), config))
     assert after.manifest.class_names == before.manifest.class_names
     for split in before.manifest.splits:
