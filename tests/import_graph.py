@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,10 +34,15 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     found = {}
-    for package in MAY_IMPORT:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+    # Looking for garbage among so many objects takes three times as long as parsing.
+    gc.disable()
+    try:
+        for package in MAY_IMPORT:
+            for path in sorted((ROOT / package).rglob("*.py")):
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+                found[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+    finally:
+        gc.enable()
     assert len(found) > 40
     return found
 

@@ -139,6 +139,16 @@ def listeners(mark: str) -> set[Listener]:
     return found
 
 
+def processes_of_session(session: int) -> dict[int, str]:
+    """Command lines by process id; one that has ended and that nobody waited for has none."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ProcessLookupError):
+            if os.getsid(int(folder.name)) == session:
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+    return {pid: line for pid, line in found.items() if line}
+
+
 def hears_all_signals() -> None:
     """For `preexec_fn`: as in a terminal, also if the tests run in the background or below nohup, which ignore some."""
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import ENVIRONMENT, ROOT
 
 PAGE = ROOT / "docs" / "coming-from.md"
 NUM_IMAGES = 60
@@ -53,7 +53,8 @@ assert before["trainer"].global_step == 8, "two epochs of four batches"
 }
 TABLES = ("DeepSpeed", "Megatron-LM")
 """Their sections have settings in place of programs."""
-DRILLS = {"Horovod's Spark estimators", "PyTorch's FSDP2", "Lightning"}
+DRILL = "torchvision's ImageFolder"
+"""The others run in `make test-all`."""
 NOT_HERE = {"Horovod's Spark estimators", "MosaicML's Streaming"}
 
 
@@ -112,7 +113,7 @@ def test_tables_name_settings_that_there_are():
 @pytest.mark.parametrize(
     "section",
     [
-        pytest.param(each, marks=[pytest.mark.drill] if each.title in DRILLS else [], id=each.title)
+        pytest.param(each, marks=pytest.mark.drill if each.title == DRILL else pytest.mark.exhaustive, id=each.title)
         for each in sections()
     ],
 )

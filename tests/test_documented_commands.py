@@ -1,4 +1,6 @@
-"""Every command and program of the README, of Get started and of the Guides runs, as a reader of them would run it."""
+"""Every command of the README, of Get started and of the Guides is one that there is, and runs with their programs as a
+reader would run them: those of the README and of Get started in a drill, all in `make test-all`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.cli import COMMANDS
+from pipeline.tree import PipelineTree
 from shardmill.checksummed import verified_body
+from shardmill.jobs.config import load_tree
 from tests.demo import Demo
 from tests.etl.test_box_sources import ROWS, as_coco
+from tests.lab.commands import ENVIRONMENT, shardmill
 from tests.lab.datasets import write_images
-from tests.pipeline.command import ENVIRONMENT, shardmill
+from tests.lab.scale import exhaustive, usually
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -45,8 +51,8 @@ NEED_MORE = {
 }
 
 
-def pages() -> list[Path]:
-    """The README, then Get started and the Guides in the order of the site."""
+def pages(*sections: str) -> list[Path]:
+    """The README, then the pages of these sections of the site in its order."""
 
     def below(entry: object) -> list[str]:
         inner = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
@@ -55,7 +61,7 @@ def pages() -> list[Path]:
     # Its tags of Python are about extensions; of the rest nothing has a tag.
     text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     nav = {title: section for entry in yaml.safe_load(text)["nav"] for title, section in entry.items()}
-    listed = below([nav["Get started"], nav["Guides"]])
+    listed = below([nav[section] for section in sections])
     # Notebooks are run by tests/test_notebooks.py.
     return [README, *(ROOT / "docs" / page for page in listed if not page.startswith("notebooks/"))]
 
@@ -64,10 +70,37 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^ *```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def commands() -> list[str]:
+ALL = pages("Get started", "Guides")
+EXECUTED = usually(pages("Get started"), ALL)
+
+
+def commands(pages: list[Path], language: str = "bash") -> list[str]:
     """Each once, in the order of the pages."""
-    lines = [line for page in pages() for block in blocks(page, "bash") for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line.strip() and not line.startswith(ELSEWHERE)))
+    texts = [block.replace("\\\n", "") for page in pages for block in blocks(page, language)]
+    lines = [line.partition(" # ")[0].strip() for text in texts for line in text.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith(ELSEWHERE)))
+
+
+@pytest.mark.parametrize("language", ["bash", "console"])
+def test_every_command_is_one_that_there_is(language: str):
+    """Those of `console` as well, which need what no test has: their arguments are parsed, their settings checked."""
+    given = [line.removeprefix("$ ") for line in commands(ALL, language)]
+    ours = [line for line in given if line.startswith("shardmill ")]
+    assert len(ours) >= {"bash": 50, "console": 9}[language]
+    for line in ours:
+        names, arguments = [], shlex.split(line)[1:]
+        command = COMMANDS[arguments[0]]
+        while True:
+            names.append(arguments.pop(0))
+            commands_below = getattr(command, "commands", None)
+            if commands_below is None:
+                break
+            command = commands_below[arguments[0]]
+        try:
+            context = command.make_context(" ".join(names), arguments)
+            load_tree(PipelineTree, None, tuple(context.params["overrides"]))
+        except Exception as error:
+            pytest.fail(f"{line}: {error}")
 
 
 def write_inputs(folder: Path) -> None:
@@ -98,8 +131,8 @@ def run_it(command: str, folder: Path) -> str:
 
 @pytest.mark.timeout(1000)
 def test_every_command_runs(demo: Demo):
-    quick = [command for command in commands() if not any(part in command for part in SLOW)]
-    assert len(quick) >= 25
+    quick = [command for command in commands(EXECUTED) if not any(part in command for part in SLOW)]
+    assert len(quick) >= usually(12, 45)
     write_inputs(demo.folder)
     for command in quick:
         run_it(command, demo.folder)
@@ -108,17 +141,17 @@ def test_every_command_runs(demo: Demo):
 @pytest.mark.drill
 @pytest.mark.timeout(1000)
 def test_every_slow_command_runs(tmp_path: Path):
-    slow = [command for command in commands() if any(part in command for part in SLOW)]
-    assert {part for part in SLOW if any(part in command for command in slow)} == set(SLOW)
+    slow = [command for command in commands(EXECUTED) if any(part in command for part in SLOW)]
+    assert {part for part in SLOW if any(part in command for command in slow)} == set(usually(SLOW[:2], SLOW))
     write_inputs(tmp_path)
-    [init] = [command for command in commands() if command.startswith("shardmill init ")]
+    [init] = [command for command in commands(ALL) if command.startswith("shardmill init ")]
     for command in (init, "shardmill run photos.toml --set train.epochs=1 --set etl.image_size=16", *slow):
         run_it(command, tmp_path)
     trainings = list((tmp_path / "shardmill-work" / "models").glob("trainings/*/*/*/fresh-*/result.json"))
     assert [json.loads(verified_body(each.read_bytes(), "result"))["world_size"] for each in trainings] == [2]
 
 
-@pytest.mark.parametrize("page", [README, LOOP, AUGMENTATION], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, LOOP, exhaustive(AUGMENTATION)], ids=lambda page: page.name)
 def test_every_program_runs(page: Path, demo: Demo):
     # The first block by itself; then the same with each of the others behind it, at once in processes of their own.
     first, *others = blocks(page, "python")
@@ -136,11 +169,11 @@ def test_every_program_runs(page: Path, demo: Demo):
 
 def test_commands_that_no_test_runs_are_marked():
     docs = ROOT / "docs"
-    marked = {str(page.relative_to(docs)) for page in pages() if page != README and blocks(page, "console")}
+    marked = {str(page.relative_to(docs)) for page in ALL if page != README and blocks(page, "console")}
     assert marked == NEED_MORE
     assert not blocks(README, "console")
     # A block without a language, or an indented one, would hide a command.
-    for page in pages():
+    for page in ALL:
         text = page.read_text(encoding="utf-8")
         fences = re.findall(r"^ *```(.*)$", text, re.MULTILINE)
         assert all(fences[::2]) and not any(fences[1::2]), page

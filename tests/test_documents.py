@@ -62,6 +62,7 @@ def test_the_site_lists_every_page():
     assert sorted(re.findall(r"([\w./-]+\.md)$", nav, re.MULTILINE)) == sorted(pages | PAGES.keys())
 
 
+@pytest.mark.starts("program")
 def test_make_docs_fails_for_a_link_that_leads_nowhere(tmp_path: Path):
     """As the rule calls it: `--quiet` would drop the warnings that a strict build counts."""
     [words] = re.findall(r"\bmkdocs (build.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))

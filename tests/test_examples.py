@@ -12,8 +12,8 @@ import pytest
 
 from tests.etl.building import build_source
 from tests.etl.test_box_sources import ROWS, as_jsonl
+from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # Less to compute than for a person's photos; still some epochs of the head alone, and some of everything.
@@ -30,7 +30,7 @@ def commands() -> list[str]:
     return re.findall(r"^# +(shardmill .*)$", comments, re.MULTILINE)
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_the_example_fine_tunes_from_a_file_and_then_from_its_own_export(tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     write_images(tmp_path / "my_photos", num_images=300, num_classes=3)
@@ -61,6 +61,7 @@ def test_the_example_fine_tunes_from_a_file_and_then_from_its_own_export(tmp_pat
     assert [len(found["missing"]), len(found["replaced"])] == [0, 2], "four classes now"
 
 
+@pytest.mark.drill
 def test_the_example_finds_its_model_without_a_path(tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
@@ -87,7 +88,7 @@ def test_the_detector_learns_from_the_boxes_of_a_loader(tmp_path):
     assert len(losses) == 12 and sum(losses[-4:]) < sum(losses[:4])
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_the_sweep_compares_trials_on_one_version_and_continues(tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     write_images(tmp_path / "my_photos", num_images=100)

@@ -25,8 +25,8 @@ from scripts.docs_site.entries import entries, of_registry
 from scripts.docs_site.extension_points import registry_file
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, OneOf, Registry, install_hint, load_object
+from tests.lab.commands import ENVIRONMENT, in_process
 from tests.lab.datasets import write_images
-from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.quick_start import FOLDER
 from train.contracts.mesh_shape import MeshShape
 from train.planning.scaling_run import drawn_strategy
@@ -68,6 +68,7 @@ def test_every_registry_is_tried():
     assert {registry.key for registry in REGISTRIES} == set(NEW_ENTRIES)
 
 
+@pytest.mark.starts("program")
 @ALL
 def test_a_new_entry_is_accepted_listed_and_examined(
     registry: Registry[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +96,7 @@ def test_a_new_entry_is_accepted_listed_and_examined(
     assert "| `brand_new` | a line of help | `brand_new` |" in of_registry(registry)
 
 
+@pytest.mark.drill
 def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     """In a copy of the sources, follow the document: one more module, one more line in each registry; then run."""
     sources = tmp_path / "sources"
@@ -187,7 +189,7 @@ def test_a_new_strategy_says_whose_curve_its_report_draws(monkeypatch: pytest.Mo
 
 
 def test_a_users_own_objects_need_no_entry(tmp_path: Path):
-    """The same through the real command, with objects from a module in the working directory."""
+    """The same through the command, with objects from a module in the working directory."""
     (tmp_path / "mine.py").write_text(
         f"from {ENTRIES} import NEW_LAUNCHER, NEW_SOURCE, NEW_STRATEGY, NEW_ENGINE, NewTracker\n"
     )
@@ -200,10 +202,10 @@ def test_a_users_own_objects_need_no_entry(tmp_path: Path):
         "train.log.trackers=mine:NewTracker",
     )
     options = [word for each in (*own, "train.epochs=1", "etl.image_size=16") for word in ("--set", each)]
-    done = shardmill("run", "images", *options, cwd=tmp_path)
+    done = in_process("run", "images", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("shardmill-work/runs/*/curves.txt"))
-    done = shardmill("run", "images", *options, "--set", "etl.engine=mine:no_such", cwd=tmp_path)
+    done = in_process("run", "images", *options, "--set", "etl.engine=mine:no_such", cwd=tmp_path)
     assert done.returncode == 2 and "mine.py has no 'no_such'" in done.stderr
 
 

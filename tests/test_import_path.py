@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.commands import ROOT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import ROOT
 from tests.services.packed_environment import find_uv
 
 MODEL = """
@@ -62,6 +62,7 @@ def path(tmp_path: Path, installed: Path) -> str:
     return f"{traps}{os.pathsep}{installed}"
 
 
+@pytest.mark.drill
 def test_etl_and_training_run_beside_modules_of_the_same_names(home: Path):
     settings = {
         "etl.image_size": 16,
@@ -97,6 +98,7 @@ print(MODELS["train:f"].__module__, sys.modules["train"].__file__)
 """
 
 
+@pytest.mark.starts("program")
 def test_a_factory_is_found_in_the_working_directory_first(home: Path):
     (home / "train.py").write_text("def f(image_shape, num_classes): ...\n")  # without Keras, which takes long
     done = subprocess.run([sys.executable, "-P", "-c", FIND], cwd=home, capture_output=True, text=True, timeout=120)
@@ -148,6 +150,7 @@ def write_package(folder: Path, modules: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("is_regular", [True, False])
 def test_a_users_package_of_our_name_imports_itself_relatively_or_is_told_to(tmp_path: Path, is_regular: bool):
     package = write_package(tmp_path / "train", PACKAGE)
@@ -161,12 +164,14 @@ def test_a_users_package_of_our_name_imports_itself_relatively_or_is_told_to(tmp
         assert f"`train` resolves to {ROOT}/train/__init__.py, not {package}: rename that folder" in line
 
 
+@pytest.mark.starts("program")
 def test_a_users_file_of_our_name_that_another_one_imports_is_named(tmp_path: Path):
     write_package(tmp_path / "home", {"train": "from etl import load\n", "etl": "def load(): ...\n"})
     [line] = built(tmp_path / "home", "train:f")
     assert "cannot import name 'load' from 'etl'" in line and f"not {tmp_path}/home/etl.py: rename that file" in line
 
 
+@pytest.mark.starts("program")
 def test_modules_of_two_folders_with_names_of_ours_stay_importable(tmp_path: Path):
     # Each imports more of its own folder when it is called; all have been loaded by then.
     for top in ("train", "etl"):
@@ -197,6 +202,7 @@ def run(*command: str | Path, cwd: Path, path: str, timeout: float = 60) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_an_installed_wheel_runs_on_spark_behind_modules_of_the_same_names(home: Path, path: str):
     """The command, Spark's workers and their processes, and the ranks of Horovod on Spark."""
     settings = {"etl.image_size": 16, "etl.engine": "spark", "spark.master": "local[2]"}
@@ -221,6 +227,7 @@ def test_an_installed_wheel_runs_on_spark_behind_modules_of_the_same_names(home:
     assert (home / "was_called").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_takes_no_name_that_people_use(installed: Path):
     found = {each.name for each in installed.iterdir()}
     assert {each for each in found if not each.endswith(".dist-info")} == {"airflow_dags", "shardmill"}
@@ -241,6 +248,7 @@ print(sys.modules["etl"].__file__)
 """
 
 
+@pytest.mark.exhaustive
 def test_an_executor_unpickles_what_is_ours(path: str, installed: Path, tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     shipped = subprocess.run([sys.executable, "-P", "-c", SHIP], env=environment, check=True, capture_output=True)
@@ -258,6 +266,7 @@ def test_all_that_is_shipped_to_executors_finds_our_applications_first():
     assert [each for each in shipped if {*each[1:]} != {"OnExecutor"}] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", ["etl", "train"])
 def test_an_installed_job_file_starts(stage: str, home: Path, path: str):
     """As Airflow submits it: its operators find the file beside the library."""
@@ -267,6 +276,7 @@ def test_an_installed_job_file_starts(stage: str, home: Path, path: str):
     assert "--workdir" in run(sys.executable, file, "--help", cwd=home, path=path)
 
 
+@pytest.mark.starts("program")
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
     (tmp_path / "botocore.py").write_text("")
     done = subprocess.run(
@@ -283,6 +293,7 @@ print(MODELS["examples.mine:f"].__module__)
 """
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("is_on_path", [False, True])
 def test_a_module_in_a_folder_is_found_beside_an_installed_package_of_the_folders_name(
     tmp_path: Path, is_on_path: bool

@@ -30,11 +30,13 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
+@pytest.mark.starts("program")
 def test_reading_a_dataset_unpickles_nothing(tmp_path: Path):
     done = python("-m", "tests.programs.read_without_unpickling", make_dataset(tmp_path))
     assert done.stdout == "the hook works\n", done.stderr
 
 
+@pytest.mark.starts("program")
 def test_the_library_imports_without_the_extras():
     code = (
         "import sys\n"

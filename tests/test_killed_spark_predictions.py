@@ -12,8 +12,8 @@ import pytest
 
 from shardmill.dataset.open import has_version, open_dataset
 from shardmill.dataset.verify import verify_dataset
+from tests.lab.commands import shardmill
 from tests.lab.datasets import write_images
-from tests.pipeline.command import shardmill
 from tests.services.lost_executor import executors, until
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster
 from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of, to_standalone
@@ -110,6 +110,7 @@ def test_a_killed_executor_changes_no_answer(folder: Path, submitter: Submitter,
     assert len(spark_cluster.work_folders()) - before == NUM_SLOTS + 1
 
 
+@pytest.mark.exhaustive
 def test_a_killed_driver_is_continued_by_the_same_command(folder: Path, submitter: Submitter):
     job = begin(submitter, "driver")
     os.killpg(job.process.pid, signal.SIGKILL)

@@ -48,6 +48,7 @@ def test_the_published_schema_accepts_it(document: dict[str, Any]):
         kubernetes_validate.validate({**document, "unknown": 1}, VERSION, strict=True)
 
 
+@pytest.mark.starts("server")
 def test_the_operators_schema_accepts_each_application():
     """Strictly, too."""
     validator = jsonschema.Draft202012Validator(strict_schema(definition()))
@@ -88,6 +89,7 @@ def config_of(folder: Path | str = "s3://bucket") -> str:
     return documents("config.yaml")["ConfigMap"]["data"]["photos.toml"].replace("s3://bucket", str(folder))
 
 
+@pytest.mark.starts("program")
 def test_they_fit_together(tmp_path: Path):
     (tmp_path / "photos.toml").write_text(config_of())
     assert load_pipeline(str(tmp_path / "photos.toml"), (), "work").dataset.uri == "s3://bucket/dataset"

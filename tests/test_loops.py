@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardmill.loader.dataset import open_dataset
+from tests.lab.commands import ENVIRONMENT
 from tests.lab.datasets import make_dataset
-from tests.pipeline.command import ENVIRONMENT
 from tests.services.marked import free_ports
 
 LOOPS = Path(__file__).resolve().parent.parent / "examples" / "loops"
@@ -82,6 +82,7 @@ def ddp(uri: str, checkpoint: Path, num_ranks: int, *more: object) -> tuple[list
     return steps_of(printed), float(re.findall(r"weights ([\d.]+)", printed)[0])
 
 
+@pytest.mark.drill
 def test_the_ddp_loop_resumes_in_an_epoch_with_another_number_of_ranks(uri: str, tmp_path: Path):
     steps, weights = ddp(uri, tmp_path / "whole.pt", 2)
     begun, _ = ddp(uri, tmp_path / "stopped.pt", 2, "--stop-after", 2)
@@ -91,6 +92,7 @@ def test_the_ddp_loop_resumes_in_an_epoch_with_another_number_of_ranks(uri: str,
     assert resumed == pytest.approx(weights, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_the_lightning_loop_neither_skips_nor_repeats_a_batch_after_a_resume(uri: str, tmp_path: Path):
     call = (LOOPS / "lightning_fit.py", f"{uri}@1", "--checkpoints", tmp_path)
     # In the middle of an epoch, and at its end.
@@ -106,6 +108,7 @@ def test_the_lightning_loop_neither_skips_nor_repeats_a_batch_after_a_resume(uri
     assert [(int(epoch), int(step), json.loads(ids)) for epoch, step, ids in found] == expected
 
 
+@pytest.mark.exhaustive
 def test_the_accelerate_loop_resumes_in_one_process_what_two_have_begun(uri: str, tmp_path: Path):
     call = (LOOPS / "accelerate_loop.py", f"{uri}@1", "--checkpoint")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
@@ -114,7 +117,7 @@ def test_the_accelerate_loop_resumes_in_one_process_what_two_have_begun(uri: str
     assert [*steps_of(begun), *steps_of(rest)] == all_steps(uri) and len(steps_of(begun)) == 2
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_the_horovod_loop_resumes_in_one_process_what_two_have_begun(uri: str, tmp_path: Path):
     def loop(checkpoint: str) -> tuple[object, ...]:
         return (LOOPS / "horovod_loop.py", f"{uri}@1", "--checkpoint", tmp_path / checkpoint)
@@ -127,6 +130,7 @@ def test_the_horovod_loop_resumes_in_one_process_what_two_have_begun(uri: str, t
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_keras_on_torch_resumes_in_an_epoch(uri: str, tmp_path: Path):
     call = (LOOPS / "keras_fit_torch.py", uri, "--checkpoint")
     begun, rest, whole = run_calls(
@@ -138,12 +142,14 @@ def test_keras_on_torch_resumes_in_an_epoch(uri: str, tmp_path: Path):
     assert losses_of(rest)[-3:] == pytest.approx(losses_of(whole)[-3:], abs=1e-3)
 
 
+@pytest.mark.drill
 def test_keras_fits_and_learns(uri: str):
     printed = run(LOOPS / "keras_fit.py", uri)
     losses = [float(loss) for loss in re.findall(r" - loss: ([\d.]+)", printed)]
     assert len(losses) == 3 and losses[-1] < 0.8 * losses[0] and len(re.findall("val_loss", printed)) == 3
 
 
+@pytest.mark.exhaustive
 def test_the_jax_loop_resumes_in_one_process_what_two_have_begun(uri: str, tmp_path: Path):
     def loop(checkpoint: str, *more: object) -> tuple[object, ...]:
         return (LOOPS / "jax_loop.py", f"{uri}@1", "--checkpoint", tmp_path / checkpoint, *more)

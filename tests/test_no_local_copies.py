@@ -55,6 +55,7 @@ def objects(uri: str) -> dict[str, bytes]:
     return {file.path: store.read(file.path) for file in store.list("")}
 
 
+@pytest.mark.drill
 def test_four_readers_of_one_host_need_no_room_and_leave_nothing(dataset_uri: str, host: Path):
     before = objects(dataset_uri)
     expected, exit_code = read(dataset_uri, host)
@@ -65,6 +66,7 @@ def test_four_readers_of_one_host_need_no_room_and_leave_nothing(dataset_uri: st
     assert objects(dataset_uri) == before
 
 
+@pytest.mark.drill
 def test_neither_a_killed_reader_nor_a_new_version_changes_what_a_version_gives(
     dataset_uri: str, host: Path, tmp_path: Path
 ):

@@ -11,6 +11,7 @@ from nbformat.v4 import new_code_cell
 
 from scripts.docs_site.notebooks import notebook_page
 from scripts.run_notebooks import IN_ORDER, NOTEBOOKS, read_notebook, run_notebook
+from tests.lab.scale import exhaustive
 
 # In the notebook's own names, behind its last cell.
 CLAIMS = {
@@ -48,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("notebooks")
 
 
-@pytest.mark.parametrize("name", IN_ORDER)
+@pytest.mark.drill
+@pytest.mark.parametrize("name", [IN_ORDER[0], *map(exhaustive, IN_ORDER[1:])])
 def test_a_notebook_runs_and_keeps_its_claims(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     if name == "train" and not (folder / "digits-work" / "dataset").exists():
         run_notebook(read_notebook("explore"), folder)

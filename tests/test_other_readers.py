@@ -19,8 +19,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.dataset import open_dataset as open_loadable
 from shardmill.stores import open_store
+from tests.lab.commands import ENVIRONMENT, in_process
 from tests.lab.datasets import make_dataset
-from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.services.packed_environment import find_uv
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "other-readers.md"
@@ -96,7 +96,7 @@ def test_duckdb(dataset: LoadableDataset):
 
 
 def test_webdataset(dataset: LoadableDataset, folder: Path):
-    done = shardmill("export-tar", "demo-work/dataset", "demo-work/tars", cwd=folder)
+    done = in_process("export-tar", "demo-work/dataset", "demo-work/tars", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert sorted(about["sample_id"] for _, _, about in run_section("WebDataset")["rows"]) == ids_of(dataset)
 
@@ -106,11 +106,13 @@ def test_tf_data(dataset: LoadableDataset):
     assert sorted(int(row["image/sample_id"]) for row in rows) == ids_of(dataset)
 
 
+@pytest.mark.drill
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_petastorm(dataset: LoadableDataset):
     assert sorted(run_section("petastorm")["ids"]) == ids_of(dataset)
 
 
+@pytest.mark.exhaustive
 def test_spark(dataset: LoadableDataset, folder: Path):
     code = "\n".join([*blocks(""), *blocks("Spark"), "print('ids', *(row.sample_id for row in frame.collect()))"])
     done = subprocess.run(
@@ -131,7 +133,7 @@ assert [row["sample_id"] for row in streamed["test"]] == list(splits["test"]["sa
 """
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_hugging_face(dataset: LoadableDataset, folder: Path, tmp_path: Path):
     python = tmp_path / "venv/bin/python"
     for command in (

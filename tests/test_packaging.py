@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardmill.registry import load_object
 from shardmill.user_module import APPLICATIONS
+from tests.import_graph import modules
 from tests.lab.datasets import make_dataset, write_images
+from tests.lab.scale import exhaustive
 from tests.services.packed_environment import find_uv
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +36,7 @@ def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
 
 
 def pythons() -> list[Any]:
-    """An interpreter of the running version, and of each newer one that this machine has. Those between are drills."""
+    """An interpreter of the running version, and of each newer one that this machine has."""
     found = [sys.executable]
     for version in ("3.12", "3.13"):
         candidates = [*Path.home().glob(f".pyenv/versions/{version}*/bin/python"), shutil.which(f"python{version}")]
@@ -43,8 +47,7 @@ def pythons() -> list[Any]:
             if answer.stdout.strip() == str(tuple(map(int, version.split(".")))):
                 found.append(str(candidate))
                 break
-    between = (pytest.param(each, marks=pytest.mark.drill) for each in found[1:-1])
-    return [found[0], *between, *found[1:][-1:]]
+    return [pytest.param(found[0], marks=pytest.mark.drill), *map(exhaustive, found[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,17 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_dataset(tmp_path_factory.mktemp("dataset"), num_images=100, num_classes=3)
 
 
+def test_the_wheel_is_told_to_hold_all_packages_and_takes_no_name_that_people_use():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(wheel["packages"]) == {module.relative.partition("/")[0] for module in modules().values()}
+    moved = set(wheel["packages"]) - {"airflow_dags", "shardmill"}
+    assert wheel["sources"] == {name: f"shardmill/{APPLICATIONS}/{name}" for name in moved}
+    for target in project["project"]["scripts"].values():
+        assert callable(load_object(target))
+
+
+@pytest.mark.drill
 def test_the_wheel_holds_every_file_of_its_packages(wheel: Path):
     """Templates and log settings as well as modules: what is read from beside a module is there."""
     applications = ("etl", "train", "pipeline")
@@ -108,10 +122,10 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_the_base_wheel_feeds_the_newest_torch(wheel: Path, dataset: str, tmp_path: Path):
     """On the newest Python that this machine has, with the newest pyarrow and NumPy."""
-    python = pythons()[-1]
+    [python] = pythons()[-1].values
     run(find_uv(), "venv", "--no-python-downloads", "--python", python, tmp_path / "venv", cwd=tmp_path)
     run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, "torch", cwd=tmp_path)
     shutil.copy(ROOT / "tests/programs/read_with_torch.py", tmp_path / "loop.py")
@@ -122,6 +136,7 @@ def test_the_base_wheel_feeds_the_newest_torch(wheel: Path, dataset: str, tmp_pa
     assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
 
 
+@pytest.mark.exhaustive
 def test_the_base_wheel_works_with_the_lowest_versions_that_it_allows(wheel: Path, tmp_path: Path):
     run(find_uv(), "venv", "--no-python-downloads", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
     into = ("--python", tmp_path / "venv/bin/python")
@@ -144,6 +159,7 @@ def test_the_base_wheel_works_with_the_lowest_versions_that_it_allows(wheel: Pat
         assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Path):
     run(find_uv(), "venv", "--no-python-downloads", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
     run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, cwd=tmp_path)
@@ -191,6 +207,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("start", ["shardmill", "pipeline.cli"])
 def test_starting_imports_nothing_heavy(start: str):
     told = run(sys.executable, "-m", "tests.programs.start_and_show_imports", start, *HEAVY, cwd=ROOT)

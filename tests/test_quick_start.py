@@ -16,6 +16,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("name", ["sklearn", "matplotlib"])
 def test_keras_alone_does_not_find_what_it_imports_for_wrappers_and_plots(tmp_path: Path, name: str):
     for package in ("keras", "other", name):

@@ -88,7 +88,17 @@ def checked(name: str, folder: Path) -> PipelineTree:
     return tree
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.toml")))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+@pytest.mark.starts("program")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_passes_all_checks_of_a_run(name: str, tmp_path: Path):
+    checked(name, tmp_path)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_trains_on_a_stand_in(name: str, tmp_path: Path):
     tree = checked(name, tmp_path)
     dataset = open_dataset(build_here(tree.source, tree.dataset.uri, tree.etl))

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("seconds", [0.2, 3.0], ids=["others-are-at-work", "others-have-ended"])
 def test_a_process_that_dies_costs_one_test_and_the_run_continues_to_its_end(tmp_path, seconds):
     for number in range(12):

@@ -18,7 +18,7 @@ from tests.services.versitygw import KEY, SECRET, Gateway
 from tests.services.watch import ON_EXECUTORS, watching
 from tests.test_remote_chain import shardmill
 
-pytestmark = pytest.mark.drill
+pytestmark = pytest.mark.exhaustive
 
 CONFIG = """
 [source]

@@ -21,8 +21,8 @@ from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.stores import open_store
+from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.pipeline.test_spark_terminal import SPARK_LINES, Terminal
 from tests.processes import LOCAL, listeners
 from tests.services.lost_executor import (
@@ -171,6 +171,7 @@ def on_cluster(folder: Path, spark_cluster: SparkCluster, monkeypatch: pytest.Mo
     return [part for item in settings.items() for part in ("--set", "=".join(item))]
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(folder: Path, on_cluster: list[str]):
     terminal = Terminal(BIN / "shardmill", "etl", "quiet.toml", "--run-id", "quiet", *on_cluster, cwd=folder)
     terminal.process.wait(200)
@@ -182,6 +183,7 @@ def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(folder: Path, on_
     assert "WARN" in (folder / "shardmill-work/runs/quiet/spark.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_executors_without_the_drivers_kernel_are_named_before_any_work(folder: Path, on_cluster: list[str]):
     # Modules of the kernel's name: on the driver one that stands for it, on executors one that cannot be imported.
     for place, text in {"driver": "KERNEL_ID = 'native-drill'", "executors": "raise ImportError('not built')"}.items():
@@ -225,6 +227,7 @@ def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
     assert steps_of(folder / "work", "horovod") == steps_of(folder / "shardmill-work", "here")
 
 
+@pytest.mark.exhaustive
 def test_a_training_continues_after_its_executor_was_killed(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
@@ -250,6 +253,7 @@ def test_more_ranks_than_slots_are_refused_with_both_numbers(folder: Path, submi
     assert "has 2 slot(s)" in line and "more executors or cores" in line
 
 
+@pytest.mark.exhaustive
 def test_dynamic_allocation_is_refused_under_a_barrier(folder: Path, submitter: Submitter):
     dynamic = {
         "spark__dynamicAllocation__enabled": "true",
@@ -270,6 +274,7 @@ def refusal(submitter: Submitter, run_id: str, launcher: str, *chosen: str, **co
     return line
 
 
+@pytest.mark.exhaustive
 def test_a_worker_with_another_secret_is_not_let_in(spark_cluster: SparkCluster, tmp_path: Path):
     stranger = replace(spark_cluster, folder=tmp_path, secret="guessed")
     stranger.write_conf()

@@ -13,8 +13,9 @@ from etl.config import EtlConfig
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.lab.commands import shardmill
 from tests.lab.datasets import build_here, upload, write_images
-from tests.pipeline.command import shardmill
+from tests.lab.scale import exhaustive
 from tests.services.hadoop import pyspark_jars
 from tests.services.lost_executor import (
     MAY_RESTART,
@@ -32,6 +33,7 @@ from tests.services.watch import ON_EXECUTORS, watching
 from tests.services.yarn import YarnCluster
 
 pytestmark = pytest.mark.drill
+# Of YARN a drill runs one chain: ETL and training in cluster mode, an executor that is killed, an exit code.
 
 CONFIG = """
 [source]
@@ -104,6 +106,7 @@ def dataset(root: str, submitter: Submitter, tmp_path_factory: pytest.TempPathFa
     return open_dataset(f"{root}/cluster")
 
 
+@pytest.mark.exhaustive
 def test_the_etl_gives_in_both_modes_what_it_gives_here_and_no_secret_is_shown(
     root: str, dataset: Dataset, submitter: Submitter, yarn_cluster: YarnCluster, tmp_path: Path
 ):
@@ -147,6 +150,7 @@ def test_the_etl_gives_in_both_modes_what_it_gives_here_and_no_secret_is_shown(
     assert "canary" not in (yarn_cluster.folder / "servers.log").read_text().lower()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "launcher", "strategy"),
     [("cluster", "horovod_spark", "horovod"), ("client", "spark_barrier", "torch_ddp")],
@@ -167,6 +171,7 @@ def test_a_training_runs_on_executors_of_yarn(
     assert found["steps"] == 8
 
 
+@pytest.mark.exhaustive
 def test_more_ranks_than_slots_are_refused_with_both_numbers(dataset: Dataset, submitter: Submitter):
     """Long before `train.watch.start_timeout_seconds`; the cores of an executor are Spark's own default."""
     started_seconds = time.monotonic()
@@ -197,7 +202,10 @@ def undisturbed_steps(root: str, folder: Path, model: str) -> Steps:
 
 @pytest.mark.parametrize(
     ("mode", "model", "strategy", "launcher"),
-    [("cluster", "slow_torch", "torch_ddp", "spark_barrier"), ("client", "slow_keras", "horovod", "horovod_spark")],
+    [
+        ("cluster", "slow_torch", "torch_ddp", "spark_barrier"),
+        exhaustive("client", "slow_keras", "horovod", "horovod_spark"),
+    ],
 )
 def test_a_training_continues_after_its_executor_was_killed(
     root: str, dataset: Dataset, submitter: Submitter, yarn_cluster: YarnCluster,

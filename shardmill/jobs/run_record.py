@@ -44,9 +44,16 @@ class RunRecord:
     """`<workdir>/runs/<run_id>/` while a process adds to it. An Observer: its events are lines of `events.jsonl`."""
 
     def __init__(
-        self, workdir: str, run_id: str = "", *, sections: Sequence[str] = (), whole: frozenset[str] = frozenset()
+        self,
+        workdir: str,
+        run_id: str = "",
+        *,
+        sections: Sequence[str] = (),
+        whole: frozenset[str] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sections`: those that the summary always has. `whole`: the stages after which a run is `ok`.
+        """`sections`: those that the summary always has. `whole`: the stages after which a run is `ok`. `clock`: of the
+        seconds that stages take.
 
         An application that does only a part of the pipeline names no stages: its runs end as `partial`.
         """
@@ -63,6 +70,7 @@ class RunRecord:
         self._sections = tuple(sections)
         self._whole = whole
         self._warnings: list[str] = []
+        self._clock = clock
         self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
         self._events = LineLog(self.store, f"{self.folder}/{EVENTS}", warn=self._warn)
@@ -83,7 +91,7 @@ class RunRecord:
         `record_of` says what the value adds to the summary; a record of status `failed` fails the run without raising.
         """
         self.event("stage.started", {"stage": name})
-        started, clock = time.time(), time.monotonic()
+        started, began = time.time(), self._clock()
         self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
         try:
@@ -92,19 +100,19 @@ class RunRecord:
         except BaseException as error:  # also Ctrl-C and SIGTERM belong into the record
             # If the record cannot be written either, the stage's own error is still the one to report.
             with suppress(ShardmillError):
-                self._end(failed_stage(name, error), started, time.monotonic() - clock)
+                self._end(failed_stage(name, error), started, self._clock() - began)
             raise
-        self._end(record, started, time.monotonic() - clock)
+        self._end(record, started, self._clock() - began)
         return value
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Exclude the time of the block from the seconds of the stage that calls it."""
-        clock = time.monotonic()
+        began = self._clock()
         try:
             yield
         finally:
-            self._aside_seconds += time.monotonic() - clock
+            self._aside_seconds += self._clock() - began
 
     def summarize(self, state: RunState) -> dict[str, Any]:
         """Write `summary.json` from the stage records so far, and return it."""

@@ -19,8 +19,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import toml_table
+from tests.lab.commands import ROOT
 from tests.lab.datasets import build_here, upload, write_images
-from tests.pipeline.command import ROOT
 from tests.processes import is_running, parent_of
 from tests.services.airflow import Airflow, running_airflow
 from tests.services.hadoop import pyspark_jars
@@ -56,7 +56,7 @@ train.conf = {conf}
 """
 ETL = EtlConfig(image_size=16, encoding="png")
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from airflow.sdk import DAG
-from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_dags.predictions import ShardmillPredictOperator
 from airflow_dags.run_folder import RunFolder
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 
+if TYPE_CHECKING:
+    from airflow_dags.predictions import ShardmillPredictOperator
 
+
+@pytest.mark.drill
 def test_the_operator_submits_the_job():
-    with DAG("mine"):
-        task = ShardmillPredictOperator(
-            task_id="predict",
-            config_file="/configs/photos.toml",
-            models="s3://b/models",
-            out="s3://b/out",
-            workdir="/work",
-            dataset="s3://b/photos@2",
-            top=3,
-            options=["--layer", "pool"],
-        )
+    more = {"models": "s3://b/models", "out": "s3://b/out", "dataset": "s3://b/photos@2", "top": 3}
+    task = _predicting("/configs/photos.toml", **more, options=["--layer", "pool"])
     assert task.application is not None and task.application.endswith("/etl/predict_job.py")
     assert task.application_args is not None
     assert task.application_args[:7] == [
@@ -35,13 +27,17 @@ def test_the_operator_submits_the_job():
     assert task.stage == "predict" and [each.name for each in task.outlets] == ["predict:new"]
 
 
-def _predicting(config_file: Path, **kwargs: Any) -> ShardmillPredictOperator:
+def _predicting(config_file: Path | str, **given: Any) -> ShardmillPredictOperator:
+    from airflow.sdk import DAG
+
+    from airflow_dags.predictions import ShardmillPredictOperator
+
+    where = {"models": "m", "out": "o", "workdir": "/work"}
     with DAG("mine"):
-        return ShardmillPredictOperator(
-            task_id="predict", config_file=config_file, models="m", out="o", workdir="/work", **kwargs
-        )
+        return ShardmillPredictOperator(task_id="predict", config_file=config_file, **{**where, **given})
 
 
+@pytest.mark.drill
 def test_the_configs_spark_decides_where_it_is_submitted_unless_the_dag_does(tmp_path: Path):
     config_file = tmp_path / "photos.toml"
     config_file.write_text(
@@ -54,6 +50,8 @@ def test_the_configs_spark_decides_where_it_is_submitted_unless_the_dag_does(tmp
     given = _predicting(config_file, master="yarn", conf={"spark.submit.deployMode": "cluster"})
     given.submit_as_configured()
     assert (given.master, given.conf) == ("yarn", {"spark.submit.deployMode": "cluster"})
+    from airflow.sdk.exceptions import AirflowFailException
+
     with pytest.raises(AirflowFailException, match="none.toml.*expected a config file that this worker can read"):
         _predicting(tmp_path / "none.toml").submit_as_configured()
 

@@ -18,9 +18,8 @@ from airflow_dags.run_folder import RunFolder
 from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.lab.commands import ROOT
 from tests.lab.datasets import write_images
-from tests.lab.scale import usually
-from tests.pipeline.command import ROOT
 from tests.processes import parent_of
 from tests.quick_start import FOLDER
 from tests.services.airflow import Airflow, running_airflow
@@ -30,7 +29,7 @@ DAG_ID = "shardmill_tiny"
 ASSET_ID, TRAINING_ID = "shardmill_own", "shardmill_own_train"
 STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
 LEFT_SECONDS = 30.0
-NUM_BACKFILLS = usually(0, 3)
+NUM_BACKFILLS = 3
 CONNECTION = {"conn_type": "spark", "host": "yarn", "password": "canary-connection", "extra": '{"queue": "images"}'}
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
@@ -86,14 +85,15 @@ def write_config(folder: Path, file: str) -> None:
     )
 
 
-def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflow, folder: Path):
+@pytest.fixture(scope="module")
+def first_id(airflow: Airflow, folder: Path) -> str:
+    """The first run of the schedule, which has published version 1. More images have arrived when its ETL has ended."""
     airflow.set_paused(DAG_ID, False)
-
-    # The first run. Images arrive when its ETL has ended: a folder appears at once, or not at all.
     [first] = airflow.wait_for("a scheduled run", lambda: airflow.runs(DAG_ID))
     assert first["run_type"] == "scheduled"
     first_id = first["dag_run_id"]
     airflow.wait_for("the ETL", lambda: airflow.tasks(DAG_ID, first_id)["etl"]["state"] == "success")
+    # A folder appears at once, or not at all.
     write_images(folder / "arriving", num_images=60, num_classes=1, seed=1)
     os.rename(folder / "arriving" / "class_0", folder / "images" / "class_0" / "more")
 
@@ -108,57 +108,64 @@ def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflo
     wait_for_ranks(airflow, folder, DAG_ID, try_number=3)
     (folder / "gate" / DAG_ID / "open").touch()
     airflow.wait_for_end(DAG_ID, first_id)
-    assert (
-        stage(folder, DAG_ID, first_id, "etl")["published"]
-        and stage(folder, DAG_ID, first_id, "train", "dataset")["version"] == 1
-    )
+    # No other run takes the processors of what follows.
+    airflow.set_paused(DAG_ID, True)
+    return first_id
 
+
+def test_a_scheduled_run_whose_training_is_killed_and_cleared_publishes_once(
+    airflow: Airflow, folder: Path, first_id: str
+):
+    assert stage(folder, DAG_ID, first_id, "etl")["published"]
+    assert stage(folder, DAG_ID, first_id, "train", "dataset")["version"] == 1
+    check_published(airflow, folder, [first_id])
+
+    # The report is linked, and nothing that Airflow keeps holds a secret.
+    link = airflow.api("GET", f"dags/{DAG_ID}/dagRuns/{first_id.replace('+', '%2B')}/taskInstances/report/links")
+    assert Path(link["extra_links"]["Report"]).is_file(), link
+    assert not files_with_canaries(airflow.home)
+
+
+@pytest.mark.exhaustive
+def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflow, folder: Path, first_id: str):
+    airflow.set_paused(DAG_ID, False)
     # One of those that follow publishes what has arrived, and another one finds nothing new: nothing is trained.
     arrived = airflow.wait_for(
         "a run with the new images", lambda: next_run_with(airflow, folder, first_id, status="done")
     )
     airflow.wait_for_end(DAG_ID, arrived)
-    assert (
-        stage(folder, DAG_ID, arrived, "etl")["published"]
-        and stage(folder, DAG_ID, arrived, "train", "dataset")["version"] == 2
-    )
+    assert stage(folder, DAG_ID, arrived, "etl")["published"]
+    assert stage(folder, DAG_ID, arrived, "train", "dataset")["version"] == 2
     idle = airflow.wait_for("a run with nothing new", lambda: next_run_with(airflow, folder, arrived, status="skipped"))
     airflow.wait_for_end(DAG_ID, idle)
     assert not stage(folder, DAG_ID, idle, "etl")["published"]
-    assert (
-        record(folder, DAG_ID, idle, "train")["status"]
-        == record(folder, DAG_ID, idle, "evaluate")["status"]
-        == "skipped"
-    )
+    assert {record(folder, DAG_ID, idle, name)["status"] for name in ("train", "evaluate")} == {"skipped"}
 
-    # A run that is cleared and done again; dates that are filled in later, if asked for.
+    # A run that is cleared and done again; dates that are filled in later.
     airflow.clear(DAG_ID, arrived)
-    if NUM_BACKFILLS:
-        backfill(airflow, folder, NUM_BACKFILLS)
+    backfill(airflow, folder, NUM_BACKFILLS)
     airflow.wait_for_end(DAG_ID, arrived)
     assert all(task["try_number"] >= 2 for task in airflow.tasks(DAG_ID, arrived).values())
+    check_published(airflow, folder, [first_id, arrived])
+    airflow.set_paused(DAG_ID, True)
 
-    # Two versions, two trainings, two exports, each made known once by the run that made it.
-    assert latest_version(open_store(str(folder / "tiny"))) == 2
+
+def check_published(airflow: Airflow, folder: Path, run_ids: list[str]) -> None:
+    """A version, a training and an export of each of these runs, each made known once by the run that made it."""
+    assert latest_version(open_store(str(folder / "tiny"))) == len(run_ids)
     models = folder / "work" / "tiny" / "models"
-    assert len(list(models.glob("trainings/*/*/**/result.json"))) == 2
-    assert len(list(models.glob("exports/*.json"))) == 2
+    assert len(list(models.glob("trainings/*/*/**/result.json"))) == len(run_ids)
+    assert len(list(models.glob("exports/*.json"))) == len(run_ids)
     told = {
         (event["source_task_id"], event["source_run_id"], event["extra"].get("version"))
         for event in events(airflow, DAG_ID)
     }
-    assert {each for each in told if each[0] == "etl"} == {("etl", first_id, 1), ("etl", arrived, 2)}
-    assert {run_id for _, run_id, _ in told} == {first_id, arrived}
-
-    # No other run takes the processors of the next test.
-    airflow.set_paused(DAG_ID, True)
-
-    # The report is linked, and nothing that Airflow keeps holds a secret.
-    link = airflow.api("GET", f"dags/{DAG_ID}/dagRuns/{arrived.replace('+', '%2B')}/taskInstances/report/links")
-    assert Path(link["extra_links"]["Report"]).is_file(), link
-    assert not files_with_canaries(airflow.home)
+    of_etl = {("etl", run_id, number) for number, run_id in enumerate(run_ids, 1)}
+    assert {each for each in told if each[0] == "etl"} == of_etl
+    assert {run_id for _, run_id, _ in told} == set(run_ids)
 
 
+@pytest.mark.exhaustive
 def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothing(airflow: Airflow, folder: Path):
     for dag_id in (ASSET_ID, TRAINING_ID):
         airflow.wait_for(dag_id, lambda dag_id=dag_id: airflow.api("GET", f"dags/{dag_id}"))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.airflow_dags.test_shardmill_dag import STAGES, program, write_config
+
+pytestmark = pytest.mark.drill
 
 
 def test_the_config_names_the_master_or_else_the_connection_does_or_else_nobody(tmp_path: Path):

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
+from tests.lab.commands import BIN, ENVIRONMENT, ROOT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
 from tests.services.airflow import put_database
+
+pytestmark = pytest.mark.drill
 
 STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
 
@@ -62,6 +64,7 @@ def _output(command: list[str], folder: Path, timeout: float = 120) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1000)
 def test_a_dag_run_publishes_a_dataset_and_a_model(tmp_path: Path):
     write_images(tmp_path / "images", num_images=120, num_classes=3)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.airflow_dags.test_shardmill_dag import python, write_config
 
+pytestmark = pytest.mark.drill
+
 SHOW_VERSIONS = """
 import jinja2
 import airflow_dags.shardmill_dag as module

@@ -24,9 +24,9 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.loader.samples import read_samples
 from tests.etl.building import tree_for
+from tests.lab.commands import MODULES
 from tests.lab.datasets import build_here, write_images
 from tests.lab.scale import usually
-from tests.pipeline.command import MODULES
 from tests.polling import polled
 from tests.quick_start.forked import Program, run_forked
 from tests.services.marked import MARK, marked

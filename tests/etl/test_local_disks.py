@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from etl.engines import ENGINES
+from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.services.marked import MARK, end_marked, marked
 
 _NUM_IMAGES, _OF_A_UNIT, _IMAGE_BYTES = 144, 8, 256 * 256 * 3

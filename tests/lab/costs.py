@@ -124,7 +124,7 @@ class _Sums:
         found = dict(report.user_properties)
         if report.when != "teardown" or not isinstance(cost := found.get(_COST), Mapping):
             return
-        seconds = {phase: cost[phase] for phase in ("setup", "call", "teardown")}
+        seconds = {phase: cost.get(phase, 0.0) for phase in ("setup", "call", "teardown")}
         self._files[report.nodeid.partition("::")[0]][cost["tier"]] += sum(seconds.values())
         if seconds["call"] > BUDGET["test_seconds"].get(cost["tier"], float("inf")):
             self._slow.append(f"{seconds['call']:8.1f}  {report.nodeid}")

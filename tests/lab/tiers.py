@@ -30,7 +30,6 @@ _KIND_OF_FILE = {
     # What a package starts while it is imported (PyTorch asks ldconfig) is no process of the test.
     "<frozen importlib": None,
     "/tests/services/": "server",
-    "/tests/pipeline/command.py": "command",
     "/tests/lab/commands.py": "command",
     "/train/launching/": "ranks",
     "/tests/train/forked_ranks.py": "ranks",
@@ -153,8 +152,10 @@ def _kind_of_start() -> str | None:
         if file.endswith("/tests/quick_start/forked.py") and frame.f_code.co_name == "_server":
             # Forks are made from it; it counts with them.
             return None
+        # A command that is called in this process is no process; what it starts is what it would be in any test.
+        is_command_here = file.endswith("/tests/lab/commands.py") and frame.f_code.co_name == "in_process"
         for part, kind in _KIND_OF_FILE.items():
-            if part in file:
+            if part in file and not is_command_here:
                 return kind
         frame = frame.f_back
     return "program"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.lab.commands import BUILD_HERE, in_process, last_line
 from tests.lab.datasets import write_images
-from tests.pipeline.command import last_line, shardmill
 
 
 @pytest.fixture
@@ -24,9 +24,10 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.starts("program")
 def test_it_finds_what_the_build_rejects_and_writes_nothing(photos: Path, tmp_path: Path):
     before = sorted(tmp_path.rglob("*"))
-    done = shardmill("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
+    done = in_process("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert sorted(tmp_path.rglob("*")) == before
@@ -35,32 +36,34 @@ def test_it_finds_what_the_build_rejects_and_writes_nothing(photos: Path, tmp_pa
     assert found["by_class"] == {"class_0": 20, "class_1": 20, "class_2": 20}
     assert sum(found["by_split"].values()) == sum(found["source_sizes"]["longer_side"].values()) == 60
 
-    built = shardmill("etl", photos, "--set", "etl.image_size=16", "--set", "etl.engine=local", cwd=tmp_path)
+    built = in_process("etl", photos, "--set", "etl.image_size=16", *BUILD_HERE, cwd=tmp_path)
     assert built.returncode == 0, built.stderr
-    rejects = shardmill("inspect", "shardmill-work/dataset", "--rejects", "--json", cwd=tmp_path)
+    rejects = in_process("inspect", "shardmill-work/dataset", "--rejects", "--json", cwd=tmp_path)
     assert json.loads(rejects.stdout) == found["rejections"]
 
 
+@pytest.mark.starts("program")
 def test_it_counts_the_notes_of_images_and_warns_as_the_build_does(photos: Path, tmp_path: Path):
     dark = np.random.default_rng(0).integers(0, 1 << 12, (32, 32), np.uint16)
     for number in range(3):
         Image.fromarray(dark + number).save(photos / "class_0" / f"dark_{number}.png")
-    checked = shardmill("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
+    checked = in_process("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
     found = json.loads(checked.stdout)
     assert found["by_note"]["low_range_16_bit"] == 3
     [*of_listing, warning] = found["warnings"]
     assert "3 of 3 accepted 16-bit images use at most 14 of their bits" in warning
-    built = shardmill("etl", photos, "--set", "etl.image_size=16", "--set", "etl.engine=local", cwd=tmp_path)
+    built = in_process("etl", photos, "--set", "etl.image_size=16", *BUILD_HERE, cwd=tmp_path)
     assert of_listing and all(each in built.stderr for each in found["warnings"])
-    people = shardmill("check-source", photos, "--set", "etl.image_size=16", cwd=tmp_path)
+    people = in_process("check-source", photos, "--set", "etl.image_size=16", cwd=tmp_path)
     assert "low_range_16_bit 3" in people.stdout and warning in people.stdout
     assert "3: class_0 23, class_1 20, class_2 20" in people.stdout and "longer side in pixels" in people.stdout
 
 
+@pytest.mark.starts("program")
 def test_it_ends_like_the_build_if_too_much_is_rejected(photos: Path, tmp_path: Path):
     settings = ["--set", "etl.image_size=16", "--set", "etl.max_reject_fraction=0.01"]
-    checked = shardmill("check-source", photos, *settings, cwd=tmp_path)
-    built = shardmill("etl", photos, *settings, "--set", "etl.engine=local", cwd=tmp_path)
+    checked = in_process("check-source", photos, *settings, cwd=tmp_path)
+    built = in_process("etl", photos, *settings, *BUILD_HERE, cwd=tmp_path)
     assert checked.returncode == built.returncode == 7
     assert "2 of 63 inputs were rejected; etl.max_reject_fraction allows 0.01" in last_line(checked)
     assert "class_1/empty.png\tempty_file" in checked.stdout

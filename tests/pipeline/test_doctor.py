@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +22,13 @@ from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.summary_rows import stage_rows
 from shardmill.registry import Entry, install_hint
 from shardmill.stores import open_store
+from tests.lab.commands import in_process, start
 from tests.lab.datasets import make_dataset, write_images
-from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
 from tests.services.faulty_store import FaultyStore
 from train.backends import BACKENDS
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(("engine", "status"), [("spark", "fail"), ("tests.extending_entries:NEW_ENGINE", "ok")])
 def test_java_is_needed_only_by_what_needs_spark(
     engine: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -39,6 +39,7 @@ def test_java_is_needed_only_by_what_needs_spark(
     assert rows["java"].status == status and rows["java"].fix
 
 
+@pytest.mark.starts("program")
 def test_the_kernel_has_a_row_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def row(kernel: str) -> Finding:
         tree = load_tree(PipelineTree, None, (f"etl.kernel={kernel}",))
@@ -55,6 +56,7 @@ def test_the_kernel_has_a_row_with_its_fix(tmp_path: Path, monkeypatch: pytest.M
     assert "pip install ./native" in row("auto").fix and "etl.kernel = wheels" in row("native").fix
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("model", ["small_cnn", "mine:build"])
 def test_a_model_needs_the_packages_of_its_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str):
     monkeypatch.chdir(tmp_path)
@@ -69,6 +71,7 @@ def test_a_model_needs_the_packages_of_its_backend(tmp_path: Path, monkeypatch: 
     assert rows["train.num_workers"].fix == install_hint("tensorflow")
 
 
+@pytest.mark.starts("program")
 def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):
     workdir = str(tmp_path / "work")
     for config, is_warned in ("", False), (str(tmp_path / "c.toml"), True):
@@ -78,6 +81,7 @@ def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):
         assert rows["--workdir"].status == "ok" and "second writer" in rows["--workdir"].found
 
 
+@pytest.mark.starts("program")
 def test_a_config_that_cannot_run_fails_and_one_that_can_train_is_warned_of(tmp_path: Path):
     def unset(uri: str) -> dict[str, str]:
         found = diagnose(str(config), (f"dataset.uri={uri}",), str(tmp_path / "work"))
@@ -111,6 +115,7 @@ def rows_of(tree: PipelineTree, workdir: Path) -> dict[str, Finding]:
     return {each.subject: each for each in examine(tree, str(workdir))}
 
 
+@pytest.mark.starts("program")
 def test_a_clock_far_from_ours_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def row() -> Finding:
         write_images(tmp_path / "images", num_images=20, num_classes=2)
@@ -130,6 +135,7 @@ def test_a_clock_far_from_ours_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.starts("program")
 def test_room_is_reported_beside_what_a_build_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_images(tmp_path / "images", num_images=20, num_classes=2)
     uris = (
@@ -146,6 +152,7 @@ def test_room_is_reported_beside_what_a_build_takes(tmp_path: Path, monkeypatch:
         assert (found.status, "0.1 GB free; a build of all 20 images takes about 0.1" in found.found) == (status, True)
 
 
+@pytest.mark.starts("program")
 def test_a_host_whose_name_has_no_address_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert rows_of(load_tree(PipelineTree, None, ()), tmp_path)["host name"].status == "ok"
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
@@ -155,6 +162,7 @@ def test_a_host_whose_name_has_no_address_is_reported(tmp_path: Path, monkeypatc
         assert found.status == status and "127.0.0.1 no-such-host.invalid" in found.fix
 
 
+@pytest.mark.starts("program")
 def test_each_rank_has_its_device_told(tmp_path: Path):
     rows = rows_of(load_tree(PipelineTree, None, ("train.num_workers=2", "train.devices=cpu")), tmp_path)
     host = socket.gethostname()
@@ -178,29 +186,36 @@ def build(image_shape, num_classes):
 """
 
 
-def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty):
-    monkeypatch.chdir(tmp_path)
+def rehearsal(folder: Path, *overrides: str) -> Finding:
+    """With one rank; it leaves nothing. In the working directory is a model that builds, and breaks in a step."""
     Path("broken.py").write_text(BROKEN_MODEL)
-    uri = make_dataset(tmp_path, num_images=60, num_classes=3)
+    uri = make_dataset(folder, num_images=60, num_classes=3)
     Path("c.toml").write_text(f'[dataset]\nuri = "{uri}"\n[models]\nuri = "models"\n')
-
-    def row(*overrides: str) -> Finding:
-        where = ("c.toml", overrides, str(tmp_path / "work"))
-        found = rehearsed(diagnose(*where), *where)
-        assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
-        return found
-
     one = ("train.num_workers=1", "train.global_batch_size=12", "train.num_streams=12")
-    done = row(*one)
+    where = ("c.toml", (*one, *overrides), str(folder / "work"))
+    found = rehearsed(diagnose(*where), *where)
+    assert not [path for path in (folder / "models").rglob("*") if path.is_file()]
+    return found
+
+
+@pytest.mark.starts("program", "ranks")
+def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    done = rehearsal(tmp_path)
     assert done.status == "ok" and re.search("1 rank by inline, .*: first step \\d+\\.\\d s after", done.found)
-    # It builds: what is broken shows in a step.
+    assert "not run: " in rehearsal(tmp_path, "train.model=missing:build").found
+
+
+@pytest.mark.drill
+def test_a_rehearsal_finds_what_only_a_step_and_its_checkpoint_show(tmp_path: Path, monkeypatch, faulty):
+    monkeypatch.chdir(tmp_path)
+    broken = rehearsal(tmp_path, "train.model=broken:build")
+    assert broken.status == "fail" and "the head is missing" in broken.found
+    # It builds.
     rows = [rows_of(load_pipeline("c.toml", ("train.model=broken:build",), "work"), tmp_path) for _ in range(2)]
     built, again = (each["train.model: built"] for each in rows)
     assert built.status == "ok" and built.found.startswith("for 3 classes, images of 16 x 16 x 3: 2,307 weights")
     assert again == built, "one process does it once, and tells the same seconds"
-    broken = row(*one, "train.model=broken:build")
-    assert broken.status == "fail" and "the head is missing" in broken.found
-    assert "not run: " in row(*one, "train.model=missing:build").found
 
     def full(store: FaultyStore, path: str, data: bytes) -> None:
         if "checkpoints/" in path:
@@ -208,7 +223,7 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
         store.sound.put(path, data)
 
     faulty["put"] = full
-    without = row(*one, f"models.uri=faulty://{tmp_path / 'models'}")
+    without = rehearsal(tmp_path, f"models.uri=faulty://{tmp_path / 'models'}")
     assert without.status == "fail" and "left no checkpoint" in without.found and "no space to write" in without.found
 
 
@@ -216,8 +231,7 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
 def test_a_rehearsal_that_is_asked_to_end_ends(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
     (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{uri}"\n[models]\nuri = "{tmp_path / "models"}"\n')
-    command = [str(BIN / "shardmill"), "doctor", "c.toml", "--rehearse", "--set", "train.num_workers=1"]
-    doctor = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    doctor = start("doctor", "c.toml", "--rehearse", "--set", "train.num_workers=1", cwd=tmp_path)
     deadline_seconds = time.monotonic() + 120
     # Not its temporary file: ended within a write it may leave one, which `gc` removes by its age.
     while not list((tmp_path / "models").glob("reach/[!.]*")) and time.monotonic() < deadline_seconds:
@@ -239,16 +253,18 @@ def test_a_rehearsal_starts_as_many_ranks_as_the_training(tmp_path: Path, monkey
     assert found.status == "ok" and found.found.startswith("2 ranks by local, strategy horovod: ")
 
 
+@pytest.mark.starts("program")
 def test_doctor_ends_with_4_if_all_that_fails_is_transient(tmp_path: Path):
     (tmp_path / "images").mkdir()
     set_up = ("--set", f"source.uri={tmp_path / 'images'}", "--set", "dataset.uri=/proc/d")
-    assert shardmill("doctor", *set_up, cwd=tmp_path).returncode == 4
-    assert shardmill("doctor", *set_up, "--set", "train.strategy=nosuch", cwd=tmp_path).returncode == 2
+    assert in_process("doctor", *set_up, cwd=tmp_path).returncode == 4
+    assert in_process("doctor", *set_up, "--set", "train.strategy=nosuch", cwd=tmp_path).returncode == 2
 
 
+@pytest.mark.starts("program")
 def test_doctor_finds_what_would_fail(tmp_path: Path):
     (tmp_path / "c.toml").write_text(f'[source]\nuri = "{tmp_path}/gone"\n[dataset]\nuri = "/proc/d"\n')
-    done = shardmill("doctor", "c.toml", "--json", cwd=tmp_path)
+    done = in_process("doctor", "c.toml", "--json", cwd=tmp_path)
     found = {each["subject"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 2
     assert found["--workdir"]["status"] == "ok" and found["java"]["status"] == "ok"
@@ -256,24 +272,26 @@ def test_doctor_finds_what_would_fail(tmp_path: Path):
     assert found["dataset.uri"]["status"] == "fail"
 
 
+@pytest.mark.starts("program")
 def test_what_doctor_found_is_in_the_record_of_a_run_that_was_named(tmp_path: Path):
     config = tmp_path / "c.toml"
     config.write_text(f'[source]\nuri = "{tmp_path}/gone"\n')
-    assert shardmill("doctor", "c.toml", "--workdir", "w", "--run-id", "r", cwd=tmp_path).returncode == 2
+    assert in_process("doctor", "c.toml", "--workdir", "w", "--run-id", "r", cwd=tmp_path).returncode == 2
     summary = json.loads((tmp_path / "w" / "runs" / "r" / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 2) and "source.uri: " in summary["error"]
     assert summary["stages"]["doctor"]["status"] == "failed"
     # The next try of the same run finds nothing.
     write_images(tmp_path / "gone", num_images=30)
-    done = shardmill("doctor", "c.toml", "--workdir", "w", "--run-id", "r", "--set", "dataset.uri=d", cwd=tmp_path)
+    done = in_process("doctor", "c.toml", "--workdir", "w", "--run-id", "r", "--set", "dataset.uri=d", cwd=tmp_path)
     summary = json.loads((tmp_path / "w" / "runs" / "r" / "summary.json").read_text())
     assert (done.returncode, summary["status"], summary["error"]) == (0, "partial", None), done.stdout
     assert not list((tmp_path / "w" / "runs").glob("2*"))
 
 
+@pytest.mark.starts("program")
 def test_doctor_shows_a_config_that_does_not_load_as_a_row(tmp_path: Path):
     (tmp_path / "c.toml").write_text("[train]\nepoch = 3\n")
-    done = shardmill("doctor", "c.toml", cwd=tmp_path)
+    done = in_process("doctor", "c.toml", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "")
     rows = {row[1]: (row[0], *row[2:]) for row in (line.split("\t") for line in done.stdout.splitlines()[1:])}
     assert rows["config"][:2] == ("fail", "c.toml: unknown config key train.epoch; did you mean train.epochs?")

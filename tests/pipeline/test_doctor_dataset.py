@@ -29,6 +29,7 @@ def row_of(subject: str, uri: str, workdir: Path, *overrides: str) -> Finding:
     return found
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("has_source", [False, True])
 def test_the_window_budget_of_the_committed_dataset(has_source: bool, tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
@@ -42,6 +43,7 @@ def test_the_window_budget_of_the_committed_dataset(has_source: bool, tmp_path: 
     assert "expected at most train.reading.window_budget_bytes = 1000" in small.found
 
 
+@pytest.mark.starts("program")
 def test_rows_and_steps_of_each_rank_are_told_of_the_dataset_and_of_the_listing(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3, split_fractions={"train": 1, "validation": 0, "test": 0})
     # 8 streams of 7 or 8 rows, of which each step takes 2: of 3 ranks, one owns two streams and two own three.
@@ -57,6 +59,7 @@ def test_rows_and_steps_of_each_rank_are_told_of_the_dataset_and_of_the_listing(
         assert listed.status == "ok" and listed.found.startswith(about), listed
 
 
+@pytest.mark.starts("program")
 def test_a_dataset_without_a_train_split_is_refused(tmp_path: Path):
     splits = {"train": 0, "validation": 0, "test": 1}
     uri = make_dataset(tmp_path, num_images=20, split_fractions=splits)
@@ -72,6 +75,7 @@ def test_a_dataset_without_a_train_split_is_refused(tmp_path: Path):
     assert listed.status == "fail" and "0 rows" in listed.found and "raise etl.split_fractions.train" in listed.fix
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("override", "said", "fix"),
     [
@@ -84,6 +88,7 @@ def test_labels_that_the_training_cannot_take_are_refused(override: str, said: s
     assert found.status == "fail" and said in found.found and fix in found.fix + found.found
 
 
+@pytest.mark.starts("program")
 def test_images_without_labels_are_refused(tmp_path: Path):
     one_class = make_dataset(tmp_path, num_images=20, num_classes=1)
     flat = build_here(str(tmp_path / "images" / "class_0"), str(tmp_path / "flat"), EtlConfig(image_size=16))
@@ -95,6 +100,7 @@ def test_images_without_labels_are_refused(tmp_path: Path):
         assert found.status == "fail" and said in found.found and fix in found.fix
 
 
+@pytest.mark.starts("program")
 def test_more_ranks_than_streams_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     uri, eight = make_dataset(tmp_path, num_images=30), "train.num_streams=8"
     found = row_of("train.num_workers", uri, tmp_path / "work", eight, "train.num_workers=9")
@@ -107,6 +113,7 @@ def test_more_ranks_than_streams_are_refused(tmp_path: Path, monkeypatch: pytest
     assert "set train.num_workers = 8 or less" in found.fix
 
 
+@pytest.mark.starts("program")
 def test_fewer_rows_than_ranks_are_refused(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=6, split_fractions={"train": 1, "validation": 0, "test": 0})
     how = ("train.num_workers=8", "train.launcher=local")
@@ -122,6 +129,7 @@ def test_fewer_rows_than_ranks_are_refused(tmp_path: Path):
     assert listed.status == "fail" and said in listed.found, "all six images are too few, whatever the splits get"
 
 
+@pytest.mark.starts("program")
 def test_an_estimate_that_is_too_small_is_a_warning(tmp_path: Path):
     write_images(tmp_path / "images", num_images=10, num_classes=2)
     how = ("train.num_workers=6", "train.num_streams=6", "train.global_batch_size=6", "train.launcher=local")

@@ -66,6 +66,7 @@ def java_of(folder: Path, script: str) -> Path:
     return folder
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -86,12 +87,14 @@ def test_a_java_that_spark_cannot_use_is_reported(
         assert found.status == status and said in found.found and "JAVA_HOME" in found.fix
 
 
+@pytest.mark.starts("program")
 def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = rows()["g++"]
     assert (found.status, found.fix) == ("ok", "apt-get install -y g++") and "Horovod" in found.found
 
 
+@pytest.mark.starts("program")
 def test_a_package_that_only_another_choice_needs_is_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     entry = Entry("no_such_package:X", "", extra="brand_new", packages=("no_such_package",))
     monkeypatch.setitem(OPTIMIZERS.entries, "brand_new", entry)
@@ -102,11 +105,13 @@ def test_a_package_that_only_another_choice_needs_is_no_warning(tmp_path: Path, 
     assert chosen["train.optimizer"].status == "fail" and "no_such_package" not in chosen
 
 
+@pytest.mark.starts("program")
 def test_a_workdir_that_cannot_be_written_to_is_reported():
     found = {each.subject: each for each in diagnose("", (), READ_ONLY)}["--workdir"]
     assert found.status == "fail" and READ_ONLY in found.found and found.fix
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("place", ["dataset", "models"])
 def test_a_store_that_cannot_be_committed_to_is_reported(place: str, tmp_path: Path, faulty):
     def both_win(store: FaultyStore, path: str, data: bytes) -> bool:
@@ -132,6 +137,7 @@ def test_a_store_that_cannot_be_committed_to_is_reported(place: str, tmp_path: P
     assert rows(f"{place}.uri=/proc/nowhere")[f"{place}.uri"].status == "fail"
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("overrides", "subject", "said", "fix"),
     [
@@ -151,6 +157,7 @@ def test_impossible_settings_have_a_row_with_their_fix(overrides: list[str], sub
     assert found.status == "fail" and said in found.found and fix in found.fix, found
 
 
+@pytest.mark.starts("program")
 def test_more_ranks_than_cores_are_reported():
     num_workers = (os.cpu_count() or 1) + 1
     sizes = (f"train.num_streams={num_workers}", f"train.global_batch_size={num_workers}")
@@ -159,6 +166,7 @@ def test_more_ranks_than_cores_are_reported():
     assert rows()["slots"].status == "ok"
 
 
+@pytest.mark.starts("program")
 def test_fewer_gpus_than_ranks_are_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CUDA_VARIABLE, "0")
     how = ("train.strategy=torch_ddp", "train.launcher=local", "train.num_workers=2")
@@ -217,6 +225,7 @@ def test_ports_that_spark_is_to_listen_on_are_tried(taken: socket.socket):
     assert f"spark.etl.conf: {name}" not in on_spark({name: 0})
 
 
+@pytest.mark.starts("program")
 def test_a_driver_that_cannot_be_called_is_reported():
     def row(*overrides: str, **settings: object) -> Finding:
         named = {f"spark.driver.{name}": value for name, value in settings.items()}
@@ -270,6 +279,7 @@ def test_local_paths_that_executors_on_other_hosts_would_need_are_reported(tmp_p
     assert not told(there, *paths, "etl.engine=local", "train.num_workers=1")
 
 
+@pytest.mark.starts("program")
 def test_the_cores_of_this_machine_are_told_only_of_ranks_that_run_on_it():
     on_cluster = rows("spark.master=spark://a:7077", "train.num_workers=2", "train.launcher=spark_barrier")["slots"]
     assert (on_cluster.status, on_cluster.found) == ("ok", "2 ranks by launcher spark_barrier")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
+from subprocess import DEVNULL
 
+import pytest
+
+from tests.lab.commands import shardmill, start
 from tests.lab.datasets import make_dataset
-from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
 
 OPTIONS = (
     *("--set", "train.epochs=4", "--set", "train.global_batch_size=16", "--set", "train.checkpoint_every_steps=3"),
@@ -37,6 +39,7 @@ def steps_of(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.drill
 def test_killed_twice_is_as_good_as_never_killed(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=240, num_classes=3)
     (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{uri}"\n')
@@ -47,14 +50,7 @@ def test_killed_twice_is_as_good_as_never_killed(tmp_path: Path):
 
     # Inside an epoch, between two checkpoints; then again, further on.
     for enough in (num_steps // 5, num_steps // 2):
-        started = subprocess.Popen(
-            [str(BIN / "shardmill"), *train(tmp_path, "killed")],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        started = start(*train(tmp_path, "killed"), cwd=tmp_path, stdout=DEVNULL, stderr=DEVNULL)
         deadline = time.monotonic() + 90
         while len(steps_of(tmp_path, "killed")) < enough and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.lab.commands import BIN, ENVIRONMENT, ROOT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
 
 # Python turns its UTF-8 mode on by itself in the locale C, unless it is told not to.
 IN_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}
-JOBS = [["shardmill", "etl"], ["shardmill", "run"], [sys.executable, str(ROOT / "etl" / "job.py"), "--config"]]
+ETL = ["shardmill", "etl"]
+OTHERS = [["shardmill", "run"], [sys.executable, str(ROOT / "etl" / "job.py"), "--config"]]
 
 
 def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -57,10 +58,13 @@ def run_in(workdir: str, command: list[str], folder: Path, **environment: str) -
 @pytest.fixture(scope="module")
 def digest_under_utf_8(folder: Path) -> str:
     """Of the dataset, which is the same whatever builds it."""
-    return run_in("wö rk utf-8", JOBS[0], folder, LC_ALL="C.UTF-8")["dataset"]["content_digest"]
+    return run_in("wö rk utf-8", ETL, folder, LC_ALL="C.UTF-8")["dataset"]["content_digest"]
 
 
-@pytest.mark.parametrize("command", JOBS, ids=["etl", "run", "job"])
+@pytest.mark.starts("program")
+@pytest.mark.parametrize(
+    "command", [ETL, *(pytest.param(each, marks=pytest.mark.drill) for each in OTHERS)], ids=["etl", "run", "job"]
+)
 def test_a_locale_without_umlauts_changes_nothing(
     folder: Path, command: list[str], request: pytest.FixtureRequest, digest_under_utf_8: str
 ):
@@ -78,11 +82,13 @@ def test_a_locale_without_umlauts_changes_nothing(
     assert "kätzchen/größe.jpg" in shown.stdout.decode("utf-8")
 
 
+@pytest.mark.starts("program")
 def test_a_failure_names_its_path(folder: Path):
     done = run(["shardmill", "etl", "nirgendwö.toml"], folder, **IN_ASCII)
     assert done.returncode == 2 and "nirgendwö.toml" in done.stderr.decode("utf-8").splitlines()[-1]
 
 
+@pytest.mark.starts("program")
 def test_a_stream_of_another_encoding_gets_escapes(folder: Path):
     done = run(["shardmill", "etl", "nirgendwö.toml"], folder, PYTHONIOENCODING="ascii")
     assert done.returncode == 2 and b"nirgendw\\xf6.toml" in done.stderr
@@ -90,6 +96,7 @@ def test_a_stream_of_another_encoding_gets_escapes(folder: Path):
     assert b"k\\xe4tzchen" in done.stdout + done.stderr and b"ERROR 1" not in done.stderr
 
 
+@pytest.mark.starts("program")
 def test_python_that_does_not_take_utf_8_is_one_line(folder: Path):
     command = [sys.executable, "-X", "utf8=0", "-m", "pipeline.cli", "inspect", "nö"]
     done = run(command, folder, LC_ALL="C")

@@ -28,8 +28,8 @@ from shardmill.loader.samples import iterate_samples
 from shardmill.values import DatasetPin
 from tests.etl.pixels import predict_pixels
 from tests.etl.test_incremental import tree_for
+from tests.lab.commands import ROOT, in_process, last_line
 from tests.lab.datasets import write_images
-from tests.pipeline.command import ROOT, last_line, shardmill
 
 ETL = {"image_size": 32, "unit_min_images": 400, "formats": ("parquet",)}
 
@@ -86,7 +86,7 @@ def test_planted_labels_are_at_the_head_of_the_list(planted: Planted):
 
 def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     command = ("mislabels", planted.folder / "predictions", "--csv", "found.csv", "--html", "found.html", "--json")
-    done = shardmill(*command, cwd=tmp_path)
+    done = in_process(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["num_judged"] == 1_797 and found["num_likely"] == len(found["suspects"])
@@ -121,7 +121,7 @@ def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     tree = tree_for(planted.folder, **ETL, corrections=str(tmp_path / "found.csv"))
     outcome = build_dataset(tree, run_id="second")
     assert (outcome.manifest.operation, outcome.num_images_read) == ("incremental", num_corrected)
-    again = shardmill(*command, cwd=tmp_path)
+    again = in_process(*command, cwd=tmp_path)
     assert again.returncode == 2
     assert "found.csv exists already" in last_line(again)
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_judged_is_refused_before_the_work(planted: Planted, tmp_
         ((planted.folder / "predictions", "--html", "."), "cannot write .: it is a folder"),
         (("nowhere",), "nowhere"),
     ):
-        done = shardmill("mislabels", *arguments, cwd=tmp_path)
+        done = in_process("mislabels", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and says in last_line(done)
     write_images(tmp_path / "images", num_images=12, num_classes=2)
     build_dataset(tree_for(tmp_path), run_id="few")

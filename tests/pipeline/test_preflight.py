@@ -16,8 +16,8 @@ from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import Finding, examine
 from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
+from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import write_images
-from tests.pipeline.command import last_line, shardmill
 from train.models.find import find_model
 from train.planning.preflight import check_schema
 
@@ -30,6 +30,7 @@ def refused(folder: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("overrides", "needs_yarn"), [((), True), (("etl.engine=local", "train.num_workers=1"), False)]
 )
@@ -114,6 +115,7 @@ def test_a_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyte
     assert find_model("mine:build") == find_model("mine:other") == str(tmp_path / "mine.py")
 
 
+@pytest.mark.starts("program")
 def test_what_the_listing_says_of_labels_is_held_against_the_training_before_the_etl(tmp_path: Path):
     write_images(tmp_path / "images", num_images=8, num_classes=2)
 
@@ -142,13 +144,14 @@ def build(image_shape, num_classes):
 """
 
 
+@pytest.mark.starts("program", "ranks")
 def test_a_model_that_does_not_build_ends_a_run_before_its_etl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(BROKEN_FACTORY)
     write_images(tmp_path / "images", num_images=20, num_classes=2)
     why = f"the factory failed: NameError: name 'num_pixels' is not defined ({tmp_path}/net.py:7)"
 
-    done = shardmill("run", "images", "--workdir", "work", "--json", "--set", "train.model=net:build", cwd=tmp_path)
+    done = in_process("run", "images", "--workdir", "work", "--json", "--set", "train.model=net:build", cwd=tmp_path)
     assert done.returncode == 2 and last_line(done).startswith("ERROR 2: train.model = 'net:build': "), done.stderr
     assert why in last_line(done) and "num_classes=2" in last_line(done)
     assert "train: checking that net:build builds for images of 32 x 32 x 3 and 2 classes" in done.stderr
@@ -161,6 +164,7 @@ def test_a_model_that_does_not_build_ends_a_run_before_its_etl(tmp_path: Path, m
     assert rows["train.model: built"].status == "fail" and why in rows["train.model: built"].found
 
 
+@pytest.mark.starts("program")
 def test_what_is_wrong_with_initial_weights_is_reported_beside_them(tmp_path: Path):
     def rows(*overrides: str) -> dict[str, Finding]:
         tree = load_pipeline(str(tmp_path), overrides, str(tmp_path / "work"))
@@ -175,6 +179,7 @@ def test_what_is_wrong_with_initial_weights_is_reported_beside_them(tmp_path: Pa
     assert "stay frozen" in late["train.init_from"].found
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(("num_classes", "shown"), [(0, "no classes"), (1, "class_0")])
 def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int, shown: str, tmp_path: Path):
     write_images(tmp_path / "images", num_images=4, num_classes=1)
@@ -187,6 +192,7 @@ def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int,
     assert not (tmp_path / "work/dataset/manifests").exists()
 
 
+@pytest.mark.starts("program")
 def test_doctor_shows_what_the_listing_says(tmp_path: Path):
     write_images(tmp_path / "images", num_images=20, num_classes=2)
     tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work"))

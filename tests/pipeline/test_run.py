@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,36 @@ from pipeline.running import Run
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
+from tests.lab.commands import BUILD_HERE, SUMMARY_SCHEMA, in_process, last_line, shardmill, start
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT, SUMMARY_SCHEMA, last_line, shardmill
+from tests.processes import processes_of_session
 
+# The local engine; while there is a file `hold`, it begins no second unit, and says so by a file `held`.
+HOLDING = """
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from etl.engines.local import LOCAL
+
+
+def run_units(units, task, settings):
+    for result in LOCAL.run_units(units, task, settings):
+        yield result
+        while Path("hold").exists():
+            Path("held").touch()
+            time.sleep(0.01)
+
+
+ENGINE = replace(LOCAL, run_units=run_units)
+"""
 OPTIONS = (
     *("--workdir", "work", "--run-id", "mine"),
     *("--set", "etl.image_size=16", "--set", "train.epochs=2", "--set", "train.record_samples=true"),
-    *("--set", "train.global_batch_size=16", "--set", "spark.master=local[2]"),
-    *("--set", "etl.engine=spark"),
+    *("--set", "train.global_batch_size=16", "--set", "etl.unit_min_images=40"),
 )
+HERE = ("--set", "etl.engine=holding:ENGINE")
+ON_SPARK = ("--set", "etl.engine=spark", "--set", "spark.master=local[2]")
 
 
 def summary_of(folder: Path, run_id: str = "mine") -> dict:
@@ -39,37 +59,32 @@ def summary_of(folder: Path, run_id: str = "mine") -> dict:
     return summary
 
 
-def processes_of_session(session: int) -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "sess,stat,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
+def interrupt(folder: Path, photos: Path, number: signal.Signals, engine: tuple[str, ...] = HERE) -> None:
+    """Start the run, end it by a signal in the middle of its ETL, and see that nothing half-done is left."""
+    (folder / "holding.py").write_text(HOLDING)
+    (folder / "hold").touch()
+    started = start("run", photos, *OPTIONS, *engine, cwd=folder)
 
+    def is_under_way() -> bool:
+        if engine == HERE:
+            return (folder / "held").exists()
+        return any("org.apache.spark.deploy" in line for line in processes_of_session(started.pid).values())
 
-def interrupt(folder: Path, photos: Path, number: signal.Signals) -> None:
-    """Start the run, end it by a signal while the JVM comes up, and see that nothing half-done is left."""
-    started = subprocess.Popen(
-        [str(BIN / "shardmill"), "run", str(photos), *OPTIONS],
-        cwd=folder,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert started.stderr is not None
-    next(line for line in started.stderr if line.startswith("etl: 0 of"))
-    time.sleep(2.0)
+    while not is_under_way():
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.01)
     if number == signal.SIGINT:
         # As a terminal does it: the whole foreground group.
         os.killpg(started.pid, number)
     else:
         started.send_signal(number)
     _, errors = started.communicate(timeout=30)
+    (folder / "hold").unlink()
     assert started.returncode == 128 + number
     assert errors.rstrip().splitlines()[-1].startswith(f"ERROR {128 + number}: ")
     assert "Traceback" not in errors
     assert not list((folder / "work" / "dataset").glob("manifests/*"))
-    assert processes_of_session(started.pid) == []
+    assert not processes_of_session(started.pid)
     summary = summary_of(folder)
     assert (summary["status"], summary["exit_code"]) == ("failed", 128 + number)
     assert summary["stages"]["etl"]["status"] == "failed"
@@ -92,10 +107,10 @@ def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     finished = tmp_path_factory.mktemp("run")
     interrupt(finished, photos, signal.SIGINT)
-    done = shardmill("run", photos, *OPTIONS, "--json", cwd=finished)
+    done = shardmill("run", photos, *OPTIONS, *HERE, "--json", cwd=finished)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == summary_of(finished)
-    again = shardmill("run", photos, *OPTIONS, "--run-id", "again", cwd=finished)
+    again = shardmill("run", photos, *OPTIONS, *HERE, "--run-id", "again", cwd=finished)
     assert again.returncode == 0, again.stderr
     (finished / "again.txt").write_text(again.stderr)
     return finished
@@ -107,10 +122,18 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "copy"))
 
 
+@pytest.mark.starts("command")
 def test_sigterm_leaves_nothing_half_visible_either(photos: Path, tmp_path: Path):
     interrupt(tmp_path, photos, signal.SIGTERM)
 
 
+@pytest.mark.drill
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_jvm_that_is_starting_ends_with_the_command(number: signal.Signals, photos: Path, tmp_path: Path):
+    interrupt(tmp_path, photos, number, ON_SPARK)
+
+
+@pytest.mark.starts("command")
 def test_the_same_command_finishes_an_interrupted_run(finished: Path):
     summary = summary_of(finished)
     assert summary["status"] == "ok" and summary["exit_code"] == 0 and summary["error"] is None
@@ -138,10 +161,11 @@ def test_the_same_command_finishes_an_interrupted_run(finished: Path):
     # One file that needs nothing from outside.
     page = (record / "report.html").read_text()
     assert 'src="http' not in page and "<script" not in page and "@import" not in page
-    for words in ("Class balance", "Confusion matrix", "Where a step", "promoted", "class_2"):
+    for words in ("Class balance", "Confusion matrix", "Where the training", "promoted", "class_2"):
         assert words in page
 
 
+@pytest.mark.starts("command")
 def test_another_run_skips_every_stage_and_says_so(finished: Path):
     said = (finished / "again.txt").read_text().splitlines()
     skipped = [line.partition(":")[0] for line in said if "skipped, its result already exists" in line]
@@ -152,6 +176,7 @@ def test_another_run_skips_every_stage_and_says_so(finished: Path):
     assert second["promotion"]["decision"] == "already_current"
 
 
+@pytest.mark.starts("command")
 def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path, photos: Path):
     (folder / "page.jpg").write_text("<html>")
     image = next((photos / "class_1").iterdir())
@@ -163,16 +188,17 @@ def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path, phot
     assert found[1]["rejection"].startswith("not_an_image") and found[1]["label"] == ""
 
 
+@pytest.mark.starts("command")
 def test_promote_works_on_a_models_store_and_says_which(folder: Path, photos: Path):
     # A folder of images holds no models, whatever the work directory holds.
     for store, what in ((str(photos), "holds no exports"), ("nowhere", "does not exist; expected a models folder")):
         for more in ((), ("--rollback",)):
-            refused = shardmill("promote", store, "--workdir", "work", *more, cwd=folder)
+            refused = in_process("promote", store, "--workdir", "work", *more, cwd=folder)
             assert refused.returncode == 2 and f"{store} {what}" in last_line(refused)
     assert not list((folder / "work" / "models" / "current").glob("*2.json"))
-    refused = shardmill("promote", "work/models", "--rollback", "--workdir", "work", cwd=folder)
+    refused = in_process("promote", "work/models", "--rollback", "--workdir", "work", cwd=folder)
     assert refused.returncode == 2 and "has nothing to roll back to" in last_line(refused)
-    refused = shardmill("promote", "work/models@1", "--rollback", "--workdir", "work", cwd=folder)
+    refused = in_process("promote", "work/models@1", "--rollback", "--workdir", "work", cwd=folder)
     assert refused.returncode == 2 and "exclude each other" in last_line(refused)
 
     # A worse model is exported and kept out, with exit 9 if somebody insists.
@@ -186,29 +212,29 @@ def test_promote_works_on_a_models_store_and_says_which(folder: Path, photos: Pa
         "--set",
         "train.learning_rate=1e-9",
     )
-    exported = [shardmill(stage, "work/dataset", *OPTIONS, *worse, cwd=folder) for stage in ("train", "export")]
+    exported = [in_process(stage, "work/dataset", *OPTIONS, *HERE, *worse, cwd=folder) for stage in ("train", "export")]
     assert [done.returncode for done in exported] == [0, 0], exported[-1].stderr
     strict = ("--workdir", "work", "--set", "gate.min_accuracy=1")
-    insisting = shardmill("promote", "work/models", *strict, "--run-id", "strict", "--require", cwd=folder)
+    insisting = in_process("promote", "work/models", *strict, "--run-id", "strict", "--require", cwd=folder)
     assert insisting.returncode == 9 and "is below gate.min_accuracy = 1" in last_line(insisting)
     assert summary_of(folder, "strict")["exit_code"] == 9
 
     # A person may choose it all the same, and go back, and undo that.
     for named, decision, current in (("@2", "chosen", 2), ("", "rolled_back", 1), ("@2", "chosen", 2)):
         flags = () if named else ("--rollback",)
-        done = shardmill("promote", f"work/models{named}", "--workdir", "work", *flags, "--json", cwd=folder)
+        done = in_process("promote", f"work/models{named}", "--workdir", "work", *flags, "--json", cwd=folder)
         assert done.returncode == 0, done.stderr
         promotion = json.loads(done.stdout)["sections"]["promotion"]
         assert (promotion["decision"], promotion["current"]) == (decision, current)
         assert promotion["models"] == str(folder / "work" / "models") and promotion["models"] in done.stderr
     # It stays below the floor, current or not.
-    insisting = shardmill("promote", "work/models", *strict, "--require", cwd=folder)
+    insisting = in_process("promote", "work/models", *strict, "--require", cwd=folder)
     assert insisting.returncode == 9 and "is the current one, but accuracy" in last_line(insisting)
 
 
 def test_a_failed_run_has_a_report_and_is_the_latest(tmp_path: Path):
     write_images(tmp_path / "photos", num_images=8, num_classes=1)
-    done = shardmill("run", "photos", "--json", cwd=tmp_path)
+    done = in_process("run", "photos", "--json", *BUILD_HERE, cwd=tmp_path)
     told = json.loads(done.stdout)
     assert done.returncode == 2 and "has 1 classes (class_0)" in told["error"]["message"]
     record = tmp_path / "shardmill-work" / "runs" / told["run_id"]
@@ -218,32 +244,38 @@ def test_a_failed_run_has_a_report_and_is_the_latest(tmp_path: Path):
     jsonschema.validate(summary, SUMMARY_SCHEMA)
     assert summary["exit_code"] == 2
     (record / "report.html").unlink()
-    again = shardmill("report", "--json", cwd=tmp_path)
+    again = in_process("report", "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["run_id"] == told["run_id"] and (record / "report.html").is_file()
     assert json.loads((record / "summary.json").read_text())["exit_code"] == 2
 
 
 def test_what_a_stage_calls_aside_counts_in_no_stage(tmp_path: Path):
-    record = RunRecord(str(tmp_path), "r")
+    seconds = [0.0]
+    record = RunRecord(str(tmp_path), "r", clock=lambda: seconds[0])
 
     def work() -> None:
+        seconds[0] += 1
         with record.aside():
-            time.sleep(0.5)
+            seconds[0] += 5
 
     with recording(record):
         record.stage("etl", work, lambda _: StageRecord(stage="etl"))
-        record.stage("verify", lambda: time.sleep(0.2), lambda _: StageRecord(stage="verify"))
-    etl, verify = record.ended
-    assert 0 <= etl.seconds < 0.4 and verify.seconds >= 0.2
+        record.stage("verify", lambda: None, lambda _: StageRecord(stage="verify"))
+    assert [each.seconds for each in record.ended] == [1, 0]
 
 
 def test_the_model_is_tried_in_no_time_of_the_etl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pipeline.run.try_build", lambda *_: time.sleep(0.5))
+    seconds = [0.0]
+
+    def take_five_seconds(*_: object) -> None:
+        seconds[0] += 5
+
+    monkeypatch.setattr("pipeline.run.try_build", take_five_seconds)
     (tmp_path / "images").mkdir()
-    record = RunRecord(str(tmp_path), "r")
+    record = RunRecord(str(tmp_path), "r", clock=lambda: seconds[0])
     with recording(record), RunProgress(record, num_epochs=1) as progress:
         run = Run(load_pipeline(str(tmp_path / "images"), (), str(tmp_path)), record, progress)
         tried = partial(_try_build, run, FirstPlan(run.tree), RowSchema("png", (16, 16, 3), ("cat", "dog")))
         record.stage("etl", tried, lambda _: StageRecord(stage="etl"))
-    assert record.ended[0].seconds < 0.4
+    assert seconds[0] >= 5 and record.ended[0].seconds == 0

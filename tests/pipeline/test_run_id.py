@@ -17,7 +17,7 @@ from shardmill.errors import CommitConflict, UsageError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.stores import open_store
-from tests.pipeline.command import ENVIRONMENT, ROOT, shardmill
+from tests.lab.commands import ENVIRONMENT, ROOT, in_process
 
 BAD_RUN_IDS = [
     "../x", "..", ".", "/etc", "a/b", "a/../b", "a\\b", ".hidden", "~root", "C:x", "s3://b/x", "%2e%2e%2fx", "x\ty",
@@ -32,9 +32,10 @@ def test_a_bad_run_id_is_a_usage_error(run_id: str, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.starts("program")
 def test_every_command_refuses_a_bad_run_id_before_it_works(tmp_path: Path):
     for command in ("run", "etl", "train", "compact", "gc", "inspect", "report", "doctor"):
-        done = shardmill(command, *([] if command == "report" else [str(tmp_path)]), "--run-id", "../x", cwd=tmp_path)
+        done = in_process(command, *([] if command == "report" else [str(tmp_path)]), "--run-id", "../x", cwd=tmp_path)
         assert done.returncode == 2 and "ERROR 2: run id '../x'; expected a name" in done.stderr, (command, done.stderr)
     job = [sys.executable, str(ROOT / "etl" / "job.py"), "--config", str(tmp_path / "none.toml"), "--run-id", "../x"]
     done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)

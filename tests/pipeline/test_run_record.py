@@ -34,7 +34,7 @@ from shardmill.jobs.run_files import (
 )
 from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord, recording
-from tests.pipeline.command import SUMMARY_SCHEMA
+from tests.lab.commands import SUMMARY_SCHEMA
 
 
 def summary_on_disk(folder: Path) -> dict:
@@ -151,6 +151,7 @@ def test_every_observer_records_the_same_events_and_warnings(tmp_path: Path):
         assert summary["warnings"] == {"s": ["few images", "the loss has not moved"]}
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("debug", ["", "--debug"])
 def test_what_libraries_log_of_their_errors_is_for_debug_only(tmp_path: Path, debug):
     command = [sys.executable, "-m", "tests.programs.log_a_traceback", str(tmp_path), debug]
@@ -163,6 +164,7 @@ def _draw_run_ids(drawn: SimpleQueue[list[str]]) -> None:
     drawn.put([new_run_id() for _ in range(25)])
 
 
+@pytest.mark.starts("program")
 def test_run_ids_are_unique_and_plain():
     # In 20 processes that begin with the same memory; most draw theirs within one second.
     context = multiprocessing.get_context("fork")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
-from tests.pipeline.command import last_line, shardmill
+from tests.lab.commands import in_process, last_line
 
 
 def write_config(folder: Path, **settings: str) -> Path:
@@ -28,9 +28,11 @@ def write_config(folder: Path, **settings: str) -> Path:
 @pytest.mark.parametrize("command", ["run", "etl", "train", "config show", "config show --json"])
 def test_a_run_that_ends_early_leaves_no_secret(command: str, tmp_path: Path):
     file = write_config(tmp_path)
-    done = shardmill(
-        *command.split(), file, "--workdir", tmp_path / "work", "--debug", cwd=tmp_path, preexec=lambda: os.umask(0o027)
-    )
+    before = os.umask(0o027)
+    try:
+        done = in_process(*command.split(), file, "--workdir", tmp_path / "work", "--debug", cwd=tmp_path)
+    finally:
+        os.umask(before)
     assert done.returncode == (0 if "show" in command else 2), done.stderr
     assert "canary" not in (done.stdout + done.stderr).lower()
     (tmp_path / "work").mkdir(exist_ok=True)
@@ -43,6 +45,6 @@ def test_a_run_that_ends_early_leaves_no_secret(command: str, tmp_path: Path):
 def test_a_wrong_setting_is_named_without_its_value(tmp_path: Path):
     file = tmp_path / "c.toml"
     file.write_text('[spark.etl]\nconf = "password=canary"\n[train]\nauth_token = "canary"\n')
-    done = shardmill("run", file, "--set", "train.api_key=canary", cwd=tmp_path)
+    done = in_process("run", file, "--set", "train.api_key=canary", cwd=tmp_path)
     assert done.returncode == 2 and last_line(done).startswith("ERROR 2:")
     assert "canary" not in done.stderr + done.stdout

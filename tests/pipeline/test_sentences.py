@@ -16,7 +16,7 @@ from pipeline.output.data_faults import quality_rows
 from pipeline.output.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS
 from shardmill.jobs.run_record import RunRecord
-from tests.pipeline.command import ROOT
+from tests.lab.commands import ROOT
 
 
 @pytest.mark.parametrize("name", ["etl.listed", "etl.units_kept"])

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.canaries import files_with_canaries
+from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
-from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.pipeline.test_secrets import write_config
+from tests.processes import processes_of_session
 
 # What Spark, Hadoop and the JVM say when they start, warn or fail.
 SPARK_LINES = re.compile(r"\bWARN\b|INFO|ERROR [^0-9]|log4j|default log level|NativeCode|Picked up|\tat |java\.")
@@ -57,17 +58,7 @@ class Terminal:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._bytes.decode(errors="replace"))
 
 
-def command_lines_of_session(session: int) -> dict[int, bytes]:
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(folder.name)) == session:
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except (OSError, ProcessLookupError):
-            continue
-    return found
-
-
+@pytest.mark.drill
 def test_a_live_spark_session_shows_no_secret_and_no_line_of_its_own(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60, num_classes=3)
     (tmp_path / "spark-events").mkdir()
@@ -75,16 +66,16 @@ def test_a_live_spark_session_shows_no_secret_and_no_line_of_its_own(tmp_path: P
     events = {f"spark.eventLog.{name}": value for name, value in {**plain, "rolling.enabled": "false"}.items()}
     config = write_config(tmp_path, **events)
     terminal = Terminal(BIN / "shardmill", "etl", config, "--workdir", "work", "--run-id", "r", cwd=tmp_path)
-    seen: dict[int, bytes] = {}
+    seen: dict[int, str] = {}
     while terminal.process.poll() is None:
-        seen |= command_lines_of_session(terminal.process.pid)
+        seen |= processes_of_session(terminal.process.pid)
         time.sleep(0.1)
     shown = terminal.text()
     assert terminal.process.returncode == 0, shown
 
     # Other users of the machine read command lines.
-    assert any(b"org.apache.spark.deploy.SparkSubmit" in line for line in seen.values())
-    assert [line for line in seen.values() if b"canary" in line.lower()] == []
+    assert any("org.apache.spark.deploy.SparkSubmit" in line for line in seen.values())
+    assert [line for line in seen.values() if "canary" in line.lower()] == []
 
     # The event log was really written, with a setting that is no secret.
     [log] = list((tmp_path / "spark-events").glob("local-*"))
@@ -105,6 +96,7 @@ def test_a_live_spark_session_shows_no_secret_and_no_line_of_its_own(tmp_path: P
     assert levels and all(re.match(r"\d\d:\d\d:\d\d spark (WARN|ERROR) ", line) for line in levels), lines
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("setting", "value"), [("spark.driver.memory", "1x"), ("spark.serializer", "no.such.Serializer")]
 )

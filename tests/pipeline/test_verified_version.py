@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.commands import in_process
 from tests.lab.datasets import make_dataset
-from tests.pipeline.command import shardmill
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, command: str, *arguments: str, expected: int = 0) -> str:
-    done = shardmill(command, "c.toml", "--workdir", "work", "--run-id", "r", *arguments, cwd=folder)
+    done = in_process(command, "c.toml", "--workdir", "work", "--run-id", "r", *arguments, cwd=folder)
     assert done.returncode == expected, done.stderr
     return done.stderr
 
@@ -54,5 +54,5 @@ def test_a_version_that_verify_was_given_is_checked_trained_on_and_evaluated(fol
 def test_an_invalid_version_is_named_in_the_error(folder: Path):
     assert "has no version 7" in run(folder, "verify", "--dataset-version", "7", expected=2)
     assert "--dataset-version" in run(folder, "verify", "--dataset-version", "-1", expected=2)
-    done = shardmill("verify", f"{folder}/dataset", "--dataset-version", "1", "--json", cwd=folder)
+    done = in_process("verify", f"{folder}/dataset", "--dataset-version", "1", "--json", cwd=folder)
     assert (done.returncode, json.loads(done.stdout)["version"]) == (0, 1)

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_fixed
 
-from tests.pipeline.command import BIN, ENVIRONMENT
+from tests.lab.commands import BIN, ENVIRONMENT
 from tests.services.marked import MARK, free_ports, marked
 from tests.services.servers import CACHE, fetching, start_server, wait_until_up
 

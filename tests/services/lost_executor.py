@@ -15,7 +15,7 @@ import pytest
 
 from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store
-from tests.pipeline.command import ROOT
+from tests.lab.commands import ROOT
 from tests.services.marked import marked
 from tests.services.spark_submit import Submitted, summary_of
 

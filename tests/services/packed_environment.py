@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardmill.kernel import NATIVE_ID
-from tests.pipeline.command import ROOT
+from tests.lab.commands import ROOT
 
 NAME = "environment"
 """Of the folder beside each executor into which Spark unpacks the archive."""

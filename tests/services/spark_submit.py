@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.stores import open_store
-from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
+from tests.lab.commands import BIN, ENVIRONMENT, ROOT
 from tests.quick_start import FOLDER
 from tests.services.marked import MARK, QUICK_JVM
 from tests.services.spark_standalone import SparkCluster

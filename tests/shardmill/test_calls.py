@@ -21,8 +21,8 @@ from shardmill.calls.settings import as_options
 from shardmill.calls.watchers import NotebookOutput
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
 from shardmill.jobs.progress_lines import Bar, as_bar
+from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import make_dataset, write_images
-from tests.pipeline.command import ENVIRONMENT, ROOT
 
 PAGE = (ROOT / "docs" / "get-started" / "from-python.md").read_text(encoding="utf-8")
 

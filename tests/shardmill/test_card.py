@@ -18,8 +18,8 @@ from shardmill.jobs.observer import WARNING
 from shardmill.own_card import put_card
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
+from tests.lab.commands import shardmill
 from tests.lab.datasets import make_dataset, upload, write_images
-from tests.pipeline.command import shardmill
 
 
 def front_matter(root: str | Path) -> dict:

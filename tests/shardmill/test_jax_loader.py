@@ -14,8 +14,8 @@ from shardmill.errors import UsageError
 from shardmill.loader.dataset import open_dataset
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.ranks import Ranks
+from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import make_dataset
-from tests.pipeline.command import ENVIRONMENT, ROOT
 from tests.services.marked import free_ports
 
 

@@ -23,8 +23,8 @@ from shardmill.loader.samples import Samples
 from tests.etl.test_append import build as append
 from tests.etl.test_incremental import build as build_version
 from tests.etl.test_incremental import opened
+from tests.lab.commands import shardmill
 from tests.lab.datasets import build_here
-from tests.pipeline.command import shardmill
 
 PLANTED = {
     "cat/uniform.png": {Fault.UNIFORM},

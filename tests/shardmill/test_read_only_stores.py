@@ -20,8 +20,8 @@ from shardmill.errors import CannotList, StorageError, UsageError
 from shardmill.storage import Store
 from shardmill.stores import http as http_store
 from shardmill.stores import open_store
+from tests.lab.commands import last_line, shardmill
 from tests.lab.datasets import build_here, make_dataset, read_all, write_images
-from tests.pipeline.command import last_line, shardmill
 from tests.services.fault_proxy import Fault, in_turn, proxying
 from tests.services.web import serving
 

@@ -24,8 +24,8 @@ from shardmill.ids import format_sample_id
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
+from tests.lab.commands import BIN, ENVIRONMENT, last_line, shardmill
 from tests.lab.datasets import build_here, make_dataset
-from tests.pipeline.command import BIN, ENVIRONMENT, last_line, shardmill
 
 ALL = 10**6
 

@@ -10,7 +10,7 @@ from pipeline.commands.plan import parse_bytes
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
-from tests.pipeline.command import shardmill
+from tests.lab.commands import shardmill
 from train.contracts.mesh_shape import MeshShape
 from train.planning.estimate import estimate_training
 from train.planning.memory_table import PARTS

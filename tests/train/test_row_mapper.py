@@ -26,8 +26,8 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import ImageSample
+from tests.lab.commands import ROOT, SUMMARY_SCHEMA, last_line, shardmill
 from tests.lab.datasets import make_dataset
-from tests.pipeline.command import ROOT, SUMMARY_SCHEMA, last_line, shardmill
 from train.config import TrainConfig
 from train.published.candidate import promote_export
 from train.published.export import export_training
