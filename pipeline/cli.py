@@ -14,7 +14,9 @@ from shardmill.registry import Entry, Registry
 COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
     "command",
     {
-        "run": Entry("pipeline.run:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."),
+        "run": Entry(
+            "pipeline.commands.run:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."
+        ),
         "etl": Entry("pipeline.commands.etl:etl", "Build a committed dataset version from images."),
         "check-source": Entry(
             "pipeline.commands.check_source:check_source",

@@ -7,11 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.tree import PipelineTree
 from shardmill.errors import NoDataset, UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.redact import redacted
+
+if TYPE_CHECKING:
+    from pipeline.tree import PipelineTree
 
 
 def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
@@ -20,7 +23,7 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
     Local URIs come back absolute: Spark's executors and the ranks need not share this process's working directory.
     """
     if source_or_config is None or source_or_config.endswith(".toml"):
-        tree = load_tree(PipelineTree, source_or_config, overrides)
+        tree = _load(source_or_config, overrides)
     else:
         from etl.sources.patterns import is_pattern
         from etl.sources.recognise import recognise
@@ -35,7 +38,7 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
             )
         source = {"uri": source_or_config, "kind": kind}
         below = {"source": source, "dataset": {"uri": f"{workdir}/dataset"}}
-        tree = load_tree(PipelineTree, None, overrides, below)
+        tree = _load(None, overrides, below)
     return _with_absolute_uris(tree, workdir)
 
 
@@ -53,7 +56,14 @@ def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir
             f"build one from a folder of images with `shardmill etl FOLDER`, then give {workdir}/dataset here",
         )
     below = {"dataset": {"uri": dataset_or_config}}
-    return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)
+    return _with_absolute_uris(_load(None, overrides, below), workdir)
+
+
+def _load(file: str | None, overrides: tuple[str, ...], below: dict[str, dict[str, str]] | None = None) -> PipelineTree:
+    # The tree has all sections of all applications: a command's help needs none of them.
+    from pipeline.tree import PipelineTree
+
+    return load_tree(PipelineTree, file, overrides, below)
 
 
 @contextmanager
@@ -76,7 +86,7 @@ def load_for_models(models_or_config: str, overrides: tuple[str, ...], workdir: 
     if uri.endswith(".toml"):
         return load_pipeline(uri, overrides, workdir)
     existing_models(uri)
-    return _with_absolute_uris(load_tree(PipelineTree, None, overrides, {"models": {"uri": uri}}), workdir)
+    return _with_absolute_uris(_load(None, overrides, {"models": {"uri": uri}}), workdir)
 
 
 def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
@@ -130,4 +140,4 @@ def require(tree: PipelineTree, *sections: str) -> None:
 
 def without_secrets(tree: PipelineTree) -> PipelineTree:
     """The tree as records may show it. Secrets belong in the environment; one in the config is redacted."""
-    return PipelineTree.model_validate(redacted(tree.model_dump()))
+    return type(tree).model_validate(redacted(tree.model_dump()))

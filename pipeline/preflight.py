@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from etl.config import SourceConfig
 from pipeline.choices import chosen_entries
 from pipeline.spark_applications import applications_on_spark
 from shardmill.dataset.versions import split_version
@@ -24,6 +23,7 @@ from shardmill.stores import open_store
 from shardmill.words import counted
 
 if TYPE_CHECKING:
+    from etl.config import SourceConfig
     from pipeline.tree import PipelineTree
     from shardmill.jobs.config import SparkConfig
     from train.config import TrainConfig

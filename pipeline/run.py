@@ -11,14 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import typer
-
 from etl.config import EtlTree
 from etl.job import build_dataset
 from etl.outcome import stage_record
-from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
+from pipeline.cli_options import Common
 from pipeline.config import require
-from pipeline.output.printing import print_result
 from pipeline.preflight import FirstPlan, check_one_process, refuse_what_cannot_work, setting
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, verify_record
@@ -27,7 +24,6 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
-from shardmill.jobs.summary_rows import summary_rows
 from train.planning.changes import AS_USUAL, Again
 from train.planning.preflight import check_schema
 from train.planning.trial_build import try_build
@@ -41,17 +37,6 @@ from train.reporting.run_log import RunLog
 from train.stage_record import train_record
 from train.training import train_in_run
 from train.tree import TrainTree
-
-
-@command()
-def run(
-    context: typer.Context, source_or_config: SourceArgument, replace_source: ReplaceSource = False,
-    fresh: Fresh = False, allow_change: AllowChange = [],  # noqa: B006  typer copies it
-) -> None:  # fmt: skip
-    common: Common = context.obj
-    again = Again(fresh, tuple(allow_change))
-    summary = run_pipeline(source_or_config, common, replace_source=replace_source, again=again)
-    print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
 def run_pipeline(

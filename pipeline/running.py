@@ -11,7 +11,6 @@ from pipeline.config import load_pipeline, without_secrets
 from pipeline.config_file import to_toml
 from pipeline.output.printing import outcome_words
 from pipeline.output.progress import RunProgress
-from pipeline.tree import PipelineTree
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import RUNNING, StageRecord, dataset_section, failed_stage, read_stage_record
@@ -19,6 +18,7 @@ from shardmill.jobs.run_record import RunRecord, recording
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
+    from pipeline.tree import PipelineTree
     from shardmill.dataset.verify import VerifyReport
 
 SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
+
+if TYPE_CHECKING:
+    from pipeline.tree import PipelineTree
 
 
 def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:

@@ -50,6 +50,19 @@ def test_the_library_imports_without_the_extras():
 
 
 @pytest.mark.starts("program")
+def test_the_help_of_a_command_loads_no_application():
+    code = (
+        "import sys\n"
+        "from pipeline.cli import COMMANDS\n"
+        "for name in COMMANDS:\n"
+        "    COMMANDS[name]\n"
+        "    assert not {'etl.job', 'etl.plan', 'pipeline.run'} & sys.modules.keys(), name\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.starts("program")
 def test_tests_of_trainings_are_collected_without_a_framework():
     """Whoever runs one of them waits for all of their modules; a test imports what it needs itself."""
     code = (

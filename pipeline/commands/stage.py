@@ -10,12 +10,12 @@ from pipeline.cli_options import Common
 from pipeline.config import after_etl, load_for_dataset, require
 from pipeline.output.printing import print_result, stage_title
 from pipeline.running import Run, dataset_of_run, open_run
-from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_record
 from shardmill.jobs.summary_rows import stage_rows
 
 if TYPE_CHECKING:
+    from pipeline.tree import PipelineTree
     from train.published.export import ExportOutcome
 
 

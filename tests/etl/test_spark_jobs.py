@@ -71,7 +71,7 @@ def test_the_cause_is_pythons_last_line(raised: str, kind: type[ShardmillError],
 @pytest.mark.parametrize(
     ("cause", "kind", "said"),
     [
-        ('java.io.IOException: Cannot run program "python3.9": error=2, No such file', UsageError, "python3.9.*set spark"),
+        ('java.io.IOException: Cannot run program "python3.9": error=2, No such file', UsageError, "3.9.*set spark"),
         ("ExecutorLostFailure (executor 0 exited caused by one of the running tasks)", StorageError, "on every try: "),
     ],
 )  # fmt: skip
