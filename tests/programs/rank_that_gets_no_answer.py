@@ -4,15 +4,22 @@ The first of the validation split: its first step is done then.
 """
 
 import sys
+import time
 
-from shardmill.jobs.config import SparkConfig
+from tests.train.inline_workers import CLOCK, LIMITS, launch_watched
 from tests.train.multi_rank_workers import no_answer_from
-from tests.train.test_inline_watch import PATIENT_START, Recorder
-from tests.train.training import task_of
+from tests.train.training import StepWatcher, task_of
 from train.launching import inline_watch
-from train.launching.inline import launch_inline
+from train.launching.rank import DEFAULT_WORKER
+
+
+def stand_still(seconds: float) -> None:
+    CLOCK.runs.set()
+    time.sleep(seconds)
+
 
 dataset_uri, folder = sys.argv[1:]
 inline_watch.GRACE_SECONDS = 0.5
-no_answer_from(dataset_uri, after_reads=0, under="shards/validation/")
-launch_inline(task_of(dataset_uri, folder, **PATIENT_START), SparkConfig(), Recorder())
+no_answer_from(dataset_uri, after_reads=0, under="shards/validation/", sleep=stand_still)
+task = task_of(dataset_uri, folder, watch=LIMITS, strategy="single", launcher="inline", epochs=2)
+launch_watched(task, StepWatcher(), DEFAULT_WORKER)

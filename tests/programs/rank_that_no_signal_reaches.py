@@ -1,9 +1,8 @@
 """A driver whose only rank, in its own process, stands still and hears no signal."""
 
-from shardmill.jobs.config import SparkConfig
-from tests.train.test_inline_watch import HERE, Recorder, task
+from tests.train.inline_workers import HERE, inline_task, launch_watched
+from tests.train.training import StepWatcher
 from train.launching import inline_watch
-from train.launching.inline import launch_inline
 
 inline_watch.GRACE_SECONDS = 0.5
-launch_inline(task(), SparkConfig(), Recorder(), worker=f"{HERE}:holds_on")
+launch_watched(inline_task(), StepWatcher(), f"{HERE}:holds_on")

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardmill.environments.place import Place
-from shardmill.jobs.process import PREFIX
+from shardmill.jobs.process import PREFIX, raise_on_signals
 from shardmill.values import DatasetPin
 from tests.services.marked import MARK, free_ports, marked
 from train.launching.attach import JOB_TOKEN_VARIABLE
@@ -67,6 +69,21 @@ def start_driver(
     return Driver(process, mark, temporary, launcher, others)
 
 
+@contextmanager
+def hearing_signals() -> Iterator[None]:
+    """Inside, this process hears signals as a command does."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    raise_on_signals()
+    try:
+        yield
+    finally:
+        # No earlier signal is left for the next command in this process.
+        raise_on_signals()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @dataclass
 class Driver:
     """A launched driver, and what is left of its processes."""
@@ -78,10 +95,14 @@ class Driver:
     others: list[subprocess.Popen[str]] = field(default_factory=list)
     """The processes of other ranks, where something else has started them."""
 
-    def wait_for_step(self) -> None:
+    def wait_for(self, word: str) -> None:
+        """A line that the driver begins with it."""
         assert self.process.stdout and self.process.stderr
-        while not (line := self.process.stdout.readline()).startswith("step"):
+        while not (line := self.process.stdout.readline()).startswith(word):
             assert line, self.process.stderr.read()
+
+    def wait_for_step(self) -> None:
+        self.wait_for("step")
         if self.launcher == "inline":
             return
         # So that finding none later means something.

@@ -1,13 +1,14 @@
 """A driver as a process of its own, so that tests can kill it: `python -m tests.train.launch_driver`.
 
-Takes one JSON argument; writes a line `step N` for each global step, and at the end one line of JSON.
+Takes one JSON argument; writes a line `step N` for each global step, `stopping` when it asks its ranks to stop, and at
+the end one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from shardmill.errors import ShardmillError
@@ -28,21 +29,27 @@ class Teller:
         self.sample_ids: list[tuple[str, ...]] = []
         self.events: list[tuple[int, str]] = []
         self.output: dict[int, str] = {}
-        self.step_seconds = self.named_seconds = time.monotonic()
+        self.pids: list[int] = []
+        self.at_step: Callable[[], object] = lambda: None
 
     def step(self, step) -> None:
         self.sample_ids.append(step.sample_ids)
-        self.step_seconds = time.monotonic()
-        sys.stdout.write(f"step {step.step}\n")
-        sys.stdout.flush()
+        self._say(f"step {step.step}")
+        self.at_step()
 
     def event(self, name, fields) -> None:
-        if name == "rank_failed":
-            self.named_seconds = time.monotonic()
+        if name == "rank_started":
+            self.pids.append(fields["pid"])
+        if name == "stopping":
+            self._say(name)
         if name == OUTPUT:
             self.output[fields["rank"]] = self.output.get(fields["rank"], "") + fields["text"]
         else:
             self.events.append((fields["rank"], name))
+
+    def _say(self, line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 def main() -> None:
@@ -71,8 +78,6 @@ def main() -> None:
             "exit_code": getattr(error, "exit_code", None),
             "message": str(error),
             "notes": "\n".join(getattr(error, "__notes__", [])),
-            "seconds_after_step": time.monotonic() - teller.step_seconds,
-            "named_after_step_seconds": teller.named_seconds - teller.step_seconds,
         }
     told = {"sample_ids": teller.sample_ids, "events": teller.events, "output": teller.output}
     sys.stdout.write(json.dumps({**outcome, **told}) + "\n")

@@ -116,7 +116,9 @@ def last_rank_reads_nothing(task: WorkerTask, world: World, reporter: Reporter) 
     return run_worker(task, world, reporter)
 
 
-def no_answer_from(folder: str, after_reads: int = 12, under: str = "") -> None:
+def no_answer_from(
+    folder: str, after_reads: int = 12, under: str = "", sleep: Callable[[float], None] = time.sleep
+) -> None:
     """In this process, once some of it (under a path) has been read: like a mount whose server is gone."""
     from shardmill.stores.local import LocalStore
 
@@ -125,7 +127,7 @@ def no_answer_from(folder: str, after_reads: int = 12, under: str = "") -> None:
     def answering(sound: Callable[..., Any]) -> Callable[..., Any]:
         def read(store: LocalStore, path: str, *arguments: Any) -> Any:
             if store.uri in folder and path.startswith(under) and next(num_reads) >= after_reads:
-                time.sleep(600)
+                sleep(600)
             return sound(store, path, *arguments)
 
         return read

@@ -202,7 +202,9 @@ def start(tmp_path):
             process.communicate()
 
 
-@pytest.mark.parametrize("killed", [1, 0])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(1, marks=pytest.mark.starts("program")), pytest.param(0, marks=pytest.mark.drill)]
+)
 def test_a_killed_process_ends_all_others_with_the_cause(start, killed):
     job = start(3, "sleeps")
     job.driver.wait_for_step()
@@ -218,6 +220,7 @@ def test_a_killed_process_ends_all_others_with_the_cause(start, killed):
     job.driver.assert_nothing_left()
 
 
+@pytest.mark.drill
 def test_a_signal_to_any_process_ends_the_job_as_a_signal_to_rank_0_does(start):
     job = start(2, "sleeps")
     job.driver.wait_for_step()
@@ -228,6 +231,7 @@ def test_a_signal_to_any_process_ends_the_job_as_a_signal_to_rank_0_does(start):
     job.driver.assert_nothing_left()
 
 
+@pytest.mark.drill
 def test_a_signal_to_all_processes_at_once_is_one_request(start):
     """As scancel, torchrun or a cgroup's end give it: to the commands, to their ranks, and twice to rank 0's."""
     job = start(3, "stops_in_order", 60)
@@ -244,6 +248,7 @@ def test_a_signal_to_all_processes_at_once_is_one_request(start):
     job.driver.assert_nothing_left()
 
 
+@pytest.mark.drill
 def test_a_rank_that_fails_while_all_are_stopped_gives_every_process_one_code(start):
     job = start(2, "fails_when_stopped", 60)
     job.driver.wait_for_step()
@@ -253,6 +258,7 @@ def test_a_rank_that_fails_while_all_are_stopped_gives_every_process_one_code(st
     assert code == 143 and "ERROR 143: terminated by SIGTERM" in line
 
 
+@pytest.mark.drill
 def test_ranks_of_a_job_do_not_see_its_token(start):
     job = start(2, "tells_variables_with_token")
     outcome = job.driver.outcome()
@@ -260,6 +266,7 @@ def test_ranks_of_a_job_do_not_see_its_token(start):
     assert job.ends() == [(0, "")]
 
 
+@pytest.mark.drill
 def test_torchrun_trains_as_processes_of_our_own_do(tiny_uri, tmp_path):
     """The whole command, as users start it: equal weights, all exit codes 0, and 0 again when nothing is left to do."""
     train = ["model=tests.train.torch_models:smooth", "strategy=torch_ddp", "epochs=3", "global_batch_size=24",

@@ -14,6 +14,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
+from tests.lab.scale import exhaustive
 from tests.services.hosts import Host
 from tests.services.marked import free_ports
 from tests.train.driver_process import ROOT
@@ -27,7 +28,7 @@ SHARDMILL, TORCHRUN = (str(Path(sys.executable).with_name(name)) for name in ("s
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    ("strategy", "model"), [("torch_ddp", "tests.train.torch_models:smooth"), ("horovod", "small_cnn")]
+    ("strategy", "model"), [("torch_ddp", "tests.train.torch_models:smooth"), exhaustive("horovod", "small_cnn")]
 )
 def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, Host], strategy: str, model: str):
     settings = [f"model={model}", f"strategy={strategy}", "epochs=2", "global_batch_size=24", "num_streams=6"]

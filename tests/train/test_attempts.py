@@ -47,6 +47,7 @@ def test_only_the_newest_attempt_publishes_and_only_once(tmp_path):
     assert claim_attempt(store, "other", 1).number == 1
 
 
+@pytest.mark.drill
 def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the_training(tiny_uri, tmp_path):
     """A scheduler whose worker was killed knows nothing of the training that still lives; here it sleeps meanwhile."""
     how = {"launcher": "inline", "strategy": "single", "num_workers": 1, "model": f"{MODELS}:stateful", "epochs": 3}

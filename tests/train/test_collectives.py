@@ -10,6 +10,7 @@ import pytest
 
 from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import LATE_SECONDS
+from tests.train.ranks import usually_of
 from tests.train.training import task_of
 from train.checkpoints.shards import WEIGHTS_PART, read_index
 from train.reporting.observer import GlobalStep
@@ -31,7 +32,11 @@ class Seen:
             self.moved.append(dict(fields))
 
 
-@pytest.mark.parametrize("strategy", strategies_that_share())
+@pytest.mark.starts("ranks")
+@pytest.mark.parametrize(
+    "strategy",
+    usually_of({"hybrid", "pipeline_parallel"}, strategies_that_share()),
+)
 def test_a_rank_that_waits_for_a_late_one_says_so_and_bytes_are_counted_once(tiny_uri, tmp_path, strategy):
     seen = Seen()
     task = task_of(tiny_uri, tmp_path, num_workers=2, launcher="local", **{**CONFIG, "strategy": strategy})

@@ -6,27 +6,28 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
+from tests.lab.scale import exhaustive
+from tests.train.ranks import SMOOTH_MODEL, train_on_ranks
 from tests.train.training import Recorder, check_terms, train_here
 from train.config import TrainConfig
 from train.strategies import STRATEGIES
 
 # Momentum alone: Adam would blow the rounding of small gradients up.
-CONFIG = {"num_streams": 4, "global_batch_size": 24, "epochs": 8, "optimizer": "sgd", "learning_rate": 0.02,
+CONFIG = {"num_streams": 4, "global_batch_size": 24, "epochs": 4, "optimizer": "sgd", "learning_rate": 0.02,
           "label_smoothing": 0.1}  # fmt: skip
-QUICK = {("horovod", "fp16"), ("torch_ddp", "bf16")}
+USUAL = {("horovod", "fp16"), ("torch_ddp", "powersgd")}
 COMPRESSED = [
-    pytest.param(name, each, marks=() if (name, each) in QUICK else pytest.mark.drill)
+    (name, each) if (name, each) in USUAL else exhaustive(name, each)
     for name, strategy in STRATEGIES.items()
     for each in strategy.compressions
     if each != "none"
 ]
 
-
 # Beside it, in parts: what travels is compressed once a step.
 OF_COMPRESSION: dict[str, dict] = {"powersgd": {"torch_ddp": {"powersgd_rank": 4}, "accumulation_steps": 2}}
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize(("strategy", "compression"), COMPRESSED)
 def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, compression):
     """In small buckets too. The first loss is that of one rank alone, because no gradient has been used yet."""

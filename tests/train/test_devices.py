@@ -112,6 +112,7 @@ def test_a_map_that_cannot_be_meant_is_refused_with_the_numbers(wanted, devices,
         check_devices(wanted, placement)
 
 
+@pytest.mark.starts("ranks")
 def test_each_local_rank_sees_its_own_device_alone(monkeypatch):
     monkeypatch.setenv(CUDA_VARIABLE, "3,GPU-8a,1,0")
     result, watcher = launch("local", devices="gpu")
@@ -120,6 +121,7 @@ def test_each_local_rank_sees_its_own_device_alone(monkeypatch):
     assert result.placement == tuple(RankDevices(rank, HERE, (watcher.sees[rank],)) for rank in range(4))
 
 
+@pytest.mark.starts("ranks")
 def test_the_cpu_is_what_is_asked_for_though_there_are_gpus(monkeypatch):
     monkeypatch.setenv(CUDA_VARIABLE, "0,1")
     result, watcher = launch("local", devices="cpu", num_workers=2)
@@ -132,6 +134,7 @@ def test_the_cpu_is_what_is_asked_for_though_there_are_gpus(monkeypatch):
             check_terms(TrainConfig(devices="gpu"), SparkConfig())
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("visible", "devices", "said"),
     [
@@ -150,6 +153,7 @@ def test_too_few_gpus_here_are_known_before_anything_starts(monkeypatch, tmp_pat
     assert finding.status == "fail" and said[0] in finding.found
 
 
+@pytest.mark.starts("ranks")
 def test_a_framework_that_does_not_see_its_device_does_not_fall_back_to_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv(CUDA_VARIABLE, "7")
     pin = open_dataset(make_dataset(tmp_path)).pin
@@ -218,6 +222,7 @@ def memory_that_grows() -> list[tuple[str, bool]]:
     return told
 
 
+@pytest.mark.starts("program")
 def test_tensorflow_takes_a_gpus_memory_as_it_needs_it():
     """Else each process takes all of it at once. TensorFlow without CUDA sees no GPU: it is told of two."""
     assert in_own_process("keras", memory_that_grows) == [("GPU:0", True), ("GPU:1", True)]

@@ -16,10 +16,12 @@ from train.planning import divide, memory_plan
 from train.planning.auto import resolve
 from train.planning.divide import ModelFacts, division_rules, nothing_holds, with_room
 from train.planning.make import plan_training
+from train.planning.memory_fit import decided
 from train.planning.memory_plan import plan_memory
 from train.planning.memory_table import Room, row_of
 from train.planning.plan import TrainingPlan
-from train.planning.state_bytes import StateBytes, count_state
+from train.planning.state_bytes import StateBytes, StateTask
+from train.planning.state_program import count
 from train.settings.memory import MemoryConfig
 from train.settings.mesh import MeshConfig
 from train.strategies import STRATEGIES
@@ -117,13 +119,15 @@ def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
 
 @pytest.mark.starts("ranks")
 def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, monkeypatch):
-    """Counted by a process, for a limit between what a rank needs of the whole model and of a half."""
+    """For a limit between what a rank needs of the whole model and of a half."""
     counted: dict[tuple[str, ...], tuple[StateBytes, ...]] = {}
 
     def count_once(configs: tuple[TrainConfig, ...], spec: ModelSpec) -> tuple[StateBytes, ...]:
         key = tuple(config.strategy for config in configs)
         if key not in counted:
-            counted[key] = count_state(configs, spec)
+            counted[key] = count(
+                StateTask(tuple(decided(each, 1, to_bfloat16=False) for each in configs), spec)
+            ).of_configs
         return counted[key]
 
     # The budget is nothing that it counts.

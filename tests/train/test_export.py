@@ -24,7 +24,7 @@ from shardmill.section import Section
 from shardmill.stores import open_store
 from tests.lab.datasets import make_dataset
 from tests.services.faulty_store import FaultyStore, send_twice
-from tests.train.test_multi_rank import SMOOTH_MODEL
+from tests.train.ranks import SMOOTH_MODEL
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask

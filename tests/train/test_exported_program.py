@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.train.ranks import SMOOTH_MODEL
 from tests.train.test_export import config_of, dataset, images_of, trained
-from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.published.export import export_training
 from train.published.load import load_exported
 

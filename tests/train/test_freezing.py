@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from shardmill.errors import UsageError
+from tests.lab.scale import exhaustive
 from tests.train.learners import batch_of
+from tests.train.ranks import TORCH_MODELS, train_on_ranks
 from tests.train.test_initial import NORMED, SHAPE, learner, plain
-from tests.train.test_multi_rank import TORCH_MODELS, train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
@@ -50,7 +51,7 @@ def test_what_is_frozen_does_not_move_nor_do_its_statistics(name, unfreeze_epoch
         assert len(moved(after, step(one))) > len(named.head)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [exhaustive("keras"), "torch"])
 def test_weights_learn_from_the_epoch_on_also_in_a_training_that_is_killed_in_each(name, tiny_uri, tmp_path):
     how = {"model": NORMED[name], "epochs": 3, "freeze": ["all_but_head"], "unfreeze_epoch": 1,
            "checkpoint": {"keep": 9}, "checkpoint_every_steps": 1}  # fmt: skip
@@ -86,12 +87,12 @@ def test_a_pattern_that_names_nothing_is_refused(name):
     ("model", "how"),
     [
         ("small_cnn", {"strategy": "horovod", "num_workers": 2}),
-        ("small_cnn", {"strategy": "multi_worker_mirrored", "num_workers": 2}),
-        ("small_cnn", {"strategy": "mirrored", "num_workers": 1, "mirrored": {"num_devices": 2}}),
-        ("small_cnn", {"strategy": "torch_ddp", "num_workers": 2}),
+        exhaustive("small_cnn", {"strategy": "multi_worker_mirrored", "num_workers": 2}),
+        exhaustive("small_cnn", {"strategy": "mirrored", "num_workers": 1, "mirrored": {"num_devices": 2}}),
+        exhaustive("small_cnn", {"strategy": "torch_ddp", "num_workers": 2}),
         # One worker does one step after the other.
-        ("small_cnn", {"strategy": "parameter_server", "num_workers": 1}),
-        (f"{TORCH_MODELS}:smooth", {"strategy": "torch_ddp", "num_workers": 2}),
+        exhaustive("small_cnn", {"strategy": "parameter_server", "num_workers": 1}),
+        exhaustive(f"{TORCH_MODELS}:smooth", {"strategy": "torch_ddp", "num_workers": 2}),
         (f"{TORCH_MODELS}:smooth", {"strategy": "local_sgd", "num_workers": 2}),
     ],
 )

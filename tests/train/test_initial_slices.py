@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.stores import open_store
+from tests.lab.scale import exhaustive
+from tests.train.ranks import train_on_ranks
 from tests.train.test_initial import learner, plain
-from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Recorder, train_here
 from train.backends.backend import StatePart
 from train.checkpoints.checkpoint import open_checkpoint
@@ -54,7 +55,8 @@ def test_no_more_is_read_than_a_box_needs():
     assert asked == [of_row] * 8
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.starts("ranks")
+@pytest.mark.parametrize("suffix", ["safetensors", exhaustive("pt")])
 def test_each_rank_reads_its_own_slices(tiny_uri, tmp_path, suffix):
     """Rank 0 also all of it once, for its hash, and never more than some megabytes at a time."""
     import torch
@@ -85,7 +87,8 @@ def test_each_rank_reads_its_own_slices(tiny_uri, tmp_path, suffix):
     assert of_ranks[0] <= size + of_ranks[1] + BUFFER_BYTES
 
 
-@pytest.mark.parametrize("strategy", ["torch_fsdp", "tensor_parallel"])
+@pytest.mark.starts("ranks")
+@pytest.mark.parametrize("strategy", ["torch_fsdp", exhaustive("tensor_parallel")])
 def test_a_training_starts_from_a_checkpoint_of_shards(tiny_uri, tmp_path, strategy):
     """With the moving statistics of its batch norms."""
     model = "tests.train.torch_models:normed"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.scale import exhaustive
 from tests.processes import hears_all_signals
 from tests.services.marked import MARK
 from tests.train.driver_process import ROOT, Driver
@@ -65,20 +66,16 @@ def begun(folder: Path, dataset: str, command: tuple[str, ...], launcher: str) -
     return driver
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("command", "launcher", "number", "kill"),
     [
-        ("job.py", "local", signal.SIGTERM, os.kill),
         ("shardmill", "local", signal.SIGINT, os.killpg),
-        *(
-            pytest.param(command, "horovod_spark", number, kill, marks=pytest.mark.drill)
-            for command, number, kill in (
-                # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
-                ("shardmill", signal.SIGTERM, os.killpg),
-                ("job.py", signal.SIGTERM, os.kill),
-                ("job.py", signal.SIGINT, os.killpg),
-            )
-        ),
+        # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
+        ("shardmill", "horovod_spark", signal.SIGTERM, os.killpg),
+        exhaustive("job.py", "local", signal.SIGTERM, os.kill),
+        exhaustive("job.py", "horovod_spark", signal.SIGTERM, os.kill),
+        exhaustive("job.py", "horovod_spark", signal.SIGINT, os.killpg),
     ],
 )
 def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, tiny_uri, command, launcher, number, kill):
@@ -99,7 +96,8 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, tiny_uri, comm
     assert not list((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.drill
+@pytest.mark.parametrize("command", ["shardmill", exhaustive("job.py")])
 def test_a_training_whose_shell_is_killed_stops_in_order_and_leaves_nothing(tmp_path, tiny_uri, command):
     script = ("bash", "-c", '"$@"; true', "script", *COMMANDS[command])
     driver = begun(tmp_path, tiny_uri, script, "local")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,7 +19,9 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from tests.lab.datasets import build_here, make_dataset, write_images
+from tests.train.driver_process import hearing_signals
 from train.config import TrainConfig
+from train.job import main
 from train.planning.trainings import choose_training, training_id
 from train.published.candidate import promote_export
 from train.published.export import export_training
@@ -96,6 +97,7 @@ def test_a_training_is_another_where_the_outcome_may_be(other):
     assert training_id(TrainConfig(), "/data", "source") != training_id(TrainConfig(), "/data", "")
 
 
+@pytest.mark.starts("ranks")
 def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     tree = tree_of(dataset_uri, tmp_path / "models")
     with pytest.raises(UsageError, match=r"no finished training.*repeat the --set options.*runs/ID/config\.toml"):
@@ -117,10 +119,10 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
 
 def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinished(dataset_uri, tmp_path):
     whole = Recorder()
-    expected = train_model(tree_of(dataset_uri, tmp_path / "never_stopped"), whole).result
-    tree = tree_of(dataset_uri, tmp_path / "models")
+    expected = train_model(tree_of(dataset_uri, tmp_path / "never_stopped", epochs=1), whole).result
+    tree = tree_of(dataset_uri, tmp_path / "models", epochs=1)
     with pytest.raises(TrainingError, match="stopped here"):
-        train_model(tree, Recorder(fail_after_steps=7))
+        train_model(tree, Recorder(fail_after_steps=3))
 
     # Meanwhile the dataset grows.
     write_images(tmp_path / "images", num_images=180)
@@ -138,9 +140,9 @@ def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinish
 
     # Somebody who asks for the older version goes on where its last checkpoint is, and ends as if nothing had been.
     rest = Recorder()
-    resumed = train_model(tree_of(f"{dataset_uri}@1", tmp_path / "models"), rest).result
+    resumed = train_model(tree_of(f"{dataset_uri}@1", tmp_path / "models", epochs=1), rest).result
     assert "resumed" in rest.events
-    assert rest.steps == whole.steps[6:]
+    assert rest.steps == whole.steps[2:]
     assert (resumed.dataset.version, resumed.weights_sha256) == (1, expected.weights_sha256)
     assert choose_training(open_store(tmp_path / "models"), tree.train, latest).unfinished_versions == ()
 
@@ -185,8 +187,7 @@ def test_the_whole_story_with_models_in_a_bucket(dataset_uri, s3_bucket):
 
 
 @pytest.fixture
-def job(tmp_path, dataset_uri):
-    """job(*arguments, launch=...) -> the finished process of train/job.py, run where a `train.py` lies."""
+def config_file(tmp_path, dataset_uri) -> Path:
     file = tmp_path / "config.toml"
     file.write_text(
         f"""
@@ -203,26 +204,31 @@ def job(tmp_path, dataset_uri):
         record_samples = true
         """
     )
-    away = tmp_path / "away"
-    away.mkdir()
-    (away / "train.py").write_text("raise SystemExit('the wrong train')\n")
+    return file
 
-    def run(*arguments: str, launch: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-        command = [*launch, str(ROOT / "train/job.py"), "--config", str(file), "--workdir", str(tmp_path / "work")]
-        environment = {**os.environ, "PYSPARK_PYTHON": sys.executable}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        return subprocess.run([*command, *arguments], cwd=away, env=environment, capture_output=True, text=True)
+
+@pytest.fixture
+def job(config_file, tmp_path, monkeypatch, capsys):
+    """job(*arguments) -> exit code, stdout and stderr of train/job.py, in this process."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        given = ["train/job.py", "--config", str(config_file), "--workdir", str(tmp_path / "work"), *arguments]
+        monkeypatch.setattr(sys, "argv", given)
+        capsys.readouterr()
+        with hearing_signals():
+            code = main()
+        return code, *capsys.readouterr()
 
     return run
 
 
-def records_of(done: subprocess.CompletedProcess[str]) -> list[dict]:
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def records_of(code: int, stdout: str, stderr: str) -> list[dict]:
+    assert code == 0, stderr
+    return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
 
 
 def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
-    first = records_of(job("--run-id", "one"))
+    first = records_of(*job("--run-id", "one"))
     assert [(each["stage"], each["status"]) for each in first] == [
         ("train", "done"),
         ("export", "done"),
@@ -232,7 +238,7 @@ def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "work/runs/one/steps.jsonl").read_text().splitlines()]
     assert [(step["epoch"], step["step"]) for step in steps] == [(epoch, step) for epoch in (0, 1) for step in range(4)]
     assert steps[-1]["loss_hex"] == first[0]["sections"]["train"]["final_loss_hex"]
-    second = records_of(job("--run-id", "two"))
+    second = records_of(*job("--run-id", "two"))
     assert [each["status"] for each in second] == ["skipped", "skipped", "skipped"]
     trained, skipped = (each[0]["sections"]["train"] for each in (first, second))
     # The first step compiles, and is no figure.
@@ -248,7 +254,7 @@ def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
 
 
 def test_it_stops_at_the_requested_step(job, tmp_path):
-    assert [each["stage"] for each in records_of(job("--until", "train"))] == ["train"]
+    assert [each["stage"] for each in records_of(*job("--until", "train"))] == ["train"]
     assert not (tmp_path / "models" / "exports").exists()
 
 
@@ -266,19 +272,30 @@ def test_it_stops_at_the_requested_step(job, tmp_path):
     ],
 )
 def test_an_error_is_one_line_and_its_exit_code(job, arguments, code, said):
-    done = job(*arguments)
-    assert done.returncode == code, done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    returned, _, stderr = job(*arguments)
+    assert returned == code, stderr
+    [line] = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     assert line.startswith(f"ERROR {code}: ") and said in line
 
 
-def test_under_spark_submit_ranks_are_spark_tasks(job, tmp_path):
-    launch = (shutil.which("spark-submit", path=Path(sys.executable).parent), "--master", "local[2]")
-    ranks = ["train.launcher=horovod_spark", "train.strategy=horovod", "train.num_workers=2", "spark.master=local[1]"]
-    arguments = [part for each in ranks for part in ("--set", each)]
-    records = records_of(job(*arguments, "--run-id", "spark", "--until", "train", launch=launch))
-    assert records[0]["sections"]["train"]["world_size"] == 2
-    steps = [json.loads(line) for line in (tmp_path / "work/runs/spark/steps.jsonl").read_text().splitlines()]
+@pytest.mark.drill
+@pytest.mark.parametrize("launch", [(sys.executable,), ("spark-submit", "--master", "local[2]")])
+def test_as_a_command_it_runs_wherever_a_train_py_lies_and_under_spark_submit_ranks_are_tasks(
+    config_file, tmp_path, launch
+):
+    (away := tmp_path / "away").mkdir()
+    (away / "train.py").write_text("raise SystemExit('the wrong train')\n")
+    command = [*launch, ROOT / "train/job.py", "--config", config_file, "--workdir", tmp_path / "work"]
+    arguments = ["--run-id", "one", "--until", "train"]
+    if launch[0] == "spark-submit":
+        ranks = ["launcher=horovod_spark", "strategy=horovod", "num_workers=2"]
+        arguments += ["--set=spark.master=local[1]", *(f"--set=train.{each}" for each in ranks)]
+    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    done = subprocess.run([*map(str, command), *arguments], cwd=away, env=environment, capture_output=True, text=True)
+    [record] = records_of(done.returncode, done.stdout, done.stderr)
+    assert record["sections"]["train"]["world_size"] == (2 if launch[0] == "spark-submit" else 1)
+    steps = [json.loads(line) for line in (tmp_path / "work/runs/one/steps.jsonl").read_text().splitlines()]
     of_epoch = [sample_id for step in steps if step["epoch"] == 0 for sample_id in step["sample_ids"]]
     num_rows = open_dataset(str(tmp_path / "dataset")).manifest.splits["train"].num_rows
     assert len(of_epoch) == len(set(of_epoch)) == num_rows

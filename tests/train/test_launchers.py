@@ -1,48 +1,50 @@
-"""Ranks as real processes that end in every way there is; the driver is one too, so that it can be killed as well."""
+"""Ranks that end in every way there is: nothing of them is left, and the first cause is told.
+
+Ranks of the launcher `local` are forked here, but for two tests of processes as they are; the driver is one there too,
+so that it can be killed as well. Limits of time are the subject of test_deadlines.py, whose clock is a number: here a
+rank that ends is told by its end, while every limit is hours away.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardmill.dataset.open import open_dataset
-from shardmill.errors import UsageError
+from shardmill.errors import ShardmillError, TrainingError, UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import SilentObserver
+from shardmill.jobs.process import PREFIX, Terminated
 from shardmill.jobs.reach import planted
 from shardmill.stores import open_store
-from shardmill.values import DatasetPin
-from tests.lab.datasets import make_dataset
-from tests.train.driver_process import PIN, WORKERS, Driver, start_driver
+from shardmill.values import DatasetPin, Nonce
+from tests.lab.scale import exhaustive
+from tests.processes import is_running
+from tests.train.driver_process import PIN, WORKERS, Driver, hearing_signals, start_driver
+from tests.train.forked_ranks import forked_ranks
+from tests.train.launch_driver import Teller
 from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
+from train.contracts.values import TrainResult
 from train.launching import LAUNCHERS
-from train.launching.rank import EXIT_ABORTED
+from train.launching.rank import DEFAULT_WORKER, EXIT_ABORTED
+from train.models.user import source_sha256
+from train.planning.auto import resolve
 from train.reporting.run_log import RunLog
 
 MODELS = "tests.train.launch_models"
-# What the driver would wait for a silent rank or for one without progress: it is told of an end, and waits for neither.
-SHORTEST_PATIENCE_SECONDS = min(TrainConfig().watch.silent_seconds, TrainConfig().watch.progress_timeout_seconds)
-# Promised for a rank that is dead; with every launcher it takes 1.1, or 1.4 with what these ranks do between their last
-# step and their end.
-DEAD_SECONDS = 10.0
-
-# Every launcher with the world sizes at which it is tried.
-WORLDS = [
-    ("inline", 1),
-    ("local", 1),
-    ("local", 2),
-    ("local", 3),
-    ("horovod_spark", 2),
-    ("spark_barrier", 2),
-    ("attach", 3),
-]
+HOURS = {"silent_seconds": 7200, "progress_timeout_seconds": 9000}
+# Every launcher with the world sizes at which it is tried as users have it.
+WORLDS = {"inline": 1, "local": 3, "horovod_spark": 2, "spark_barrier": 2, "attach": 3}
+ELSEWHERE = ("attach", "spark_barrier", "horovod_spark")
 
 
 @pytest.fixture
@@ -50,17 +52,10 @@ def start(tmp_path):
     """start(launcher, num_workers, worker, **train) -> a running Driver."""
     drivers = []
 
-    def start(
-        launcher: str,
-        num_workers: int,
-        worker: str = "",
-        dataset: DatasetPin = PIN,
-        reach: dict | None = None,
-        **train: object,
-    ) -> Driver:
+    def start(launcher: str, num_workers: int, worker: str = "", dataset: DatasetPin = PIN, **train: object) -> Driver:
         strategy = "single" if num_workers == 1 else "horovod"
         given = {"launcher": launcher, "num_workers": num_workers, "strategy": strategy, **train}
-        drivers.append(start_driver(tmp_path, given, worker=worker, dataset=dataset, reach=reach))
+        drivers.append(start_driver(tmp_path, given, worker=worker, dataset=dataset))
         return drivers[-1]
 
     yield start
@@ -69,15 +64,66 @@ def start(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> DatasetPin:
-    return open_dataset(make_dataset(tmp_path_factory.mktemp("data"))).pin
+def dataset(tiny_uri) -> DatasetPin:
+    return open_dataset(tiny_uri).pin
+
+
+class Here:
+    """A driver in this process, with what it was told of its ranks; they are forked."""
+
+    def __init__(self, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.teller = Teller()
+        self._models = models
+        self._temporary = models / "temporary"
+        self._temporary.mkdir()
+        monkeypatch.setenv("TMPDIR", str(self._temporary))
+
+    def launch(
+        self,
+        worker: str = DEFAULT_WORKER,
+        num_workers: int = 2,
+        dataset: DatasetPin = PIN,
+        reach: Nonce | None = None,
+        **train: object,
+    ) -> TrainResult:
+        strategy = "single" if num_workers == 1 else "horovod"
+        given = {"launcher": "local", "num_workers": num_workers, "strategy": strategy, "watch": HOURS, **train}
+        config = resolve(TrainConfig.model_validate(given), SparkConfig()).config
+        task = WorkerTask(config, dataset, str(self._models), "trainings/test", source_sha256(config.model))
+        task = task if reach is None else replace(task, reach=reach)
+        with forked_ranks("keras" if worker == DEFAULT_WORKER else "none"):
+            return LAUNCHERS[config.launcher].launch(task, SparkConfig(), self.teller, worker=worker)
+
+    def error(self, *given: object, **train: object) -> ShardmillError:
+        """That the ranks end with; nothing of them is left."""
+        with pytest.raises(ShardmillError) as caught:
+            self.launch(*given, **train)  # pyright: ignore[reportArgumentType]
+        self.assert_nothing_left()
+        return caught.value
+
+    def assert_nothing_left(self) -> None:
+        assert not [pid for pid in self.teller.pids if is_running(pid)]
+        assert not list(self._temporary.rglob("__autograph_generated_file*"))
+        assert not list(self._temporary.glob(f"{PREFIX}*"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Here:
+    return Here(tmp_path, monkeypatch)
 
 
 def test_every_launcher_is_tried():
-    assert {launcher for launcher, _ in WORLDS} == set(LAUNCHERS)
+    assert set(WORLDS) == set(LAUNCHERS)
 
 
-@pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
+@pytest.mark.parametrize(
+    ("launcher", "world_size"),
+    [
+        *(pytest.param(each, WORLDS[each], marks=pytest.mark.starts("program")) for each in ("inline", "local")),
+        *(pytest.param(each, WORLDS[each], marks=pytest.mark.drill) for each in ELSEWHERE),
+        *(exhaustive("local", ranks) for ranks in (1, 2)),
+    ],
+)
 def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
     driver = start(launcher, world_size, f"{WORKERS}:well")
     outcome = driver.outcome()
@@ -95,138 +141,124 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
     driver.assert_no_file_left()
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize(
-    ("worker", "error", "said"),
+    ("worker", "watch", "error", "said"),
     [
         (
             "raises_on_last_rank",
+            HOURS,
             "TrainingError",
             ["rank 1", "step 0 of epoch 0", "ValueError: the third layer exploded"],
         ),
         (
             "finds_altered_shard",
+            HOURS,
             "IntegrityError",
             ["shard a.parquet was altered (rank 1", "expected CRC 1; run verify"],
         ),
-        ("is_killed", "RankLost", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
-        (
-            "is_stopped",
-            "RankLost",
-            ["rank 1", "stopped sending heartbeats after step 0", "train.watch.silent_seconds = 3"],
-        ),
+        ("is_killed", HOURS, "RankLost", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
+        ("exits_early", HOURS, "TrainingError", ["rank 1", "exited with code 7", "no licence found"]),
+        ("is_stopped", {"silent_seconds": 4}, "RankLost", ["rank 1", "stopped sending heartbeats after step 0"]),
         (
             "hangs",
+            {"silent_seconds": 5, "progress_timeout_seconds": 6},
             "RankLost",
-            [
-                "rank 1 (host ",
-                "hangs after step 0 of epoch 0: no progress for",
-                "train.watch.progress_timeout_seconds = 8",
-                "in its own work; rank 0 waiting in an allreduce",
-            ],
+            ["rank 1 (host ", "hangs after step 0 of epoch 0", "in its own work; rank 0 waiting in an allreduce"],
         ),
         # By nothing but what steps took: without progress a rank has 600 s.
         (
             "sleeps_in_a_step",
+            {"silent_seconds": 4},
             "RankLost",
-            ["rank 1 (host ", "watch.silent_seconds = 3, the longest so far took 0.0", "in a step; rank 0 waiting in"],
+            ["rank 1 (host ", "watch.silent_seconds = 4, the longest", "in a step; rank 0 waiting in"],
         ),
-        ("exits_early", "TrainingError", ["rank 1", "exited with code 7", "no licence found"]),
     ],
 )
-def test_the_first_failing_rank_is_reported_and_nothing_is_left(start, worker, error, said):
-    # Who hangs is heard all the while; with the shorter of its limits it is only named.
-    limits = {"silent_seconds": 6, "progress_timeout_seconds": 8} if worker == "hangs" else {"silent_seconds": 3}
-    driver = start("local", 2, f"{WORKERS}:{worker}", watch=limits)
-    outcome = driver.outcome()
-    assert outcome["error"] == error, outcome
-    assert all(part in outcome["message"] for part in said), outcome["message"]
-    assert "closed by peer" not in outcome["message"]
-    paused = [rank for rank, name in outcome["events"] if name == "rank_paused"]
-    assert paused == ([1] if worker == "hangs" else [])
-    assert outcome["seconds_after_step"] < SHORTEST_PATIENCE_SECONDS
-    assert worker != "is_killed" or 0 < outcome["named_after_step_seconds"] < DEAD_SECONDS
-    driver.assert_nothing_left()
+def test_the_first_failing_rank_is_reported_and_nothing_is_left(here, worker, watch, error, said):
+    failed = here.error(f"{WORKERS}:{worker}", watch=watch)
+    assert type(failed).__name__ == error, failed
+    assert all(part in str(failed) for part in said), failed
+    assert "closed by peer" not in str(failed)
 
 
 @pytest.mark.parametrize(
     ("launcher", "worker"),
     [
-        ("attach", "is_killed"),
-        ("attach", "is_stopped"),
-        ("spark_barrier", "is_killed"),
-        pytest.param("spark_barrier", "is_stopped", marks=pytest.mark.drill),
-        pytest.param("horovod_spark", "is_killed", marks=pytest.mark.drill),
-        pytest.param("horovod_spark", "is_stopped", marks=pytest.mark.drill),
+        pytest.param("local", "is_killed", marks=pytest.mark.starts("program")),
+        *(pytest.param(each, "is_killed", marks=pytest.mark.drill) for each in ELSEWHERE),
+        *(exhaustive(each, "is_stopped") for each in ELSEWHERE),
     ],
-)
-def test_dead_rank_elsewhere_ends_the_job_in_time(start, launcher, worker):
-    driver = start(launcher, 2, f"{WORKERS}:{worker}", watch={"silent_seconds": 5})
+)  # fmt: skip
+def test_a_dead_rank_ends_the_job_with_every_launcher(start, launcher, worker):
+    driver = start(launcher, 2, f"{WORKERS}:{worker}", watch=HOURS if worker == "is_killed" else {"silent_seconds": 5})
     outcome = driver.outcome()
-    how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "stopped sending heartbeats after step 0"}[
-        worker
-    ]
-    assert outcome["error"] == "RankLost" and how in outcome["message"], outcome
-    assert outcome["seconds_after_step"] < SHORTEST_PATIENCE_SECONDS
-    assert worker != "is_killed" or 0 < outcome["named_after_step_seconds"] < DEAD_SECONDS
+    how = {"is_killed": "was killed by SIGKILL", "is_stopped": "stopped sending heartbeats"}[worker]
+    assert outcome["error"] == "RankLost" and f"{how} after step 0" in outcome["message"], outcome
     driver.assert_nothing_left()
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "error", "said"),
     [
         # Its own line, and what it printed last.
-        ("exploding", ("the third layer exploded", "launch_models.py:4", "the second layer smokes")),
-        ("killed", ("was killed by SIGKILL after step",)),
+        (
+            "exploding",
+            "TrainingError",
+            ("the third layer exploded", "launch_models.py:4", "the second layer smokes"),
+        ),
+        ("killed", "RankLost", ("was killed by SIGKILL after step",)),
     ],
 )
-def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset, model, said):
+def test_real_training_tells_the_cause_and_not_the_survivors_echo(here, dataset, model, error, said):
     train = {"model": f"{MODELS}:{model}", "global_batch_size": 24, "num_streams": 6, "epochs": 2}
-    driver = start("local", 2, dataset=dataset, **train)
-    outcome = driver.outcome()
-    assert outcome["error"] == {"exploding": "TrainingError", "killed": "RankLost"}[model], outcome
-    assert outcome["exit_code"] == 5
-    told = outcome["message"] + outcome["notes"]
-    assert outcome["message"].startswith("rank 1 ") and all(part in told for part in said), outcome
-    assert outcome["seconds_after_step"] < SHORTEST_PATIENCE_SECONDS
-    driver.assert_nothing_left()
-    driver.assert_no_file_left()
+    failed = here.error(dataset=dataset, **train)
+    assert (type(failed).__name__, failed.exit_code) == (error, 5), failed
+    told = "\n".join([str(failed), *getattr(failed, "__notes__", [])])
+    assert str(failed).startswith("rank 1 ") and all(part in told for part in said), told
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize("lost", ["models", "dataset"])
-def test_a_rank_on_a_host_without_the_drivers_storage_ends_before_it_works(start, tmp_path, dataset, lost):
-    models = open_store(tmp_path / "models")
+def test_a_rank_on_a_host_without_the_drivers_storage_ends_before_it_works(here, tmp_path, dataset, lost):
+    models = open_store(tmp_path)
     with planted(models) as nonce:
         if lost == "models":
             # Another host's folder of the same name.
             models.delete(nonce.path)
-        pin = PIN if lost == "dataset" else dataset
-        driver = start("local", 2, f"{WORKERS}:well", pin, asdict(nonce))
-        outcome = driver.outcome()
-    assert outcome["error"] == "UsageError", outcome
-    place = str(tmp_path / "models") if lost == "models" else PIN.uri
-    assert f"host {socket.gethostname()} does not" in outcome["message"] and place in outcome["message"]
-    assert [name for _, name in outcome["events"]].count("resumed") == 0
+        failed = here.error(f"{WORKERS}:well", dataset=PIN if lost == "dataset" else dataset, reach=nonce)
+    assert isinstance(failed, UsageError), failed
+    place = str(tmp_path) if lost == "models" else PIN.uri
+    assert f"host {socket.gethostname()} does not" in str(failed) and place in str(failed)
+    assert [name for _, name in here.teller.events].count("resumed") == 0
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize("launcher", ["inline", "local"])
-def test_a_worker_that_leaves_with_0_has_failed(start, launcher):
-    outcome = start(launcher, 1, f"{WORKERS}:leaves").outcome()
-    assert outcome["error"] == "TrainingError", outcome
-    assert "rank 0" in outcome["message"] and "SystemExit: 0" in outcome["message"]
+def test_a_worker_that_leaves_with_0_has_failed(here, launcher):
+    failed = here.error(f"{WORKERS}:leaves", num_workers=1, launcher=launcher)
+    assert type(failed) is TrainingError and "rank 0" in str(failed) and "SystemExit: 0" in str(failed)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("worker", "limits"),
-    [("is_slow", {"silent_seconds": 2, "progress_timeout_seconds": 1}), ("plods", {"progress_timeout_seconds": 2})],
+    [("is_slow", {"silent_seconds": 8, "progress_timeout_seconds": 4}), ("plods", {"progress_timeout_seconds": 4})],
 )
-def test_straggler_is_not_killed(start, worker, limits):
-    driver = start("local", 2, f"{WORKERS}:{worker}", watch=limits)
-    outcome = driver.outcome()
-    assert outcome.get("world_size") == 2, outcome
+def test_straggler_is_not_killed(here, worker, limits):
+    """On the real clock; test_deadlines.py has the same with numbers."""
+    assert here.launch(f"{WORKERS}:{worker}", watch=limits).world_size == 2
 
 
 @pytest.mark.parametrize(
-    "launcher", ["local", "attach", pytest.param("horovod_spark", marks=pytest.mark.drill), "spark_barrier"]
+    "launcher",
+    [
+        pytest.param("local", marks=pytest.mark.starts("program")),
+        pytest.param("spark_barrier", marks=pytest.mark.drill),
+        exhaustive("attach"),
+        exhaustive("horovod_spark"),
+    ],
 )
 def test_killed_driver_leaves_no_rank(start, launcher):
     driver = start(launcher, 2, f"{WORKERS}:sleeps")
@@ -236,18 +268,19 @@ def test_killed_driver_leaves_no_rank(start, launcher):
     driver.assert_nothing_left()
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")], ids=["INT", "TERM"]
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)], ids=["INT", "TERM"]
 )
-def test_interrupted_driver_ends_its_ranks(start, number, error):
+def test_interrupted_driver_ends_its_ranks(here, number, error):
     """On SIGTERM ranks that come to no other step are waited for, but not for long."""
-    driver = start("local", 2, f"{WORKERS}:sleeps", watch={"stop_timeout_seconds": 1})
-    driver.wait_for_step()
-    driver.process.send_signal(number)
-    assert driver.outcome()["error"] == error
-    driver.assert_nothing_left()
+    here.teller.at_step = lambda: os.kill(os.getpid(), number)
+    with hearing_signals(), pytest.raises(error):
+        here.launch(f"{WORKERS}:sleeps", watch={**HOURS, "stop_timeout_seconds": 1})
+    here.assert_nothing_left()
 
 
+@pytest.mark.starts("program")
 def test_a_rank_whose_parent_died_before_it_started_ends_at_once():
     # Nothing else is set: it must end before it looks for its driver.
     orphan = subprocess.run([sys.executable, "-m", "train.launching.rank", "0"], timeout=60, check=False)

@@ -9,8 +9,9 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
+from tests.lab.scale import exhaustive
 from tests.train.learners import LINEAR, SHAPE, batch_of, learner, state
-from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
+from tests.train.ranks import SMOOTH_MODEL, train_on_ranks
 from tests.train.training import Recorder, check_terms, train_here
 from train.backends import BACKENDS
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
@@ -23,7 +24,8 @@ CONFIG = {"num_streams": 3, "global_batch_size": 30, "epochs": 4, "optimizer": "
           "label_smoothing": 0.1}  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "world_size"), zip(BACKENDS, (2, 3), strict=True))
+@pytest.mark.starts("ranks")
+@pytest.mark.parametrize(("backend", "world_size"), [exhaustive("keras", 2), ("torch", 3)])
 def test_one_local_update_is_a_synchronous_step(tiny_uri, tmp_path, backend, world_size):
     """With the momentum of SGD, of which the mean over ranks is that of the mean gradient, and in parts."""
     # Averages that move little would hold the losses back if they took the weights' place.
@@ -63,6 +65,7 @@ def test_a_local_part_that_is_all_padding_changes_nothing(name, optimizer):
     assert (nothing.num_samples, nothing.is_applied, after) == (0, True, before)
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_agree_on_the_count_of_updates_if_padding_takes_some_from_one(tiny_uri, tmp_path, backend):
     """Of the 6 samples of an epoch's last round, in parts of 4 and 2 rows, rank 0 makes 2 updates and rank 1 one: all
@@ -80,6 +83,7 @@ def test_ranks_agree_on_the_count_of_updates_if_padding_takes_some_from_one(tiny
     assert count == (17 if backend == "keras" else pytest.approx(15 + 5 / 3))
 
 
+@pytest.mark.starts("ranks")
 def test_several_local_updates_learn_too(tiny_uri, tmp_path):
     config = {**CONFIG, "model": SMOOTH_MODEL["torch"], "local_sgd": {"local_steps": 5}, "epochs": 8}
     result, _ = train_on_ranks(tiny_uri, tmp_path, 2, {**config, "strategy": "local_sgd"})

@@ -1,4 +1,4 @@
-"""The strategy `mirrored` on 2 and 4 devices of one process; a machine without GPUs has logical CPU devices."""
+"""The strategy `mirrored` on several devices of one process; a machine without GPUs has logical CPU devices."""
 
 # pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -9,55 +9,21 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_multi_rank import (
-    MODELS,
-    SMALL_CNN,
-    SMOOTH_MODEL,
-    STATEFUL,
-    Watcher,
-    assert_weights_close,
-    kill_on_ranks,
-    last_weights,
-    train_on_ranks,
-)
-from tests.train.training import Recorder, check_terms, train_here
+from tests.train.ranks import LONG, SMOOTH_MODEL, STATEFUL, kill_on_ranks, train_on_ranks
+from tests.train.training import MODELS, check_terms, train_here
 from train.config import TrainConfig
 from train.strategies.mirrored import check_rows
 from train.strategies.options import MirroredOptions
 
-# 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.
 MIRRORED = {"strategy": "mirrored", "model": SMOOTH_MODEL["keras"]}
 
 
-def assert_close(found: Watcher, expected: Recorder) -> None:
-    assert len(expected.steps) > 100
-    for report in expected.steps:
-        loss = float.fromhex(found.losses[report.epoch, report.step])
-        assert loss == pytest.approx(float.fromhex(report.loss_hex), rel=1e-5)
-    assert found.sample_ids == {(report.epoch, report.step): report.sample_ids for report in expected.steps}
-
-
-@pytest.mark.parametrize(
-    "num_devices", [pytest.param(2, marks=pytest.mark.drill), pytest.param(4, marks=pytest.mark.drill), 5]
-)
-def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, num_devices):
-    one = Recorder()
-    alone = train_here(tiny_uri, tmp_path / "one", one, **SMALL_CNN, model=MIRRORED["model"])
-    result, several = train_on_ranks(
-        tiny_uri, tmp_path / "several", 1, {**SMALL_CNN, **MIRRORED, "mirrored": {"num_devices": num_devices}}
-    )
-    assert_close(several, one)
-    assert_weights_close(last_weights(tmp_path / "several", result), last_weights(tmp_path / "one", alone))
-    assert result.evaluation is not None and alone.evaluation is not None
-    assert result.evaluation.per_class == alone.evaluation.per_class
-
-
 @pytest.mark.drill
-def test_devices_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch):
+def test_devices_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path):
     """Each device has its moving statistics and draws its own dropout: all of that is in the checkpoint."""
     config = {**STATEFUL, "model": f"{MODELS}:stateful", "strategy": "mirrored", "mirrored": {"num_devices": 2}}
     fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 1, config)
-    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, config, monkeypatch, killed_at=7)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, config, killed_at=7)
     result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", 1, config)
     assert (result.resumed_from.epoch, result.resumed_from.step) == (1, 2)
     assert killed.losses | resumed.losses == undisturbed.losses
@@ -79,4 +45,4 @@ def test_devices_that_are_not_there_are_refused(tiny_uri, tmp_path):
 
     assert len(tf.config.list_logical_devices("CPU")) == 1
     with pytest.raises(UsageError, match=r"num_devices = 3; .* 1 CPU device.* set train.launcher = 'local'"):
-        train_here(tiny_uri, tmp_path, **{**SMALL_CNN, **MIRRORED}, mirrored={"num_devices": 3})
+        train_here(tiny_uri, tmp_path, **{**LONG, **MIRRORED}, mirrored={"num_devices": 3})

@@ -14,8 +14,9 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
+from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
-from tests.train.test_multi_rank import WORKERS, Watcher
+from tests.train.ranks import WORKERS, Watcher, usually_of
 from tests.train.test_parameter_server import planned
 from tests.train.training import Recorder, check_terms, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints
@@ -130,7 +131,8 @@ def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_workers"), [("single", 1), pytest.param("horovod", 2, marks=pytest.mark.drill)]
+    ("strategy", "num_workers"),
+    [pytest.param("single", 1, marks=pytest.mark.starts("ranks")), exhaustive("horovod", 2)],
 )
 def test_a_keras_model_is_as_if_a_batch_had_not_been(
     tiny_uri, tmp_path, monkeypatch, by_brightness, strategy, num_workers
@@ -178,7 +180,10 @@ def test_every_strategy_of_several_is_stopped_by_a_gradient():
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", ON_TWO)
+@pytest.mark.parametrize(
+    "strategy",
+    usually_of({"horovod", "torch_fsdp", "parameter_server"}, ON_TWO),
+)
 def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
     tiny_uri, tmp_path, monkeypatch, by_brightness, strategy
 ):

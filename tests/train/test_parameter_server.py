@@ -20,8 +20,8 @@ from shardmill.stores import open_store
 from shardmill.words import counted
 from tests.train.driver_process import start_driver
 from tests.train.forked_ranks import forked_ranks
-from tests.train.test_multi_rank import MODELS, WORKERS, Watcher
-from tests.train.training import check_terms, task_of
+from tests.train.ranks import WORKERS, Watcher
+from tests.train.training import MODELS, check_terms, task_of
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import load_arrays, rank_file
 from train.config import TrainConfig
@@ -102,6 +102,7 @@ def num_trained(checkpoint: Path) -> int:
     return int(count)
 
 
+@pytest.mark.starts("ranks")
 def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path):
     watcher = Killer(rank=2, at=(1, 2))
     result = launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:chief_tells_where_variables_are")
@@ -170,7 +171,7 @@ def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(
     assert newest.marker.global_step == num_trained(tmp_path / "models" / newest.path) == len(expected)
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp_path):
     watcher = Killer(rank=4, at=(1, 2))
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
@@ -184,13 +185,13 @@ def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp
     assert done.result.world_size == SERVED["num_workers"] and watcher.sample_ids == planned(tiny_uri, config)
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_the_last_worker_is_not_spared(tiny_uri, tmp_path):
     with pytest.raises(TrainingError, match=r"^rank 1 \(host .*was killed by SIGKILL"):
         launch(tiny_uri, tmp_path, Killer(rank=1, at=(1, 2)), num_workers=1, parameter_server={"num_servers": 1})
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path):
     from tests.lab.datasets import make_dataset
 
@@ -204,7 +205,7 @@ def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path
         launch(uri, tmp_path / "models", Killer())
 
 
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_it_trains_in_a_barrier_stage_and_a_lost_worker_is_replaced(tiny_uri, tmp_path):
     watcher = Killer(rank=1, at=(1, 2))
     result = launch(tiny_uri, tmp_path, watcher, launcher="spark_barrier")

@@ -14,17 +14,22 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
+from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import learner
-from tests.train.test_mesh_training import BASE
-from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
+from tests.train.ranks import VIT, kill_on_ranks, train_on_ranks
 from tests.train.training import StepWatcher, check_terms, task_of
+from train.backends.backend import InputScale, ModelSpec
 from train.backends.torch.chain import cut, cut_for
 from train.config import TrainConfig
 from train.contracts.values import Blocks
+from train.labels import LabelSpec
+from train.models.user import source_sha256
 from train.planning.auto import resolve
+from train.planning.build_model import build
+from train.planning.memory_fit import decided
 from train.planning.scaling_run import work_of
-from train.planning.trial_build import try_build
+from train.planning.trial_build import BuildTask
 from train.strategies.sharded.pipeline_schedules import (
     Action,
     PipelineOptions,
@@ -38,7 +43,9 @@ from train.strategies.sharded.pipeline_schedules import (
 )
 
 MODELS, CHAINS = "tests.train.torch_models", "tests.train.torch_chain_models"
-SCHEMA = RowSchema("png", (16, 16, 3), ("cat", "dog"))
+SPEC = ModelSpec(
+    (16, 16, 3), LabelSpec.of_schema(RowSchema("png", (16, 16, 3), ("cat", "dog"))), InputScale((0.0,) * 3, (1.0,) * 3)
+)
 SIZES = [(num_ranks, num_microbatches) for num_ranks in (2, 3, 4) for num_microbatches in (4, 8, 12, 24)]
 
 
@@ -193,11 +200,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("model", REFUSED)
-def test_a_model_that_cannot_be_cut_is_refused_before_the_etl(model):
+def test_a_model_that_cannot_be_cut_is_refused_where_it_is_tried(model):
+    """By a process of its own, before the ETL (test_trial_build.py)."""
     num_workers, said = REFUSED[model]
-    config = config_of(model=model, num_workers=num_workers, global_batch_size=24)
+    config = resolve(config_of(model=model, num_workers=num_workers, global_batch_size=24), SparkConfig()).config
     with pytest.raises(UsageError, match=said):
-        try_build(resolve(config, SparkConfig()).config, SCHEMA, StepWatcher())
+        build(BuildTask(decided(config, 1, to_bfloat16=False), SPEC, source_sha256(config.model)))
 
 
 def test_what_crosses_a_border_is_counted_without_repeated_blocks():
@@ -216,9 +224,9 @@ def test_a_keras_model_is_refused():
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", ["gpipe", "zero_bubble", exhaustive("1f1b"), exhaustive("interleaved_1f1b")])
 def test_ranks_compute_in_the_order_whose_idle_share_is_told(tiny_uri, tmp_path, name):
-    config = {**BASE, "epochs": 1, "strategy": "pipeline_parallel", "num_workers": 2, "launcher": "local",
+    config = {**VIT, "epochs": 1, "strategy": "pipeline_parallel", "num_workers": 2, "launcher": "local",
               "pipeline_parallel": {"schedule": name, "num_microbatches": 6}}  # fmt: skip
     watcher = StepWatcher()
     result = launch_forked(
@@ -234,14 +242,14 @@ def test_ranks_compute_in_the_order_whose_idle_share_is_told(tiny_uri, tmp_path,
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-def test_a_pipeline_resumes_exactly_at_its_layout(tiny_uri, tmp_path, monkeypatch, schedule):
+@pytest.mark.parametrize("schedule", ["zero_bubble", exhaustive("gpipe")])
+def test_a_pipeline_resumes_exactly_at_its_layout(tiny_uri, tmp_path, schedule):
     """With averages of weights, blocks that are computed twice, frozen blocks, and half of the rows in each copy."""
-    config = {**BASE, "strategy": "pipeline_parallel", "mesh": {"data": 2}, "ema_decay": 0.9,
+    config = {**VIT, "strategy": "pipeline_parallel", "mesh": {"data": 2}, "ema_decay": 0.9,
               "pipeline_parallel": {"schedule": schedule}, "freeze": ("embedding*",),
               "memory": {"activation_checkpointing": "on"}}  # fmt: skip
     fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 4, config)
-    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 4, config, monkeypatch, killed_at=7)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 4, config, killed_at=7)
     result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", 4, config)
     assert result.resumed_from is not None and result.weights_sha256 == fresh.weights_sha256
     assert killed.losses | resumed.losses == undisturbed.losses

@@ -12,7 +12,7 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.loader.samples import read_samples
 from tests.processes import in_own_process
-from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
+from tests.train.ranks import kill_on_ranks, train_on_ranks
 from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
 from train.strategies.compression import matrix_of, remembered_bytes, sent_bytes
@@ -224,10 +224,10 @@ def test_nothing_of_a_backward_pass_is_missing():
 
 
 @pytest.mark.drill
-def test_a_killed_training_continues_with_what_was_lost(tiny_uri, tmp_path, monkeypatch):
+def test_a_killed_training_continues_with_what_was_lost(tiny_uri, tmp_path):
     """On as many ranks with the same bits, on others with the same losses; all ranks end with equal weights."""
     fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 2, CONFIG)
-    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 2, CONFIG, monkeypatch, killed_at=7)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 2, CONFIG, killed_at=7)
     shutil.copytree(tmp_path / "killed", tmp_path / "other")
     result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", 2, CONFIG)
     assert result.resumed_from is not None and "resumed" in resumed.events

@@ -11,15 +11,13 @@ import pytest
 from shardmill.errors import IntegrityError, TrainingError
 from tests.processes import in_own_process
 from tests.train.learners import SHAPE, batch_of, learner
-from tests.train.test_multi_rank import train_on_ranks
+from tests.train.ranks import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.backend import Learner, StatePart
 from train.backends.torch.precision import FIRST_SCALE, LARGEST_SCALE, NUM_UPDATES_TO_DOUBLE, Precision
-from train.checkpoints.shards import WEIGHTS_PART, read_index, shard_file
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
 from train.config import TrainConfig
 from train.published.export import LOSS_TOLERANCE, export_training
-from train.strategies import STRATEGIES
 
 MODELS = "tests.train.torch_models"
 STEEPNESS = "SHARDMILL_TEST_STEEPNESS"
@@ -27,10 +25,6 @@ STEEPNESS = "SHARDMILL_TEST_STEEPNESS"
 STEEP = {"model": f"{MODELS}:steep", "mixed_precision": "float16", "num_streams": 4, "global_batch_size": 24,
          "epochs": 4, "accumulation_steps": 4, "gradient_clip_norm": 0.5, "ema_decay": 0.9, "learning_rate": 0.01,
          "non_finite": {"action": "skip"}}  # fmt: skip
-
-
-VIT = {"model": f"{MODELS}:tiny_vit", "num_streams": 4, "global_batch_size": 24, "epochs": 3, "learning_rate": 0.001,
-       "gradient_clip_norm": 1.0}  # fmt: skip
 
 
 def scale_of(one: Learner) -> float:
@@ -168,30 +162,6 @@ def test_ranks_agree_on_what_overflowed(tiny_uri, tmp_path, monkeypatch, alone):
     for step, loss in recorder.losses.items():
         # What ranks round in sixteen bits before it is added up.
         assert float.fromhex(watched.losses[step]) == pytest.approx(float.fromhex(loss), rel=0.02, abs=1e-3)
-
-
-@pytest.fixture(scope="module")
-def vit_alone(tiny_uri, tmp_path_factory):
-    """The losses of one rank, by precision."""
-    losses = {}
-    for precision in ("bfloat16", "float16"):
-        recorder = Recorder()
-        train_here(tiny_uri, tmp_path_factory.mktemp(precision), recorder, **VIT, mixed_precision=precision)
-        losses[precision] = {step: float.fromhex(loss) for step, loss in recorder.losses.items()}
-    return losses
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.drill)])
-@pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.installed().items() if each.needs_module])
-def test_ranks_that_share_a_model_compute_in_sixteen_bits(tiny_uri, tmp_path, vit_alone, strategy, precision):
-    config = {**VIT, "strategy": strategy, "mixed_precision": precision}
-    result, watched = train_on_ranks(tiny_uri, tmp_path, 2, config)
-    losses = {step: float.fromhex(loss) for step, loss in watched.losses.items()}
-    assert losses == pytest.approx(vit_alone[precision], rel=0.02) and len(losses) > 5
-    index = read_index(lambda file: (tmp_path / result.checkpoint / file).read_bytes())
-    writers = [rank for rank in range(2) if index.written_by(rank, WEIGHTS_PART)]
-    files = [tmp_path / result.checkpoint / shard_file(WEIGHTS_PART, rank) for rank in writers]
-    assert {str(array.dtype) for file in files for array in load_arrays(file.read_bytes())} == {"float32"}
 
 
 @pytest.mark.drill

@@ -20,7 +20,7 @@ from shardmill.stores import STORES
 from tests.counting_store import BYTES_READ
 from tests.far_store import ENTRY, SCHEME
 from tests.lab.datasets import make_dataset
-from tests.train.test_multi_rank import train_on_ranks
+from tests.train.ranks import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
@@ -110,6 +110,7 @@ def test_a_training_by_petastorm_continues_at_the_start_of_its_epoch(tiny_uri, t
     assert result.evaluation == fresh.evaluation
 
 
+@pytest.mark.starts("ranks")
 def test_two_ranks_train_by_petastorm(tiny_uri, tmp_path):
     config = {"reader": "petastorm", "strategy": "torch_ddp", "model": "tests.train.torch_models:smooth", "epochs": 2,
               "global_batch_size": 24, "num_streams": 6, "record_samples": True}  # fmt: skip

@@ -17,6 +17,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
+from tests.lab.scale import exhaustive
 from tests.processes import LOCAL, has_loaded, listeners
 from tests.services.marked import marked
 from tests.train.test_launchers import dataset, start
@@ -127,7 +128,7 @@ def test_the_driver_looks_for_the_interfaces_of_ranks_on_its_own_machine(launche
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("launcher", ["local", "horovod_spark"])
+@pytest.mark.parametrize("launcher", ["local", exhaustive("horovod_spark")])
 def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start, dataset, launcher):
     train = {"global_batch_size": 24, "num_streams": 6, "epochs": 40 if launcher == "local" else 20}
     driver = start(launcher, 2, dataset=dataset, **train)

@@ -14,6 +14,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.values import Cursor
+from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import forked_ranks
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
@@ -27,13 +28,13 @@ from train.strategies import STRATEGIES, roles_of
 from train.training import check_fewer
 
 GELU = "tests.train.torch_models:smooth"
-# More than 60 steps. Smoothed labels keep the loss from 0, where a relative bound means nothing.
-CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 16, "label_smoothing": 0.1, "record_samples": True,
+# Smoothed labels keep the loss from 0, where a relative bound means nothing.
+CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 5, "label_smoothing": 0.1, "record_samples": True,
           "checkpoint_every_steps": 5}  # fmt: skip
 
 
 def launch_on(uri, models, launcher, watcher, worker, **config):
-    """Ranks of which the last is lost: at step 20 of three, at step 40 of two."""
+    """Ranks of which the last is lost: at step 6 of three, at step 13 of two."""
     settings = {**CONFIG, "launcher": launcher, **config}
     asked = resolve(TrainConfig(**settings), SparkConfig())
     with forked_ranks(asked.config.backend):
@@ -54,18 +55,16 @@ def launch_on(uri, models, launcher, watcher, worker, **config):
 @pytest.mark.parametrize(
     ("launcher", "strategy", "model", "worker", "how_lost"),
     [
-        ("local", "torch_ddp", GELU, "last_rank_dies", "was killed"),
-        pytest.param(
-            "local", "torch_ddp", GELU, "last_rank_freezes", "stopped sending heartbeats", marks=pytest.mark.drill
-        ),
-        pytest.param("local", "horovod", "small_cnn", "last_rank_dies", "was killed", marks=pytest.mark.drill),
+        pytest.param("local", "torch_ddp", GELU, "last_rank_dies", "was killed", marks=pytest.mark.starts("ranks")),
         pytest.param("spark_barrier", "torch_ddp", GELU, "last_rank_dies", "was killed", marks=pytest.mark.drill),
+        exhaustive("local", "torch_ddp", GELU, "last_rank_freezes", "stopped sending heartbeats"),
+        exhaustive("local", "horovod", "small_cnn", "last_rank_dies", "was killed"),
     ],
 )
 def test_ranks_that_are_lost_are_done_without_and_the_losses_stay(
     tiny_uri, tmp_path, monkeypatch, own_jvm, launcher, strategy, model, worker, how_lost
 ):
-    monkeypatch.setenv(KILL_AT, "3:20 2:40")
+    monkeypatch.setenv(KILL_AT, "3:6 2:13")
     watcher, one = StepWatcher(), Recorder()
     how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2, "watch": {"silent_seconds": 5}}
     result, restarts = launch_on(tiny_uri, tmp_path / "several", launcher, watcher, worker, **how)
@@ -121,6 +120,7 @@ def test_a_lost_server_or_chief_is_replaced_and_costs_no_worker():
     assert go_on_through(faults, **config) == ([3, 3, 3, 2, 1], None)
 
 
+@pytest.mark.starts("program")
 def test_a_signal_that_comes_while_the_ranks_leave_is_not_forgotten():
     program = [sys.executable, "-m", "tests.programs.signalled_while_ranks_leave"]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
@@ -158,6 +158,7 @@ def test_what_a_restart_cannot_cure_is_raised_at_once():
     assert "it could not continue with 3 ranks or fewer: windows need more memory on 3 ranks" in told.__notes__[0]
 
 
+@pytest.mark.starts("ranks")
 def test_ranks_that_hold_a_model_together_go_on_in_a_layout_that_is_allowed(tiny_uri):
     """Sizes of `train.mesh` that were set stay: a rank may have no memory for more than its share."""
     fsdp = {"strategy": "torch_fsdp", "model": GELU}

@@ -19,7 +19,7 @@ from shardmill.errors import UsageError
 from shardmill.mix import mix64
 from tests.import_graph import ROOT
 from tests.train.learners import SHAPE, THREE, TORCH_MODELS, batch_of, learner
-from tests.train.test_multi_rank import SMOOTH_MODEL
+from tests.train.ranks import SMOOTH_MODEL
 from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart

@@ -13,7 +13,7 @@ from shardmill.stores import open_store
 from tests.lab.scale import usually
 from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILLED_IN
-from tests.train.test_multi_rank import WORKERS, Watcher, train_on_ranks
+from tests.train.ranks import WORKERS, Watcher, train_on_ranks
 from tests.train.training import task_of
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.launching import faults

@@ -16,7 +16,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.lab.datasets import build_here, write_images
 from tests.train.forked_ranks import launch_forked
-from tests.train.test_multi_rank import WORKERS
+from tests.train.ranks import WORKERS
 from tests.train.training import StepWatcher, check_terms, task_of
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
@@ -74,6 +74,7 @@ class Disturbing:
         return [fields["silo"] for event, fields in self.events if event == name]
 
 
+@pytest.mark.starts("ranks")
 def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos):
     """The figures are those on the pinned dataset, of whose classes no silo has all."""
     of_silos = {"silos": silos, "local_steps": 4, "silo_timeout_seconds": 1.5}
@@ -91,6 +92,7 @@ def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(t
     assert not list((tmp_path / "t" / "silos").rglob("*.npz")), "the exchanged weights are taken away"
 
 
+@pytest.mark.starts("ranks")
 def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
     """Rank 0 also reads what it evaluates on; of that dataset the others open no image."""
     config = {**TORCH, "local_sgd": {"silos": silos}, "num_workers": 3, "global_batch_size": 48, "epochs": 1}

@@ -14,8 +14,7 @@ from shardmill.loader.reader import read_epoch
 from shardmill.recycled_memory import RecycledMemory
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import SPEC, THREE
-from tests.train.test_mesh_training import MODEL
-from tests.train.test_multi_rank import WORKERS, Watcher
+from tests.train.ranks import VIT, WORKERS, Watcher, usually_of
 from tests.train.training import task_of
 from train.backends.backend import InputScale, ModelSpec, model_spec
 from train.config import TrainConfig
@@ -32,7 +31,12 @@ from train.strategies.sharded.pipeline_schedules import PipelineOptions
 
 SHARING = tuple(strategies_that_share())
 # Two steps of the 44 rows of the data set `tiny`.
-TWO_STEPS = {"model": MODEL, "num_streams": 4, "global_batch_size": 24, "epochs": 1, "num_workers": 2}
+TWO_STEPS = {"model": VIT["model"], "num_streams": 4, "global_batch_size": 24, "epochs": 1, "num_workers": 2}
+
+
+def counted_here(configs: tuple[TrainConfig, ...], spec: ModelSpec) -> tuple[StateBytes, ...]:
+    """As `count_state`, but in this process."""
+    return count(StateTask(tuple(decided(config, 1, to_bfloat16=False) for config in configs), spec)).of_configs
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,8 @@ def counted(tiny_uri) -> dict[str, StateBytes]:
     return dict(zip(configs, count_state(tuple(configs.values()), spec), strict=True))
 
 
-@pytest.mark.parametrize("strategy", SHARING)
+@pytest.mark.starts("ranks")
+@pytest.mark.parametrize("strategy", usually_of({"zero1", "hybrid"}, SHARING))
 def test_ranks_hold_what_was_counted(tiny_uri, tmp_path, counted, strategy):
     task = task_of(
         tiny_uri, tmp_path, launcher="local", **TWO_STEPS, strategy=f"{WORKERS}:REMEMBERED_{strategy.upper()}"
@@ -57,6 +62,7 @@ def test_ranks_hold_what_was_counted(tiny_uri, tmp_path, counted, strategy):
         assert max(rank[part] for rank in ranks) == pytest.approx(expected[part], rel=0.1), part
 
 
+@pytest.mark.starts("ranks")
 def test_shares_are_those_of_the_mesh(counted):
     whole = counted["zero1"].parameters
     assert counted["zero1"].gradients == whole
@@ -69,6 +75,7 @@ def test_shares_are_those_of_the_mesh(counted):
     assert all(0 < each.recomputed_image < each.image for each in counted.values())
 
 
+@pytest.mark.starts("ranks")
 def test_a_stage_keeps_the_activations_of_its_schedule(counted):
     """Twelve microbatches: GPipe keeps all of a stage's; 1F1B two of the first stage, and one of the second."""
     whole = counted["torch_fsdp"].image
@@ -76,6 +83,7 @@ def test_a_stage_keeps_the_activations_of_its_schedule(counted):
     assert 1 / 12 < counted["1f1b"].image / whole < 2 * 0.65 / 12
 
 
+@pytest.mark.drill
 def test_a_vision_transformer_is_counted_for_more_ranks_than_there_are():
     """ViT-Base: 86 M weights; tests/train/test_memory.py has ViT-Huge."""
     strategies = {"torch_ddp": {}, "torch_fsdp": {}, "tensor_parallel": {}, "hybrid": {}, "zero1": {}}
@@ -85,7 +93,7 @@ def test_a_vision_transformer_is_counted_for_more_ranks_than_there_are():
         for name, more in strategies.items()
     ]
     spec = ModelSpec((224, 224, 3), THREE, InputScale((0.0,) * 3, (1.0,) * 3))
-    found = dict(zip(strategies, count_state(tuple(configs), spec), strict=True))
+    found = dict(zip(strategies, counted_here(tuple(configs), spec), strict=True))
     whole = found["torch_ddp"]
     assert whole.parameters / 4 == pytest.approx(86e6, rel=0.01) and whole.state == pytest.approx(4 * whole.parameters)
     assert found["torch_fsdp"].state == pytest.approx(whole.state / 4, rel=0.01)
@@ -100,8 +108,8 @@ def test_a_vision_transformer_is_counted_for_more_ranks_than_there_are():
 
 
 def test_other_optimizers_averages_and_frozen_weights_count():
-    base = {"model": "vit_tiny", "backend": "torch", "num_workers": 2, "strategy": "torch_fsdp"}
-    adam, sgd, averaged, frozen, replicated = count_state(
+    base = {"model": VIT["model"], "backend": "torch", "num_workers": 2, "strategy": "torch_fsdp"}
+    adam, sgd, averaged, frozen, replicated = counted_here(
         (
             TrainConfig(**base),
             TrainConfig(**base, optimizer="sgd"),
@@ -122,8 +130,8 @@ def test_other_optimizers_averages_and_frozen_weights_count():
 
 def test_what_ranks_cannot_divide_is_refused_and_other_strategies_are_counted():
     names = ("torch_fsdp", "tensor_parallel")
-    configs = [TrainConfig(model=MODEL, num_workers=3, backend="torch", strategy=name) for name in names]
-    fsdp, tensor = count_state(tuple(configs), SPEC)
+    configs = [TrainConfig(model=VIT["model"], num_workers=3, backend="torch", strategy=name) for name in names]
+    fsdp, tensor = counted_here(tuple(configs), SPEC)
     assert fsdp.state > 0 == tensor.state and "4 heads, and 3 ranks" in tensor.refused
 
 
@@ -149,18 +157,19 @@ def test_a_module_that_divides_itself_wrongly_is_refused_and_other_strategies_ar
 def test_a_module_that_looks_at_numbers_is_counted_without_activations():
     models = ("tests.train.peeking_model:peeking", "torchvision.models:vit_b_16")
     peeking, vit = (
-        count_state((TrainConfig(model=each, backend="torch", num_workers=2, strategy="torch_ddp"),), SPEC)
+        counted_here((TrainConfig(model=each, backend="torch", num_workers=2, strategy="torch_ddp"),), SPEC)
         for each in models
     )
     assert peeking[0].state > 0 == peeking[0].image and "RuntimeError" in peeking[0].why_not_stepped
     assert vit[0].image > 0 and not vit[0].why_not_stepped, "attention of a library, without its weights"
 
 
+@pytest.mark.drill
 def test_activations_are_those_of_a_measured_step():
     """Measured as the peak of a process, which the allocator rounds."""
     config = TrainConfig(model="vit_tiny", num_workers=1, strategy="single", backend="torch", accumulation_steps=1)
     spec = ModelSpec((64, 64, 3), THREE, InputScale((0.0,) * 3, (1.0,) * 3))
-    [counted] = count_state((config,), spec)
+    [counted] = counted_here((config,), spec)
     measured = probe(ProbeTask(decided(config, 1, to_bfloat16=False), spec, 32, 1, 2, for_memory=True))
     assert counted.image == pytest.approx(measured.image_bytes, rel=0.1)
 

@@ -13,8 +13,9 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.values import Batch
+from tests.lab.scale import exhaustive
 from tests.train.learners import LINEAR, SHAPE, TORCH_MODELS, batch_of, learner
-from tests.train.test_multi_rank import Watcher, train_on_ranks
+from tests.train.ranks import Watcher, train_on_ranks
 from tests.train.training import MODELS, Recorder, check_terms, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
@@ -92,11 +93,6 @@ def state_of(result: TrainResult, models: Path) -> list[np.ndarray]:
     return [array for name in (WEIGHTS, rank_file(0)) for array in load_arrays((folder / name).read_bytes())]
 
 
-def statistics_of(file: Path) -> list[bytes]:
-    """Moving ones, without the states of generators."""
-    return [array.tobytes() for array in load_arrays(file.read_bytes()) if array.dtype.kind == "f"]
-
-
 def largest_differences(
     one: tuple[TrainResult, Recorder | Watcher, Path], several: tuple[TrainResult, Watcher, Path]
 ) -> tuple[float, float]:
@@ -107,41 +103,7 @@ def largest_differences(
     return of_losses, difference(state_of(several[0], several[2]), state_of(one[0], one[2]))
 
 
-WORLDS = [
-    ("torch_ddp", {"num_workers": 2}, ()),
-    ("horovod", {"num_workers": 2}, ()),
-    ("torch_ddp", {"num_workers": 3}, pytest.mark.drill),
-    ("horovod", {"num_workers": 3}, pytest.mark.drill),
-    ("multi_worker_mirrored", {"num_workers": 2}, pytest.mark.drill),
-    ("mirrored", {"mirrored": {"num_devices": 2}}, pytest.mark.drill),
-    ("mirrored", {"mirrored": {"num_devices": 5}}, pytest.mark.drill),
-]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "spread"), [pytest.param(strategy, spread, marks=marks) for strategy, spread, marks in WORLDS]
-)
-def test_ranks_train_a_model_with_batch_norms_as_one_rank_does(tiny_uri, tmp_path, at_one_rank, strategy, spread):
-    backend = STRATEGIES[strategy].backends[0]
-    config = {**STEPS, **spread, "strategy": strategy, "model": NORMED[backend]}
-    if backend == "torch":
-        # Its ranks also compute activations twice, which exchanges nothing twice.
-        config |= {"memory": {"activation_checkpointing": "on"}, "bucket_bytes": 2000}
-        config |= {"watch": {"progress_timeout_seconds": 60}}
-    world_size = config.pop("num_workers", 1)
-    result, watcher = train_on_ranks(tiny_uri, tmp_path, world_size, {**config, "sync_batch_norm": True})
-    of_losses, of_state = largest_differences(at_one_rank(backend), (result, watcher, tmp_path))
-    assert of_losses < 1e-5 and of_state < 1e-5
-
-    # In the middle of an epoch, before anything averages them.
-    own = sorted((tmp_path / "t" / "checkpoints").iterdir())[0]
-    assert own.name.startswith("step-00000003")
-    of_ranks = [statistics_of(each) for each in sorted(own.glob("rank-*"))]
-    [num_replicas] = spread.get("mirrored", spread).values()
-    assert len(of_ranks) == num_replicas and of_ranks[0] and all(each == of_ranks[0] for each in of_ranks)
-
-
-@pytest.mark.drill
+@pytest.mark.exhaustive
 def test_a_keras_model_on_pytorch_does_likewise(tiny_uri, tmp_path):
     """One rank of it needs a process of its own, too."""
     config = {**STEPS, "strategy": "torch_ddp", "model": NORMED["keras"], "sync_batch_norm": True}
@@ -154,7 +116,7 @@ def test_a_keras_model_on_pytorch_does_likewise(tiny_uri, tmp_path):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", ["torch_ddp", "horovod"])
+@pytest.mark.parametrize("strategy", ["torch_ddp", exhaustive("horovod")])
 def test_without_it_ranks_train_otherwise(tiny_uri, tmp_path, at_one_rank, strategy):
     backend = STRATEGIES[strategy].backends[0]
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, {**STEPS, "strategy": strategy, "model": NORMED[backend]})

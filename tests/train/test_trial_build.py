@@ -11,8 +11,8 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.train.forked_ranks import launch_forked
+from tests.train.ranks import Watcher
 from tests.train.test_job import Recorder, tree_of
-from tests.train.test_multi_rank import Watcher
 from tests.train.training import task_of
 from train.config import TrainConfig
 from train.models import MODELS
@@ -40,6 +40,7 @@ def test_a_cluster_is_not_asked_for_ranks_of_a_model_that_does_not_build(tiny_ur
     assert "rank" not in str(caught.value) and recorder.events == ["building"]
 
 
+@pytest.mark.starts("ranks")
 def test_ranks_that_shard_a_model_try_it_themselves_and_none_waits_for_the_other(tiny_uri, tmp_path):
     """The others have it without numbers, and cannot call it."""
     model = "tests.train.torch_models:one_class_too_many"
@@ -48,6 +49,7 @@ def test_ranks_that_shard_a_model_try_it_themselves_and_none_waits_for_the_other
         launch_forked(task, Watcher())
 
 
+@pytest.mark.starts("ranks")
 def test_what_divides_itself_wrongly_is_refused_before_the_first_step(tiny_uri, tmp_path):
     """In float32, so that what bfloat16 rounds hides nothing."""
     config = {"model": "tests.train.divided_models:Averaging", "mixed_precision": "bfloat16", "num_workers": 2}
@@ -58,6 +60,7 @@ def test_what_divides_itself_wrongly_is_refused_before_the_first_step(tiny_uri, 
     assert not watcher.losses
 
 
+@pytest.mark.starts("ranks")
 @pytest.mark.parametrize(
     ("model", "strategy", "what"), [("Drawing", "tensor_parallel", "losses"), ("Unsummed", "hybrid", "gradients")]
 )
@@ -72,6 +75,7 @@ def test_ranks_that_share_rows_and_compute_something_else_are_refused(tiny_uri, 
         launch_forked(task, Watcher())
 
 
+@pytest.mark.starts("ranks")
 def test_what_does_not_compute_when_divided_starts_no_ranks_also_if_a_new_training_is_asked_for(tiny_uri, tmp_path):
     model = "tests.train.divided_models:Half"
     tree = tree_of(tiny_uri, tmp_path, model=model, strategy="tensor_parallel", num_workers=2, launcher="local")

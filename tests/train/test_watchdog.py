@@ -161,6 +161,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_out_and_holds_few_places(watchdog):
         caller.close()
 
 
+@pytest.mark.starts("program")
 def test_the_door_stays_open_after_file_descriptors_ran_out():
     command = [sys.executable, "-m", "tests.programs.watch_without_descriptors"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -313,6 +314,7 @@ def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
     raise AssertionError("it did not stop")
 
 
+@pytest.mark.starts("program")
 def test_ranks_stop_in_order_while_a_silo_is_away_which_is_reported_when_it_wakes():
     said, events, stopped_after = in_own_process("none", stops_while_a_silo_is_away)
     # Where a machine is slow, the others are told as paused until they have stopped.
@@ -321,6 +323,7 @@ def test_ranks_stop_in_order_while_a_silo_is_away_which_is_reported_when_it_wake
     assert stopped_after == {(0, 1), (1, 1), (2, 1)}
 
 
+@pytest.mark.starts("program")
 def test_a_host_that_vanishes_is_noticed_by_who_only_waits():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         own = socket.create_connection(listener.getsockname())

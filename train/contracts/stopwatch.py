@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class Stopwatch:
-    """Runs from its construction."""
+    """Runs from its construction; `now` is its clock, in seconds."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._last = now()
 
     def lap(self) -> float:
         """Seconds since the last call."""
-        now = time.perf_counter()
+        now = self._now()
         seconds, self._last = now - self._last, now
         return seconds

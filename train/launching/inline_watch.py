@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -41,29 +41,31 @@ class Stalled(BaseException):
 class InlineWatch:
     """The state of the only rank; `step` and `doing` are called by the training thread."""
 
-    def __init__(self, config: TrainConfig, observer: TrainObserver) -> None:
+    def __init__(self, config: TrainConfig, observer: TrainObserver, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: the clock, in seconds."""
         self.fault: RankFault | None = None
+        self._now = now
         self._observer = observer
-        self._deadlines = Deadlines(config, time.monotonic())
-        self._clock = ActivityClock(time.monotonic())
+        self._deadlines = Deadlines(config, now())
+        self._clock = ActivityClock(now())
         [self._rank] = self._deadlines.ranks
         self._rank.hello = Hello("rank", 0, socket.gethostname(), os.getpid(), "", "")
         self._rank.is_connected = True
         self._max_tick_seconds = config.watch.silent_seconds / 2
-        self._deadlines.restart_clocks(time.monotonic())
+        self._deadlines.restart_clocks(now())
 
     def step(self, step: Cursor) -> None:
-        self._deadlines.progress(self._rank, time.monotonic())
+        self._deadlines.progress(self._rank, self._now())
         self._rank.last_step = step
 
     def doing(self, activity: Activity) -> Activity:
-        return self._clock.begin(activity, time.monotonic())
+        return self._clock.begin(activity, self._now())
 
     def watch(self, trains: threading.Thread, is_over: threading.Event) -> None:
         """Watch until the rank finishes or must be ended."""
-        ticked_seconds = time.monotonic()
+        ticked_seconds = self._now()
         while not is_over.wait(TICK_SECONDS):
-            now = time.monotonic()
+            now = self._now()
             # This process was suspended, or a user is debugging it.
             if now - ticked_seconds > self._max_tick_seconds or _is_in_debugger(trains):
                 self._deadlines.restart_clocks(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -90,10 +91,14 @@ class AnnouncedSum:
     `begin` and `end` are called by a thread of the framework, while the one that trains waits for the step.
     """
 
-    def __init__(self, collective: Collective, reporter: Reporter) -> None:
+    def __init__(
+        self, collective: Collective, reporter: Reporter, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`now`: the clock of `seconds`."""
         self.sum_tensors = collective.sum_tensors
         self._reporter = reporter
-        self._stopwatch = Stopwatch()
+        self._now = now
+        self._stopwatch = Stopwatch(now)
         self._before: Activity | None = None
         self.seconds = 0.0
         """The duration of the last sum."""
@@ -105,7 +110,7 @@ class AnnouncedSum:
     def begin(self) -> None:
         before = self._reporter.doing(waiting("an allreduce"))
         self._before = self._before or before
-        self._stopwatch = Stopwatch()
+        self._stopwatch = Stopwatch(self._now)
 
     def end(self) -> None:
         self.seconds = self._stopwatch.lap()
