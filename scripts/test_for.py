@@ -170,7 +170,7 @@ def main() -> int:
     sys.stdout.flush()
     if given.list or not chosen:
         return 0
-    # In this order: the plugin for xdist would start long files first.
+    # Without xdist they run in this order.
     return subprocess.call(["pytest", "-x", "-q", "--tier", given.tier, *pytest_arguments, *chosen], cwd=ROOT)
 
 

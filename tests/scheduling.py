@@ -27,8 +27,13 @@ def scope_of(nodeid: str) -> str:
     return next((scope for scope, files in _SHARED.items() if file.rpartition("/")[2] in files), file)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long scopes start first, those of several files before all; inside a scope the order stays as written."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long scopes start first, those of several files before all; inside a scope the order stays as written.
+
+    One process alone runs the files in the order in which it was given them.
+    """
+    if not hasattr(config, "workerinput"):
+        return
     costs, tiers = read_costs(), {tier_of(item) for item in items}
     seconds: defaultdict[str, float] = defaultdict(float)
     for file, num_tests in Counter(item.nodeid.partition("::")[0] for item in items).items():
