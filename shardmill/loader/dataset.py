@@ -112,7 +112,8 @@ class LoadableDataset(Dataset):
     def batches(self, split: str, *, epoch: int = 0, **reading: Unpack[Reading]) -> Loader:
         """One rank's batches of NumPy arrays, images NHWC. Iterate it once for `epoch`, again for the next ones."""
         loader = self._loader(split, as_arrays, reading)
-        loader.seek(epoch)
+        if epoch != 0:
+            loader.seek(epoch)
         return loader
 
     def torch_loader(

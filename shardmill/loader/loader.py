@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.lightning import unused_state
 from shardmill.loader.reader import BatchReader, OneProcess, ReaderSeconds
 from shardmill.loader.report import LoaderReport
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
@@ -59,6 +60,8 @@ class Loader:
         self._reader: BatchReader[Any] | None = None
         self._is_broken_off = False
         """An iteration has begun and not come to its last batch."""
+        self._is_placed = False
+        """Its position was set, or it has handed out a batch."""
         self._process = OneProcess()
         self._steps = self._rows_seen = 0
         self._wait_seconds = 0.0
@@ -126,6 +129,11 @@ class Loader:
         return BatchReader(self._source, plan, first_step=first_step, finish=self._hand_over)
 
     def _iterate(self, reader: BatchReader[Any], plan: EpochPlan) -> Iterator[LoaderBatch]:
+        if (state := unused_state(self, is_placed=self._is_placed)) is not None:
+            self.load_state_dict(state)
+            plan = plan_epoch(self.spec, self._chunk_rows, self._epoch)
+            reader = self._reader = self._open(plan, self._step)
+        self._is_placed = True
         with reader:
             batches = iter(reader)
             for step in range(self._step, self._num_steps):
@@ -183,7 +191,7 @@ class Loader:
                 "after a finished epoch, continue at step 0 of the next one",
             )
         self._end_iteration()
-        self._epoch, self._step, self._is_broken_off = epoch, step, False
+        self._epoch, self._step, self._is_broken_off, self._is_placed = epoch, step, False, True
 
     def seek_to_step(self, num_steps: SupportsInt) -> None:
         """The next iteration begins where so many steps are done over all epochs, as an optimizer counts them."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardmill.errors import UsageError
+from shardmill.loader.batch import NAMES
 from shardmill.registry import install_hint
 from shardmill.typed_columns import BOX_LABELS, BOXES, MASK, NUM_SIDES
 
@@ -39,8 +40,10 @@ class TfTypes:
     """Of `boxes` and `mask` those that are delivered beside the labels."""
     has_box_labels: bool = False
 
-    def signature(self, num_rows: int) -> tuple[Any, Any, Any]:
-        """TensorFlow's types of (images, labels, weights): static shapes, but for the number of boxes."""
+    def signature(self, num_rows: int | None) -> tuple[Any, Any, Any]:
+        """TensorFlow's types of (images, labels, weights): static shapes, but for the number of boxes, and of rows if
+        it is None.
+        """
         import tensorflow as tf
 
         labels = tf.TensorSpec((num_rows, *self.label_shape), tf.int64 if self.is_class else tf.float32)
@@ -72,26 +75,44 @@ class TfTypes:
 def as_tf_dataset(loader: Loader, types: TfTypes) -> Any:
     """(images, labels, weights) of static shapes, with a known number of steps; each iteration is the next epoch.
 
-    `keras.Model.fit` takes the third element as sample weights, so padding does not count. tf.data's tuning of
-    `AUTOTUNE` is off for what is made of it; `with_options` can turn it on again.
+    `keras.Model.fit` takes the third element as sample weights, so padding does not count in the loss and in weighted
+    metrics. In stored order, as evaluations read, one rank's last batch has no padding, for the metrics that have no
+    weights. tf.data's tuning of `AUTOTUNE` is off for what is made of it; `with_options` can turn it on again.
     """
     import tensorflow as tf
 
+    has_all_rows = len(loader.streams) == loader.spec.num_streams
+    is_cut = not loader.spec.shuffle and loader.num_padding > 0 and has_all_rows and not loader.is_transformed
+
     def rows() -> Iterator[tuple[Any, Any, Any]]:
-        yield from map(types.element, loader)
+        for batch in loader:
+            yield types.element(_without_padding(batch) if is_cut else batch)
 
     if loader.is_transformed:
         # Only a batch shows the types and shapes that a transform gives.
         [first] = loader.cached(1).batches
         signature = tf.nest.map_structure(_type_of, types.element(first))
     else:
-        signature = types.signature(len(loader.streams) * loader.spec.rows_per_stream)
+        signature = types.signature(None if is_cut else len(loader.streams) * loader.spec.rows_per_stream)
     # There is nothing to tune here, and TensorFlow's tuner sleeps for 10, 20, 40, ... milliseconds, up to a minute, and
     # the end of an epoch often waits until it wakes up.
     untuned = tf.data.Options()
     untuned.autotune.enabled = False
     dataset = tf.data.Dataset.from_generator(rows, output_signature=signature).with_options(untuned)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(loader)))
+
+
+def _without_padding(batch: LoaderBatch) -> LoaderBatch:
+    """Its rows of weight 0, which have no boxes, are left out; of a batch of such rows alone, none is."""
+    kept_N = np.flatnonzero(batch.weights)
+    if not 0 < len(kept_N) < len(batch.weights):
+        return batch
+    extra = {name: values[kept_N] for name, values in batch.extra.items() if isinstance(values, np.ndarray)}
+    if (boxes := batch.extra.get(BOXES)) is not None:
+        offsets = np.concatenate([[0], np.cumsum(np.diff(boxes.offsets)[kept_N])])
+        extra[BOXES] = replace(boxes, offsets=offsets)
+    own = {name: getattr(batch, name)[kept_N] for name in NAMES}
+    return replace(batch, **own, extra=extra)
 
 
 def _ragged(batch: LoaderBatch) -> dict[str, Any]:

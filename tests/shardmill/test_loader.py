@@ -270,7 +270,68 @@ def test_keras_fits_on_a_tf_dataset_whose_epochs_differ(dataset):
     for batch, (images, labels, weights) in zip(expected, found, strict=True):
         assert np.array_equal(images, batch.images) and np.array_equal(labels, batch.labels)
         assert np.array_equal(weights, batch.weights)
-    model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
-    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    layers = [
+        keras.layers.Input((16, 16, 3)),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3, kernel_initializer="zeros"),
+    ]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    # All logits are 0, so that class 0 is answered, which padding has, too: a metric without weights counts rows alone.
+    labels = dataset.metadata("train").column("label").to_numpy()
+    evaluated = dataset.tf_dataset("train", shuffle=False, **BATCH)
+    assert any(len(weights) < 24 for _, _, weights in evaluated) and len(labels) % 24
+    found = model.evaluate(evaluated, verbose=0, return_dict=True)
+    assert found["accuracy"] == found["weighted_accuracy"] == pytest.approx((labels == 0).mean())
     history = model.fit(dataset.tf_dataset("train", **BATCH), epochs=2, verbose=0)
     assert len(history.history["loss"]) == 2
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("reads_steps", [False, True])
+def test_lightning_continues_where_its_checkpoint_was_written(reads_steps: bool, is_dict: bool, dataset, tmp_path):
+    """Also if the module asks how many steps there will be, for which the trainer iterates its loaders too early."""
+    torch, pl = pytest.importorskip("torch"), pytest.importorskip("pytorch_lightning")
+    num_steps = len(dataset.torch_loader("train", **BATCH))
+
+    class Module(pl.LightningModule):
+        def __init__(self, loaders) -> None:
+            super().__init__()
+            self.weight, self.loaders, self.seen = torch.nn.Parameter(torch.zeros(1)), loaders, []
+
+        def training_step(self, batch, _):
+            self.seen.append([each.sample_ids.tolist() for each in (batch.values() if is_dict else [batch])])
+            return self.weight.sum()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            if not reads_steps:
+                return optimizer
+            total = int(self.trainer.estimated_stepping_batches)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)]
+
+        def train_dataloader(self):
+            return self.loaders
+
+    def fitted(checkpoint=None, loaders=None):
+        if loaders is None:
+            loaders = [dataset.torch_loader("train", **{**BATCH, "seed": seed}) for seed in range(1 + is_dict)]
+            loaders = dict(zip("ab", loaders, strict=True)) if is_dict else loaders[0]
+        saved = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = pl.Trainer(
+            max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[saved],
+        )  # fmt: skip
+        trainer.fit(module := Module(loaders), ckpt_path=checkpoint)
+        return module.seen
+
+    whole = fitted()
+    for step in (2, num_steps, num_steps + 1):
+        assert fitted(tmp_path / f"step={step}.ckpt") == whole[step:], step
+    # Of a checkpoint without positions, a loader is not at the beginning without a word.
+    state = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    del state["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    torch.save(state, tmp_path / "other.ckpt")
+    with pytest.raises(UsageError, match="a new loader in a Lightning trainer that has done 2 steps"):
+        fitted(tmp_path / "other.ckpt")
