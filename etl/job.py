@@ -80,7 +80,6 @@ def build_dataset(
     for a listing that no classifier can learn, is raised before any work. So is what `before_work` raises, if there is.
     """
     started_seconds, observer = time.monotonic(), observer or SilentObserver()
-    # Workers import what they need while this process lists the source and plans the units.
     with ENGINES[tree.etl.engine].opened(_settings(tree)):
         plan = plan_build(tree, run_id=run_id, observer=observer, group=_group_on_engine(tree), mapping=mapping)
         return _build(plan, tree, observer, check_labels, before_work, started_seconds, replace_source=replace_source)

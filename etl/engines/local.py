@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import selectors
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 
 from etl.engines import Engine, EngineSettings
 from etl.engines.unit_json import encode_task, encode_unit
@@ -20,28 +21,30 @@ from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 # small, and each process would hold its model.
 _PROCESSES_PER_WORKER, _MAPPING_PROCESSES_PER_WORKER = 2, 1
 
-_server: ForkServer | None = None
+_server_of_build: Callable[[], ForkServer] | None = None
 
 
 @contextmanager
 def prepared(settings: EngineSettings) -> Iterator[None]:
-    """Inside, `run_locally` finds a process that has imported what workers need, or is about to."""
-    global _server
-    with closing(ForkServer()) as server:
-        _server = server
+    """Inside, all that `run_locally` does is done by forks of one process; it starts when there is work."""
+    global _server_of_build
+    with ExitStack() as stack:
+        _server_of_build = cache(lambda: stack.enter_context(closing(ForkServer())))
         try:
             yield
         finally:
-            _server = None
+            _server_of_build = None
 
 
 def run_locally(units: Sequence[WorkUnit | CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Each unit's result as it finishes. Raises the first error that a unit raised, after ending all processes."""
+    if not units:
+        return
     waiting = deque(map(encode_unit, units))
     num_workers = settings.num_workers or len(os.sched_getaffinity(0))
     max_busy = num_workers * (_PROCESSES_PER_WORKER if task.mapping is None else _MAPPING_PROCESSES_PER_WORKER)
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
-        server = stack.enter_context(nullcontext(_server) if _server is not None else closing(ForkServer()))
+        server = _server_of_build() if _server_of_build else stack.enter_context(closing(ForkServer()))
         idle: list[UnitRunner] = []
         busy: set[UnitRunner] = set()
         task_json = encode_task(task)

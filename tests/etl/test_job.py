@@ -45,6 +45,17 @@ def test_digests_are_equal_on_any_engine_master_and_partitioning(images: Path):
     assert list(open_store(images / "two").list(PENDING)) == []
 
 
+@pytest.mark.parametrize("engine", ["local", "auto"])
+def test_a_build_with_nothing_to_do_starts_no_process(engine: str, images: Path):
+    tree = tree_for(images, "d", etl=ETL.model_copy(update={"engine": engine}))
+    build_here(tree.source.uri, tree.dataset.uri, tree.etl)
+    assert build_dataset(tree, run_id="again").skipped
+    # Whether there is work, the listing tells; that there is none is a version without an image, too.
+    (images / "images" / "class_0" / "broken.jpg").unlink()
+    gone = build_dataset(tree, run_id="gone")
+    assert (gone.published, gone.num_images_read, gone.manifest.counts.rejected) == (True, 0, 1)
+
+
 def test_too_many_rejects_publish_nothing_and_name_reasons_and_ledger(images: Path):
     strict = ETL.model_copy(update={"max_reject_fraction": 0.001})
     expected = r"1 of 162 inputs were rejected \(not_an_image 1\), such as class_0/broken.jpg.*--rejects .*/rejects/"
