@@ -93,6 +93,7 @@ def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[st
     assert again.export is None and again.decision is None and "<table>" in again._repr_html_()
 
 
+@pytest.mark.starts("program")
 def test_an_error_of_the_command_is_an_exception(here: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(UsageError, match=r"^nowhere does not exist; expected a folder of images"):
         shardmill.run("nowhere")
@@ -114,6 +115,7 @@ def test_an_error_of_the_command_is_an_exception(here: Path, capsys: pytest.Capt
     assert drifted.value.detail["drift"]["against_version"] == 1
 
 
+@pytest.mark.starts("program")
 def test_a_process_that_is_killed_says_so(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHARDMILL_FAILPOINT", "manifest_put")
     with pytest.raises(TrainingError, match="the process of shardmill.etl ended by SIGKILL") as caught:
@@ -202,6 +204,7 @@ def test_each_command_with_a_result_is_a_function_with_its_options():
         assert keywords - {"quiet"} == options - NO_KEYWORD, name
 
 
+@pytest.mark.starts("program")
 def test_what_a_command_finds_is_a_value_that_shows_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     uri = make_dataset(tmp_path, num_images=60)
     found = shardmill.inspect(uri, quality=True, quiet=True)
@@ -212,6 +215,7 @@ def test_what_a_command_finds_is_a_value_that_shows_itself(tmp_path: Path, capsy
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.starts("program")
 def test_what_is_beyond_a_limit_is_found_and_not_raised(tmp_path: Path):
     write_images(tmp_path / "photos", num_images=20)
     (tmp_path / "photos" / "class_0" / "=<b>\n.png").write_bytes(b"\x89PNG\r\n\x1a\n")

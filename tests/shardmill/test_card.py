@@ -19,7 +19,7 @@ from shardmill.own_card import put_card
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.lab.commands import shardmill
-from tests.lab.datasets import make_dataset, upload, write_images
+from tests.lab.datasets import HERE, make_dataset, upload, write_images
 
 
 def front_matter(root: str | Path) -> dict:
@@ -55,7 +55,7 @@ def build(folder: Path, observer: Warnings | None = None) -> Warnings:
     tree = EtlTree(
         source=SourceConfig(uri=str(folder / "images")),
         dataset=DatasetConfig(uri=str(folder / "dataset")),
-        etl=EtlConfig(image_size=16, encoding="png", engine="local", num_workers=1),
+        etl=EtlConfig(image_size=16, encoding="png", engine=HERE),
     )
     build_dataset(tree, run_id="r", observer=observer)  # pyright: ignore[reportArgumentType]
     return observer

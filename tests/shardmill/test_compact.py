@@ -18,13 +18,13 @@ from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import StoredRow
 from tests.etl.building import tree_for
-from tests.lab.datasets import build_here, write_images
+from tests.lab.datasets import HERE, build_here, write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 
 
 def many_small_shards(folder: Path, **etl: object) -> str:
-    write_images(folder / "images", num_images=120)
+    write_images(folder / "images", num_images=60)
     config = EtlConfig(
         **{"image_size": 16, "encoding": "png", "unit_min_images": 8, "chunk_bytes": 4_000,
            "formats": tuple(SHARD_FORMATS), **etl}
@@ -79,12 +79,12 @@ def test_what_is_compact_already_makes_no_version(tmp_path: Path):
     again = compact_dataset(open_dataset(root), "second")
     assert again.is_unchanged and again.manifest.version == open_dataset(root).pin.version == 2
     # Full shards are named again, not copied.
-    full = many_small_shards(tmp_path / "full", shard_max_bytes=1)
+    full = many_small_shards(tmp_path / "full", shard_max_bytes=1, formats=("parquet",))
     assert compact_dataset(open_dataset(full), "third").is_unchanged
 
 
 def test_the_etl_finds_its_images_in_a_compacted_version(tmp_path: Path):
-    config = EtlConfig(image_size=16, encoding="png", unit_min_images=8, formats=("parquet",))
+    config = EtlConfig(image_size=16, encoding="png", unit_min_images=8, formats=("parquet",), engine=HERE)
     write_images(tmp_path / "images", num_images=120)
     root = build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), config)
     assert not compact_dataset(open_dataset(root), "compacting").is_unchanged

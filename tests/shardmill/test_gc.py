@@ -22,11 +22,12 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.storage import TEMPORARY_PREFIX
 from shardmill.stores import open_store
+from tests.lab.scale import usually
 from tests.shardmill.collecting import build, files_of, gc_now, leave_orphans, read_all, with_images
 
 ROOT = Path(__file__).parents[2]
 _SEED = random.SystemRandom().randrange(2**32)
-_NUM_STEPS = 12
+_NUM_STEPS = usually(8, 60)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import json
 import multiprocessing
 import subprocess
 import sys
-import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,7 +147,7 @@ def test_the_rank_is_that_of_the_environment(starter, dataset, monkeypatch: pyte
 
 
 @pytest.mark.starts("program")
-def test_several_ranks_name_a_version_or_compare_their_plans(dataset, monkeypatch: pytest.MonkeyPatch):
+def test_several_ranks_name_a_version_or_compare_their_plans(dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a process group of two; without one, each rank would look up the latest version for itself."""
     clear_environment(monkeypatch)
     latest = shardmill.open_dataset(dataset.pin.uri)
@@ -158,17 +158,13 @@ def test_several_ranks_name_a_version_or_compare_their_plans(dataset, monkeypatc
     with pytest.raises(UsageError, match=r"without a version, on rank 1 of 2; .*; open .*/dataset@1, or pass rank"):
         latest.batches("train", **BATCH)
 
-    def of_both(*seeds: int) -> list[str]:
-        command = [sys.executable, "-m", "tests.programs.loader_of_two_ranks", dataset.pin.uri]
-        with tempfile.TemporaryDirectory() as meeting:
-            both = [
-                subprocess.Popen([*command, f"{meeting}/file", str(rank), str(seed)], stdout=subprocess.PIPE, text=True)
-                for rank, seed in enumerate(seeds)
-            ]
-            return [process.communicate(timeout=100)[0] for process in both]
-
-    same, other = of_both(3, 3), of_both(3, 4)
-    assert same == ["range(0, 4)", "range(4, 8)"]
+    command = [sys.executable, "-m", "tests.programs.loader_of_two_ranks", dataset.pin.uri, tmp_path / "meeting"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3", str(3 + rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    same, other = zip(*(rank.communicate(timeout=100)[0].splitlines() for rank in ranks), strict=True)
+    assert same == ("range(0, 4)", "range(4, 8)")
     assert all("the ranks have different plans: rank 0 " in each and "seed 4" in each for each in other)
 
 
