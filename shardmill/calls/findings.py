@@ -120,10 +120,10 @@ def plan(
 
 
 def doctor(
-    config: Place = "", /, *, rehearse: bool = False, workdir: Folder = DEFAULT_WORKDIR, quiet: bool = False,
-    **settings: Any,
+    config: Place = "", /, *, rehearse: bool = False, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
+    quiet: bool = False, **settings: Any,
 ) -> Diagnosis:  # fmt: skip
     """What would stop a run on this machine, and how to fix it, as the command `shardmill doctor`."""
-    options = [*named(workdir=workdir), *flags(rehearse=rehearse)]
+    options = [*named(workdir=workdir, run_id=run_id), *flags(rehearse=rehearse)]
     places = [config] if config else []
     return value_of(Diagnosis, {"findings": call("doctor", places, options, settings, quiet=quiet)})

@@ -14,11 +14,11 @@ from shardmill.dataset.maintenance.retention import Retention
 from shardmill.ids import add_digests, format_digest
 from shardmill.stores import open_store
 from tests.etl.building import tree_for
-from tests.lab.datasets import build_here, write_images
+from tests.lab.datasets import HERE, build_here, write_images
 
 
 def config_of(image_size: int) -> EtlConfig:
-    return EtlConfig(image_size=image_size, encoding="png", unit_min_images=6, formats=("parquet",))
+    return EtlConfig(image_size=image_size, encoding="png", unit_min_images=6, formats=("parquet",), engine=HERE)
 
 
 def build(folder: Path, image_size: int) -> str:

@@ -18,7 +18,7 @@ from shardmill.jobs.observer import WARNING
 from shardmill.own_card import put_card
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
-from tests.lab.commands import shardmill
+from tests.lab.commands import in_process
 from tests.lab.datasets import HERE, make_dataset, upload, write_images
 
 
@@ -61,7 +61,6 @@ def build(folder: Path, observer: Warnings | None = None) -> Warnings:
     return observer
 
 
-@pytest.mark.starts("command")
 def test_a_build_writes_the_card_of_its_version_and_each_later_commit_replaces_it(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     build(tmp_path)
@@ -74,10 +73,10 @@ def test_a_build_writes_the_card_of_its_version_and_each_later_commit_replaces_i
     assert listed(tmp_path / "dataset") == second != first
     assert verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).problems == ()
 
-    done = shardmill("rollback", tmp_path / "dataset@1", cwd=tmp_path)
+    done = in_process("rollback", tmp_path / "dataset@1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert listed(tmp_path / "dataset") == first
-    done = shardmill("gc", tmp_path / "dataset", "--keep", "1", "--older-than", "0", "--delete", cwd=tmp_path)
+    done = in_process("gc", tmp_path / "dataset", "--keep", "1", "--older-than", "0", "--delete", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
         listed(tmp_path / "dataset") == first

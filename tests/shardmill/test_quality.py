@@ -23,7 +23,7 @@ from shardmill.loader.samples import Samples
 from tests.etl.test_append import build as append
 from tests.etl.test_incremental import build as build_version
 from tests.etl.test_incremental import opened
-from tests.lab.commands import shardmill
+from tests.lab.commands import in_process
 from tests.lab.datasets import build_here
 
 PLANTED = {
@@ -166,7 +166,6 @@ def test_classes_of_like_images_have_no_telltale(photos: Path, tmp_path: Path):
     assert warning.startswith(f"5 accepted images differ from the others as faults often do ({counts}): `shardmill")
 
 
-@pytest.mark.starts("command")
 def test_copies_are_named_with_units_and_values_with_names(photos: Path, tmp_path: Path):
     images = tmp_path / "images"
     for name, copies in (
@@ -181,13 +180,13 @@ def test_copies_are_named_with_units_and_values_with_names(photos: Path, tmp_pat
         shutil.copy(next(photos.glob(f"*/{seed}.png")), images / "dog")
     build(images, tmp_path / "dataset")
     asked = ("inspect", tmp_path / "dataset", "--quality")
-    lines = shardmill(*asked, cwd=tmp_path).stdout.splitlines()
+    lines = in_process(*asked, cwd=tmp_path).stdout.splitlines()
     place = lines.index("equal bytes\t2 groups with 5 images; 0 groups in several splits, 1 of several classes")
     of_several, alike = (line.split("; ") for line in lines[place + 1 : place + 3])
     assert [re.sub(r"\(.*, (\w+)\)", r"\1", each) for each in of_several] == ["\tcat/a.png cat", "dog/b.png dog"]
     assert len(alike) == 3
     assert re.search(r"^\tcat/c.png \(\w+, cat\): contrast 0 of 255, usually [\d.]+ of 255$", "\n".join(lines), re.M)
-    found = json.loads(shardmill(*asked, "--json", cwd=tmp_path).stdout)
+    found = json.loads(in_process(*asked, "--json", cwd=tmp_path).stdout)
     equal = found["equal_bytes"]
     assert (equal["num_groups"], equal["num_images"], equal["conflicting_label"]) == (2, 5, 2)
     assert [len(group["images"]) for group in equal["groups"]] == [2, 3] and equal["groups"][0]["conflicting_label"]

@@ -20,7 +20,7 @@ from shardmill.errors import CannotList, StorageError, UsageError
 from shardmill.storage import Store
 from shardmill.stores import http as http_store
 from shardmill.stores import open_store
-from tests.lab.commands import last_line, shardmill
+from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import build_here, make_dataset, read_all, write_images
 from tests.services.fault_proxy import Fault, in_turn, proxying
 from tests.services.web import serving
@@ -61,7 +61,6 @@ def test_objects_of_other_clients_are_read(reader: Store, tmp_path: Path):
         assert list(reader.list("nothing")) == []
 
 
-@pytest.mark.starts("command")
 def test_a_committed_dataset_is_read_from_a_web_server(tmp_path: Path):
     dataset = make_dataset(tmp_path, num_images=30)
     with serving(tmp_path) as address:
@@ -77,18 +76,17 @@ def test_a_committed_dataset_is_read_from_a_web_server(tmp_path: Path):
             open_dataset(f"{remote}@9")
         with pytest.raises(UsageError, match=f"there is no dataset at {address}/nowhere"):
             open_dataset(f"{address}/nowhere")
-        checked = shardmill("verify", remote, cwd=tmp_path)
+        checked = in_process("verify", remote, cwd=tmp_path)
         assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.starts("command")
 @pytest.mark.parametrize("scheme", ["http", "local"])
 def test_nothing_is_committed_to_a_store_that_is_read_only(scheme: str, tmp_path: Path):
     """`local` is a scheme of fsspec's own."""
     write_images(tmp_path / "images", num_images=6)
     with serving(tmp_path) as address:
         root = address if scheme == "http" else f"local://{tmp_path}"
-        done = shardmill(
+        done = in_process(
             "etl", tmp_path / "images", "--set", f"dataset.uri={root}/dataset", "--set", "etl.image_size=16",
             "--workdir", tmp_path / "work", cwd=tmp_path,
         )  # fmt: skip

@@ -20,11 +20,11 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.stores import open_store
 from tests.etl.building import tree_for
-from tests.lab.datasets import build_here, write_images
+from tests.lab.datasets import HERE, build_here, write_images
 
 
 def config_of(image_size: int) -> EtlConfig:
-    return EtlConfig(image_size=image_size, unit_min_images=6, formats=("parquet",))
+    return EtlConfig(image_size=image_size, unit_min_images=6, formats=("parquet",), engine=HERE)
 
 
 @pytest.fixture

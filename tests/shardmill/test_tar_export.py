@@ -24,7 +24,7 @@ from shardmill.ids import format_sample_id
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
-from tests.lab.commands import BIN, ENVIRONMENT, last_line, shardmill
+from tests.lab.commands import BIN, ENVIRONMENT, in_process, last_line
 from tests.lab.datasets import build_here, make_dataset
 
 ALL = 10**6
@@ -134,13 +134,12 @@ def test_labels_of_other_kinds_and_extra_columns_are_in_the_json(tmp_path: Path)
         assert sorted(files) == ["jpg", "json"]
 
 
-@pytest.mark.starts("command")
 def test_a_folder_that_is_not_empty_is_refused(uri: str, tmp_path: Path):
     (tmp_path / "tars" / "below").mkdir(parents=True)
     (tmp_path / "tars" / "below" / "mine.txt").write_text("x")
     with pytest.raises(UsageError, match=r"is not empty: it contains below/mine\.txt"):
         export(uri, tmp_path / "tars")
-    done = shardmill("export-tar", uri, "tars", cwd=tmp_path)
+    done = in_process("export-tar", uri, "tars", cwd=tmp_path)
     assert done.returncode == 2 and last_line(done).startswith("ERROR 2: ") and "give another folder" in last_line(done)
 
 
@@ -177,7 +176,7 @@ def without_target(document: bytes) -> dict:
     return {**json.loads(document), "target": ""}
 
 
-@pytest.mark.starts("command", "program")
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("nth", [1, 3, 7])
 def test_a_killed_export_is_continued_by_the_same_command(uri: str, tmp_path: Path, nth: int):
     export(uri, tmp_path / "whole", max_bytes=60_000)
@@ -188,7 +187,7 @@ def test_a_killed_export_is_continued_by_the_same_command(uri: str, tmp_path: Pa
     (tmp_path / "tars" / ".tmp-left").write_bytes(b"half of a file")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "tars").glob("*.tar")}
     assert len(before) == nth - 1
-    done = shardmill(*command, cwd=tmp_path)
+    done = in_process(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (f"{nth - 1} tar file" in done.stderr and "there already" in done.stderr) == (nth > 1)
     found, expected = contents(tmp_path / "tars"), contents(tmp_path / "whole")
@@ -197,7 +196,7 @@ def test_a_killed_export_is_continued_by_the_same_command(uri: str, tmp_path: Pa
         assert (tmp_path / "tars" / name).stat().st_mtime_ns == time, "a finished file is not written again"
         assert f"export-tar: {name}, " not in done.stderr
     # And a finished one is what it is.
-    again = shardmill(*command, "--json", cwd=tmp_path)
+    again = in_process(*command, "--json", cwd=tmp_path)
     assert again.returncode == 0 and json.loads(again.stdout) == json.loads((tmp_path / "tars" / EXPORT).read_bytes())
 
 
@@ -239,9 +238,8 @@ def test_only_what_this_export_has_written_is_continued(uri: str, tmp_path: Path
         export(uri, tmp_path / "tars", max_bytes=60_000)
 
 
-@pytest.mark.starts("command")
 def test_the_command_prints_a_table_or_its_document(uri: str, tmp_path: Path):
-    done = shardmill("export-tar", f"{uri}@1", "tars", "--max-bytes", "60000", "--json", cwd=tmp_path)
+    done = in_process("export-tar", f"{uri}@1", "tars", "--max-bytes", "60000", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((tmp_path / "tars" / EXPORT).read_bytes())
     assert "export-tar: train-000000.tar, " in done.stderr

@@ -15,7 +15,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from shardmill.stores import STORES
 from tests.counting_store import CALLS, ENTRY, SCHEME
-from tests.lab.datasets import build_here, write_images
+from tests.lab.datasets import HERE, build_here, write_images
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_an_unchanged_run_asks_for_no_shard_by_name(uri: str, tmp_path: Path):
     tree = EtlTree(
         source=SourceConfig(uri=str(tmp_path / "images")),
         dataset=DatasetConfig(uri=uri),
-        etl=EtlConfig(image_size=8, unit_min_images=1, formats=("parquet",)),
+        etl=EtlConfig(image_size=8, unit_min_images=1, formats=("parquet",), engine=HERE),
     )
     num_shards = len(open_dataset(uri).shards)
     assert num_shards > 40
