@@ -13,8 +13,10 @@ from shardmill.stores import open_store
 from tests.lab.datasets import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
+from train.config import TrainConfig
 from train.planning.auto import resolve
 from train.planning.trainings import choose_training
+from train.published.export import export_training
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +46,15 @@ def models(interrupted, tmp_path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def exported(tiny_uri, tmp_path_factory) -> Path:
+    """A models folder with a training of `small_cnn` and export 1 of it; only to be read."""
+    models = tmp_path_factory.mktemp("exported")
+    config = TrainConfig(epochs=1, global_batch_size=32, augment={"random_crop_padding": 1})  # pyright: ignore[reportArgumentType]
+    export_training(str(models), config, train_here(tiny_uri, models, model="small_cnn", epochs=1), "run")
+    return models
+
+
+@pytest.fixture(scope="session")
 def choice_of(tiny_uri):
     """choice_of(models, tree) -> config without `auto`, dataset, what the driver chooses to do, the models' store."""
 
@@ -52,6 +63,25 @@ def choice_of(tiny_uri):
         return plan.config, dataset, choose_training(store, plan.named_by, dataset.pin), store
 
     return choose
+
+
+@pytest.fixture
+def asked_here(monkeypatch):
+    """What a plan asks other processes is answered in this one, of PyTorch; a step is timed three times, and no longer.
+
+    Measured bytes are then those of pytest.
+    """
+    from train.launching.side_process import ANSWERED_HERE
+    from train.planning import pace, probe, state_bytes, state_program
+
+    monkeypatch.setattr(pace, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "CACHED_SECONDS", 0.0)
+    for module, task, work in (
+        (pace, pace.PaceTask, pace.measure),
+        (probe, probe.ProbeTask, probe.measure),
+        (state_program, state_bytes.StateTask, state_program.count),
+    ):
+        monkeypatch.setitem(ANSWERED_HERE, module.__name__, (task, work))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
 from shardmill.typed_columns import LABEL_TYPES
 from tests.lab.datasets import make_dataset
+from tests.lab.scale import exhaustive
 from tests.train.training import MODELS, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
@@ -121,8 +122,8 @@ def test_moving_statistics_are_those_of_the_model_by_the_end_of_an_epoch(steps):
 @pytest.mark.parametrize(
     ("backend", "model", "own"),
     [
-        ("keras", "resnet50", 0.99),
-        ("keras", "keras.applications:MobileNetV2", 0.999),
+        exhaustive("keras", "resnet50", 0.99),
+        exhaustive("keras", "keras.applications:MobileNetV2", 0.999),
         ("torch", "torchvision.models:resnet18", 0.9),
         ("keras", f"{LATE['keras']}:late_statistics", None),
         ("torch", f"{LATE['torch']}:late_statistics", None),

@@ -258,6 +258,7 @@ def test_a_rank_of_two_that_is_killed_inside_a_checkpoint_changes_nothing(tiny_u
     assert launch("killed").weights_sha256 == launch("undisturbed").weights_sha256
 
 
+@pytest.mark.starts("program")
 @pytest.mark.timeout(600 + 10 * NUM_KILLS)
 def test_no_kill_costs_a_complete_checkpoint(tiny_uri, tmp_path):
     seed = random.randrange(2**32)

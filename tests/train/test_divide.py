@@ -117,7 +117,7 @@ def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
     assert "num_workers" not in alone and "use a smaller model or larger devices" in alone
 
 
-@pytest.mark.starts("ranks")
+@pytest.mark.usefixtures("asked_here")
 def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, monkeypatch):
     """For a limit between what a rank needs of the whole model and of a half."""
     counted: dict[tuple[str, ...], tuple[StateBytes, ...]] = {}
@@ -134,7 +134,12 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
     for module in (divide, memory_plan):
         monkeypatch.setattr(module, "count_state", count_once)
     spark, dataset = SparkConfig(), open_dataset(tiny_uri)
-    open_to_choose = {"model": "vit_tiny", "num_workers": 2, "devices": "cpu", "accumulation_steps": 12}
+    open_to_choose = {
+        "model": "tests.train.torch_models:tiny_vit",
+        "num_workers": 2,
+        "devices": "cpu",
+        "accumulation_steps": 12,
+    }
     tree = tree_of(tiny_uri, tmp_path, **open_to_choose)
     rows = {row.strategy: row for row in plan_memory(tree, GIB).strategies}
 
@@ -152,7 +157,7 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
     assert planned(between, strategy="torch_ddp").config.strategy == "torch_ddp", "what is set stays"
     assert plan_memory(tree, between).choice == "torch_fsdp"
     with pytest.raises(
-        UsageError, match=r"'vit_tiny' on 2 ranks needs parameters .*, the least of the strategies that auto chooses;"
+        UsageError, match=r"tiny_vit' on 2 ranks needs parameters .*, the least of the strategies that auto chooses;"
     ):
         planned(2**20)
     nothing = plan_memory(tree, 2**20)

@@ -25,6 +25,7 @@ from shardmill.stores import open_store
 from tests.lab.datasets import make_dataset
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.ranks import SMOOTH_MODEL
+from tests.train.training import ONE_LAYER
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
@@ -104,7 +105,7 @@ def dataset(tmp_path_factory) -> Dataset:
 
 
 def config_of(**train: object) -> TrainConfig:
-    config = TrainConfig(**{"epochs": 2, "global_batch_size": 24, "num_streams": 6, **train})
+    config = TrainConfig(**{"model": ONE_LAYER, "epochs": 2, "global_batch_size": 24, "num_streams": 6, **train})
     return resolve(config, SparkConfig()).config
 
 
@@ -175,7 +176,7 @@ def test_the_weights_that_the_result_speaks_of_are_exported(dataset, tmp_path):
     """The best epoch's and the last one's differ here: a rate this high makes the model worse in the end."""
     results = {}
     for choice in ("best", "last"):
-        config = config_of(epochs=4, learning_rate=0.3, schedule="constant", export=choice)
+        config = config_of(epochs=4, learning_rate=1.0, schedule="constant", export=choice)
         results[choice] = result = trained(dataset, tmp_path, config)
         record = export_training(str(tmp_path), config, result, "run").export.record
         assert (record.checkpoint, record.weights_sha256) == (result.checkpoint, result.weights_sha256)

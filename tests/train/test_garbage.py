@@ -172,6 +172,7 @@ def test_nothing_of_a_deleted_training_is_left(tmp_path: Path):
     assert not list((tmp_path / TRAININGS / f"{1:016x}").rglob("*"))
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("killed", ["gc_delete:2", "gc_delete:4", "gc_delete:9"])
 def test_a_killed_gc_of_a_training_is_finished_by_the_next(tmp_path: Path, killed: str):
     gone, kept = leave_everything(tmp_path, 1), leave_everything(tmp_path, 2)

@@ -32,9 +32,9 @@ from train.identity import settings_that_matter
 from train.initialization.initial import pinned, read_pinned
 from train.initialization.match_weights import match_weights
 from train.planning.trainings import training_dir
-from train.published.export import export_training
 from train.published.exported import read_export
 from train.rank.initialize import read_initialized
+from train.results import read_result
 
 NORMED = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 
@@ -210,11 +210,9 @@ def test_every_weight_of_a_file_of_the_same_model_is_taken(name, tmp_path):
         assert other.weights_sha256() == one.weights_sha256(), suffix
 
 
-def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
-    config = TrainConfig(epochs=1, global_batch_size=32, augment={"random_crop_padding": 1})
-    models = tmp_path / "models"
-    first = train_here(tiny_uri, models, epochs=1)
-    export_training(str(models), config, first, "run")
+def test_a_training_starts_from_an_export(exported, tmp_path):
+    models = Path(shutil.copytree(exported, tmp_path / "models"))
+    first = read_result(open_store(models), "t")
     five = make_dataset(tmp_path / "five", num_images=60, num_classes=5)
 
     start = pinned(TrainConfig(init_from=f"{models}@1"))
@@ -222,7 +220,7 @@ def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
     assert start.init_from == f"{models}@1#sha256={exported.sha256}"
     with pytest.raises(UsageError, match=rf"the file of export 1 has SHA-256 {exported.sha256}; expected {'0' * 64}"):
         check_terms(TrainConfig(init_from=f"{models}@1#sha256={'0' * 64}"), SparkConfig())
-    settings = {"epochs": 1, "init_from": start.init_from, "freeze": ["all_but_head"]}
+    settings = {"model": "small_cnn", "epochs": 1, "init_from": start.init_from, "freeze": ["all_but_head"]}
     recorder = Recorder()
     result = train_here(five, tmp_path / "other", recorder, **settings)
     [said] = recorder.named("initialized")

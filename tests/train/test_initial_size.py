@@ -7,18 +7,14 @@ from tests.lab.datasets import make_dataset
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.initialization.initial import pinned
-from train.published.export import export_training
 
 
-def test_a_different_size_is_reported(tiny_uri, tmp_path):
+def test_a_different_size_is_reported(exported, tmp_path):
     """A larger image gets one more convolution from `small_cnn`."""
-    models = tmp_path / "models"
-    config = TrainConfig(epochs=1, global_batch_size=32, augment={"random_crop_padding": 1})
-    export_training(str(models), config, train_here(tiny_uri, models, epochs=1), "run")
     large = make_dataset(tmp_path / "large", num_images=60, image_size=64)
     recorder = Recorder()
-    init_from = pinned(TrainConfig(init_from=f"{models}@1")).init_from
-    train_here(large, tmp_path / "other", recorder, epochs=1, init_from=init_from)
+    init_from = pinned(TrainConfig(init_from=f"{exported}@1")).init_from
+    train_here(large, tmp_path / "other", recorder, model="small_cnn", epochs=1, init_from=init_from)
     [said] = recorder.named("initialized")
     assert said[WARNING].endswith(
         "; it was trained on images of 16 x 16 x 3, and this dataset has 64 x 64 x 3: set etl.image_size to match"

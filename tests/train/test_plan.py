@@ -1,4 +1,4 @@
-"""The output of `shardmill plan`: its arithmetic, and one measurement of a real model."""
+"""The output of `shardmill plan`: its arithmetic, and measurements of a real model that are as short as can be."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from pipeline.commands.plan import parse_bytes
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
-from tests.lab.commands import shardmill
+from tests.lab.commands import in_process
 from train.contracts.mesh_shape import MeshShape
 from train.planning.estimate import estimate_training
 from train.planning.memory_table import PARTS
 from train.planning.pace import Pace, Shares
 from train.tree import TrainTree
 
+HERE = pytest.mark.usefixtures("asked_here")
 
-def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
+
+@pytest.mark.parametrize("how", ["here", pytest.param("by processes", marks=pytest.mark.drill)])
+def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path, how, request):
+    if how == "here":
+        request.getfixturevalue("asked_here")
     models = {"models": {"uri": str(tmp_path / "models")}}
     tree = TrainTree.model_validate(
         {**models, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig(), "train": {"global_batch_size": 24,
@@ -43,6 +48,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     assert not (tmp_path / "models").exists()
 
 
+@HERE
 def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     train = {"global_batch_size": 24, "num_streams": 6, "epochs": 3, "model": "tests.train.torch_models:linear"}
     tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
@@ -70,6 +76,7 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert validated.training_seconds(1, 0, 0.0, staged) == 4 + 6 * 3 / 4
 
 
+@HERE
 @pytest.mark.parametrize("strategy", ["single", "torch_ddp", "torch_fsdp"])
 def test_a_model_that_is_too_large_to_be_timed_here_is_refused_before_it_is_built(tiny_uri, tmp_path, strategy):
     train = {"strategy": strategy, "num_workers": 1 + (strategy != "single"), "model": "tests.train.torch_models:huge"}
@@ -81,6 +88,7 @@ def test_a_model_that_is_too_large_to_be_timed_here_is_refused_before_it_is_buil
         estimate_training(TrainTree.model_validate({**tree, "train": {"global_batch_size": 24, **train}}))
 
 
+@HERE
 def test_a_step_of_ranks_that_share_layers_is_theirs(tiny_uri, tmp_path):
     train = {"global_batch_size": 24, "num_workers": 2, "model": "tests.train.torch_models:tiny_vit"}
     tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
@@ -98,13 +106,14 @@ def test_a_step_of_ranks_that_share_layers_is_theirs(tiny_uri, tmp_path):
     assert f"a part of 2 of the {1000 * planned.cost.step_seconds:.1f} ms of one rank, idle" in step
 
 
+@HERE
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):
-    wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
+    wrong = in_process("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
     begun, error = wrong.stderr.splitlines()
     assert wrong.returncode == 2 and begun.startswith("plan: ") and "no_model" in error
-    both = shardmill("plan", tiny_uri, "--memory", "1GB", "--scaling", cwd=tmp_path)
+    both = in_process("plan", tiny_uri, "--memory", "1GB", "--scaling", cwd=tmp_path)
     assert both.returncode == 2 and "expected one of the two tables" in both.stderr
-    no_number = shardmill("plan", tiny_uri, "--assume", "overlap=much", cwd=tmp_path)
+    no_number = in_process("plan", tiny_uri, "--assume", "overlap=much", cwd=tmp_path)
     assert no_number.returncode == 2 and "--assume overlap=much; expected a number" in no_number.stderr
     model = ("--set", "train.model=tests.train.torch_models:stateful")
     config = tmp_path / "flowers.toml"
@@ -113,13 +122,13 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
         '[train]\nmodel = "tests.train.torch_models:linear"\nnum_streams = 8\n'
     )
     scaling = ("--scaling", "--assume", "ranks_per_host=4")
-    table = shardmill("plan", str(config), "--world-size", "8", *scaling, cwd=tmp_path)
+    table = in_process("plan", str(config), "--world-size", "8", *scaling, cwd=tmp_path)
     assert table.returncode == 0, table.stderr
     assert all(
         each in table.stdout for each in ("512 ranks", "efficiency", "ranks that share a host's network (given)")
     )
     assert all(each in table.stdout for each in ("torch_ddp", "8 workers", "2,307 weights")), table.stdout
-    done = shardmill("plan", tiny_uri, "--json", "--world-size", "2", *model, cwd=tmp_path)
+    done = in_process("plan", tiny_uri, "--json", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
     assert "local: in processes on one machine (" in document["reason"] and "spark.master" in document["reason"]
     # A batch norm's moving statistics, of which no gradient exists.
@@ -129,12 +138,13 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     assert document["scaling"] is None and document["mesh"]["data"] == 2
 
 
+@pytest.mark.exhaustive
 def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_uri, tmp_path):
     """ViT-Base on four devices."""
     config = tmp_path / "flowers.toml"
     config.write_text(f'[dataset]\nuri = "{tiny_uri}"\n[train]\nmodel = "vit_base"\n')
     four = ("plan", str(config), "--world-size", "4")
-    done = shardmill(*four, "--memory", "80GB", "--json", cwd=tmp_path)
+    done = in_process(*four, "--memory", "80GB", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     rows = {row["strategy"]: row for row in document["strategies"]}
@@ -152,7 +162,7 @@ def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_u
         assert row["total"] == sum(row[part] for part in PARTS)
 
     eight = ("plan", str(config), "--world-size", "8")
-    short = shardmill(*eight, "--memory", "2 GB", cwd=tmp_path)
+    short = in_process(*eight, "--memory", "2 GB", cwd=tmp_path)
     assert short.returncode == 0, short.stderr
     title, header, *lines = short.stdout.splitlines()
     assert "vit_base, 8 ranks, 64 images of 16 x 16 x 3 a step" in title
@@ -163,7 +173,7 @@ def test_strategies_are_compared_by_the_memory_of_ranks_that_do_not_exist(tiny_u
     assert lines[-1].startswith("torch_fsdp: one device does not hold the model: parameters 324.7 MiB + ")
     assert "12 heads, and 8 ranks divide each layer" in short.stdout
 
-    refused = shardmill(*four, "--memory", "80 giga", cwd=tmp_path)
+    refused = in_process(*four, "--memory", "80 giga", cwd=tmp_path)
     assert refused.returncode == 2 and "expected a size in B, KB" in refused.stderr.splitlines()[-1]
 
 
@@ -175,8 +185,9 @@ def test_a_size_has_a_unit():
             parse_bytes(wrong)
 
 
+@pytest.mark.starts("ranks")
 def test_a_keras_model_is_measured_for_the_comparison(tiny_uri, tmp_path):
-    done = shardmill("plan", tiny_uri, "--world-size", "2", "--memory", "1GiB", "--json", cwd=tmp_path)
+    done = in_process("plan", tiny_uri, "--world-size", "2", "--memory", "1GiB", "--json", cwd=tmp_path)
     rows = {row["strategy"]: row for row in json.loads(done.stdout)["strategies"]}
     assert {"horovod", "multi_worker_mirrored", "torch_ddp"} <= set(rows) and "torch_fsdp" not in rows
     horovod = rows["horovod"]

@@ -10,6 +10,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
+from tests.lab.scale import exhaustive
 from tests.train.learners import LINEAR, SHAPE, SPEC, batch_of, learner
 from tests.train.test_job import Recorder, tree_of
 from tests.train.test_memory import keep
@@ -42,28 +43,35 @@ def times_computed(name: str) -> int:
     return Counting.num_called
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("precision", ["off", "bfloat16"])
-def test_a_step_is_the_same_bits_with_it(name, precision):
-    """Gradients, moving statistics, dropout's masks, generators; three steps, each in two parts."""
-    batch = batch_of(SHAPE, num_rows=6)
-    steps: dict[str, list[list[np.ndarray]]] = {}
-    computed = {}
-    for setting in ("off", "on"):
-        memory = {"activation_checkpointing": setting}
-        one = learner(name, DEEP[name], memory=memory, mixed_precision=precision, accumulation_steps=2)
-        before = times_computed(name)
-        for _ in range(3):
-            addends = one.gradients(batch, 6, 1.0)
-            one.apply(addends, 0.1)
-            state = [array for part in StatePart for array in one.arrays(part)]
-            steps.setdefault(setting, []).append([*map(np.array, addends), *state])
-        computed[setting] = times_computed(name) - before
-        # What is evaluated is the model itself.
-        steps[setting].append([one.outputs(batch.images_NHWC)])
-    assert computed["on"] == 2 * computed["off"] > 0
-    for with_it, without in zip(steps["on"], steps["off"], strict=True):
-        assert [array.tobytes() for array in with_it] == [array.tobytes() for array in without]
+def three_steps(name: str, precision: str, setting: str) -> tuple[list[list[np.ndarray]], int]:
+    """Each in two parts -> all of the gradients and the state after each, and outputs; how often blocks computed."""
+    batch, memory = batch_of(SHAPE, num_rows=6), {"activation_checkpointing": setting}
+    one = learner(name, DEEP[name], memory=memory, mixed_precision=precision, accumulation_steps=2)
+    steps, before = [], times_computed(name)
+    for _ in range(3):
+        addends = one.gradients(batch, 6, 1.0)
+        one.apply(addends, 0.1)
+        steps.append([*map(np.array, addends), *(array for part in StatePart for array in one.arrays(part))])
+    computed = times_computed(name) - before
+    # What is evaluated is the model itself.
+    return [*steps, [one.outputs(batch.images_NHWC)]], computed
+
+
+@pytest.fixture
+def without(name, precision):
+    return three_steps(name, precision, "off")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("keras", "off"), ("torch", "off"), ("torch", "bfloat16"), exhaustive("keras", "bfloat16")],
+)
+def test_a_step_is_the_same_bits_with_it(name, precision, without):
+    """Gradients, moving statistics, dropout's masks, generators."""
+    steps, computed = three_steps(name, precision, "on")
+    assert computed == 2 * without[1] > 0
+    for with_it, without_it in zip(steps, without[0], strict=True):
+        assert [array.tobytes() for array in with_it] == [array.tobytes() for array in without_it]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -129,6 +137,7 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     assert times_computed("torch") - before == 2 * 2 * parts * len(recorder.steps) > 0
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path, choice_of):
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR["torch"], backend="torch")
     config, _, _, _ = choice_of(tmp_path, tree)
@@ -142,6 +151,7 @@ def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path
     assert "are not recomputed: train.memory.activation_checkpointing" in found.reason
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_a_model_that_takes_no_single_image_is_measured():
     config = TrainConfig(model="tests.train.torch_models:normed_vector", backend="torch", accumulation_steps=2)
     cost = probe(ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 8, 1, num_steps=2, for_memory=True))

@@ -24,9 +24,7 @@ from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.backends.keras.backend import KERAS_FILE
-from train.backends.keras.build import build_model
 from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
-from train.config import TrainConfig
 from train.layers.sample_bits import DROPOUT, drawing, sample_keys
 
 DROPOUT_MODELS = "tests.train.torch_dropout_models"
@@ -153,13 +151,17 @@ def test_activations_that_are_computed_again_are_the_same():
         np.testing.assert_allclose(np.array(other), np.array(one), rtol=1e-5, atol=1e-7)
 
 
-def test_the_vision_transformer_has_it_when_asked_for():
+@pytest.fixture
+def transformer():
+    return learner("keras", f"{MODELS}:dropping_vit")
+
+
+def test_the_vision_transformer_has_it_when_asked_for(transformer):
     from train.layers.keras import SampleDropout
 
-    model = build_model(TrainConfig(model=f"{MODELS}:dropping_vit"), SHAPE, THREE).model
-    places = [layer.place for layer in model.layers if isinstance(layer, SampleDropout)]
+    one, batch = transformer, batch_of(SHAPE)
+    places = [layer.place for layer in one._model.layers if isinstance(layer, SampleDropout)]
     assert places == list(range(9)), "behind the embedding, and behind both halves of four blocks"
-    one, batch = learner("keras", f"{MODELS}:dropping_vit"), batch_of(SHAPE)
     *_, (loss, _) = one.gradients(batch, 4, 1.0)
     *_, (again, _) = one.gradients(batch, 4, 1.0)
     *_, (in_next_epoch, _) = one.gradients(replace(batch, epoch=1), 4, 1.0)
