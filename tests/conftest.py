@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -30,6 +31,9 @@ from tests.services.yarn import yarn_cluster
 # steps of a small model on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+if TYPE_CHECKING:
+    from tests.lab.datasets import SharedDatasets
+
 __all__ = [
     "api_server",
     "demo",
@@ -48,6 +52,14 @@ __all__ = [
     "versitygw",
     "yarn_cluster",
 ]
+
+
+@pytest.fixture(scope="session")
+def shared_dataset(tmp_path_factory: pytest.TempPathFactory) -> SharedDatasets:
+    from tests.lab.datasets import SharedDatasets
+
+    return SharedDatasets(tmp_path_factory.mktemp)
+
 
 # A failing example prints the blob that reproduces it; no deadline, because these machines are noisy.
 settings.register_profile("shardmill", max_examples=usually(25, 500), deadline=None, print_blob=True)

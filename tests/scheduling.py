@@ -16,6 +16,13 @@ _SECONDS_OF_A_TEST = 0.3
 # What takes long to start, and the files that share it.
 _SHARED = {
     "demo": ("test_documented_commands.py", "test_whole_pipeline.py"),
+    "local spark": (
+        "test_engines.py",
+        "test_grouping.py",
+        "etl/test_job.py",
+        "etl/test_predictions.py",
+        "test_user_code.py",
+    ),
     "spark": ("test_spark_standalone.py", "test_spark_s3.py"),
     "hdfs": ("test_hdfs_store.py", "test_storage.py", "test_remote_chain.py", "test_yarn.py", "test_on_yarn.py"),
 }
@@ -24,7 +31,9 @@ _SHARED = {
 def scope_of(nodeid: str) -> str:
     """Tests of one scope run in one process, because they share fixtures: those of a file, or of a few files."""
     file = nodeid.partition("::")[0]
-    return next((scope for scope, files in _SHARED.items() if file.rpartition("/")[2] in files), file)
+    return next(
+        (scope for scope, files in _SHARED.items() if f"/{file}".endswith(tuple(f"/{each}" for each in files))), file
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

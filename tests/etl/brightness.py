@@ -20,6 +20,7 @@ from shardmill.options import NormalizeOptions
 from shardmill.row_mapping import MappedRow, RowMapping, sample_encoding
 from shardmill.typed_columns import ExtraColumn
 from shardmill.values import DatasetPin, ImageSample, PredictedBy
+from tests.lab.datasets import HERE
 
 NORMALIZE = NormalizeOptions(image_size=16, encoding="png", kernel=resolve_kernel("auto"))
 COLUMNS = (ExtraColumn("prediction", "string"), ExtraColumn("probability", "float32"))
@@ -82,7 +83,7 @@ def predict(
     source: SourceConfig | Path,
     out: Path,
     made_by: RowMapping | None = None,
-    engine: str = "local",
+    engine: str = HERE,
     *,
     replace_source: bool = False,
     **etl: object,

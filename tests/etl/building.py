@@ -28,9 +28,10 @@ from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, SourceImage
+from tests.lab.datasets import HERE
 
 ETL = EtlConfig(
-    engine="spark", image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS)
+    engine=HERE, image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS)
 )
 
 COLLIDING = ("a/a2d5752f072480e4.jpg", "a/bda40fdd156494ba.jpg")

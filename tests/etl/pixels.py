@@ -22,6 +22,7 @@ from shardmill.loader.samples import iterate_samples
 from shardmill.row_mapping import MappedRow, RowMapping
 from shardmill.typed_columns import ExtraColumn
 from shardmill.values import DatasetPin, ImageSample, PredictedBy
+from tests.lab.datasets import HERE
 
 SIDE = 8
 COLUMNS = (ExtraColumn("prediction", "string"), ExtraColumn("probability", "float32"))
@@ -62,7 +63,7 @@ def predict_pixels(
     tree = EtlTree(
         source=SourceConfig(uri=dataset.pin.uri, kind=COMMITTED),
         dataset=DatasetConfig(uri=str(out)),
-        etl=EtlConfig(engine="tests.extending_entries:NEW_ENGINE"),
+        etl=EtlConfig(engine=HERE),
     )
     predict_source(tree, mapping, run_id="r")
     return open_dataset(str(out))

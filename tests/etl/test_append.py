@@ -21,11 +21,11 @@ from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 from tests.lab.scale import usually
 
 _ETL = EtlConfig(
-    engine="tests.extending_entries:NEW_ENGINE", image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
+    engine=HERE, image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
     max_reject_fraction=0.5,
 )  # fmt: skip
 # More by these two: the drill of docs/etl.md is 5 and 10.
@@ -236,6 +236,7 @@ def _append(folder: Path, writer: int, start: Barrier) -> None:
         assert outcome.published, "every append makes a version of its own"
 
 
+@pytest.mark.starts("program")
 def test_all_of_several_processes_that_append_at_once_succeed(tmp_path: Path):
     context = multiprocessing.get_context("fork")
     start = context.Barrier(NUM_WRITERS)

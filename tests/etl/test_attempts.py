@@ -52,6 +52,7 @@ def _slow_attempt(plan: BuildPlan, unit: WorkUnit, may_go_on: Event) -> None:
     write_unit(unit, plan.task, replace(sandboxes_of_process(plan.task.config), images=Slowed(plan, may_go_on)))
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("ends", ["before the commit", "behind the commit"])
 def test_of_two_attempts_at_a_unit_one_is_committed(tmp_path: Path, ends: str):
     write_images(tmp_path / "images", num_images=24)
@@ -94,6 +95,7 @@ def own_mounts(folder: Path) -> list[str]:
     pytest.skip(f"no disk that can be filled: this user may mount nothing ({'; '.join(refusals)})")
 
 
+@pytest.mark.starts("program")
 def test_a_full_disk_publishes_nothing_and_the_build_is_finished_when_there_is_room(tmp_path: Path):
     (tmp_path / "disk").mkdir()
     write_images(tmp_path / "images", num_images=24)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ TABLE = Path(__file__).parents[2] / "docs" / "rejects.md"
 NUM_ROWS = 105
 # Not files of one tree: root may read everything, and the others are tables, URLs, label maps and whole sources.
 TESTED_ELSEWHERE = {91, 98, 102, 103, 104, 105}
-MOST_SECONDS = 60
 
 
 def rows_of(numbers: str) -> range:
@@ -34,11 +32,9 @@ def rows_of(numbers: str) -> range:
 
 def test_every_file_of_the_table_ends_as_its_row_says(tmp_path: Path) -> None:
     inputs = {each.key: each for each in write_inputs(tmp_path / "source")}
-    started = time.monotonic()
     manifest = build_source(
         SourceConfig(uri=str(tmp_path / "source")), tmp_path / "dataset", image_size=24, max_reject_fraction=1.0
     )
-    assert time.monotonic() - started < MOST_SECONDS
 
     dataset = open_dataset(str(tmp_path / "dataset"))
     accepted: dict[str, tuple[str, ...]] = {}

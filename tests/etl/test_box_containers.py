@@ -133,6 +133,7 @@ def test_a_tfrecord_with_bad_boxes_has_rejections(tmp_path: Path) -> None:
         list_images(with_boxes(source, {"field": "objects"}, label_kind="none"))
 
 
+@pytest.mark.starts("program")
 def test_an_exported_tar_has_the_same_boxes_and_masks(tmp_path: Path) -> None:
     build_source(as_table(tmp_path), tmp_path / "dataset", image_size=64)
     dataset = shardmill.open_dataset(str(tmp_path / "dataset"))

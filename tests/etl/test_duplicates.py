@@ -21,7 +21,7 @@ from shardmill.jobs.observer import WARNING, Observer
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, Recorder
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 
 _COPIES = ("class_0/a_copy.png", "class_1/z_copy.png", "class_2/z_copy.png")
 
@@ -29,7 +29,7 @@ _COPIES = ("class_0/a_copy.png", "class_1/z_copy.png", "class_2/z_copy.png")
 def build(
     folder: Path, dataset: str, duplicates: str, source: SourceConfig | None = None, observer: Observer | None = None
 ) -> BuildOutcome:
-    etl = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE", "duplicates": duplicates})
+    etl = ETL.model_copy(update={"engine": HERE, "duplicates": duplicates})
     source = source or SourceConfig(uri=str(folder / "images"))
     tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(folder / dataset)), etl=etl)
     return build_dataset(tree, run_id=uuid.uuid4().hex, observer=observer)

@@ -58,6 +58,7 @@ def local_tree(folder: Path, **etl: object) -> EtlTree:
     )
 
 
+@pytest.mark.starts("jvm", "program")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: Path, monkeypatch: pytest.MonkeyPatch):
     """Also with two keys of one hash: who finds them depends on the engine, what becomes of them does not."""
@@ -76,6 +77,7 @@ def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: P
     assert outcome.engine == ("local" if engine == "auto" else engine)
 
 
+@pytest.mark.starts("jvm", "program")
 @pytest.mark.parametrize("engine", ["local", "spark"])
 def test_what_stays_of_changed_shards_is_copied_by_tasks(engine: str, images: Path):
     """The driver copies no row, and the version is that of a full build."""
@@ -96,6 +98,7 @@ def test_what_stays_of_changed_shards_is_copied_by_tasks(engine: str, images: Pa
     assert not list(open_store(tree.dataset.uri).list("pending"))
 
 
+@pytest.mark.starts("program")
 def test_an_image_that_hangs_its_decoder_costs_one_rejection_and_no_neighbour(images: Path):
     """A worker that decodes itself is ended by the image, and its unit is repeated by one that decodes in a child."""
     big = np.random.default_rng(0).integers(0, 255, (6000, 6000, 3), np.uint8)
@@ -106,13 +109,15 @@ def test_an_image_that_hangs_its_decoder_costs_one_rejection_and_no_neighbour(im
     assert outcome.manifest.counts.accepted == 160
 
 
+@pytest.mark.starts("program")
 def test_an_image_that_needs_too_much_memory_is_refused_by_name(images: Path):
     assert cv2.imwrite(str(images / "images" / "class_1" / "bomb.png"), np.zeros((7000, 7000, 3), np.uint8))
     outcome = build_dataset(local_tree(images, decode_memory_bytes=100_000_000), run_id="r")
     assert outcome.manifest.counts.by_reason == {"decoder_memory": 1, "not_an_image": 1, "not_an_image_name": 1}
 
 
-@pytest.mark.parametrize("engine", ["local", "spark"])
+@pytest.mark.starts("program")
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.drill)])
 def test_an_image_that_crashes_its_decoder_is_refused_and_no_neighbour_is(
     engine: str, images: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,6 +134,7 @@ def test_an_image_that_crashes_its_decoder_is_refused_and_no_neighbour_is(
     verify_dataset(open_dataset(str(images / "dataset")), deep=True).raise_if_failed()
 
 
+@pytest.mark.starts("program")
 def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(images: Path):
     (images / "dataset").mkdir()
     (images / "dataset" / "shards").write_bytes(b"a file where a folder must be")
@@ -137,6 +143,7 @@ def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(imag
     assert unit_workers() == []
 
 
+@pytest.mark.starts("program")
 def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     here = open_dataset(build_here(str(images / "images"), str(images / "here"), ETL)).manifest
     tree = local_tree(images)
@@ -150,6 +157,7 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     assert unit_workers() == []
 
 
+@pytest.mark.starts("program")
 def test_a_fork_server_forks_from_a_single_thread_and_its_loss_costs_nothing_but_time(images: Path):
     here = open_dataset(build_here(str(images / "images"), str(images / "here"), ETL)).manifest
     plan = plan_build(local_tree(images), run_id="r")
@@ -166,6 +174,7 @@ def test_a_fork_server_forks_from_a_single_thread_and_its_loss_costs_nothing_but
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
 
 
+@pytest.mark.starts("program")
 def test_a_fork_server_ends_a_worker_once_and_tells_how_it_ended(images: Path, capfd: pytest.CaptureFixture[str]):
     with closing(ForkServer()) as server:
         first, second = server.start_worker(), server.start_worker()
@@ -189,6 +198,7 @@ def run_unit(runner: UnitRunner, unit: WorkUnit) -> UnitResult:
     return decode_unit_result(result)
 
 
+@pytest.mark.starts("program")
 def test_a_warm_process_runs_unit_after_unit_and_is_replaced_if_it_is_lost(images: Path):
     """What a task of Spark's does, without Spark."""
     plan = plan_build(local_tree(images), run_id="r")
@@ -212,6 +222,7 @@ def test_a_warm_process_runs_unit_after_unit_and_is_replaced_if_it_is_lost(image
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
 
 
+@pytest.mark.starts("program")
 def test_a_unit_that_an_ended_process_never_read_is_run_again(images: Path):
     plan = plan_build(local_tree(images), run_id="r")
     runner = UnitRunner(encode_task(plan.task))

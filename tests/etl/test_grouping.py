@@ -105,6 +105,7 @@ def test_counts_and_copies_are_those_of_all_rows(rows: list[StoredRow], tmp_path
     assert count_copies(store, [], CONFIG, group_here) == DuplicateCounts(0, 0, 0)
 
 
+@pytest.mark.starts("jvm", "program")
 def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
     rows: list[StoredRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

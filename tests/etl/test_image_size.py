@@ -20,9 +20,10 @@ from pipeline.commands.dry_run import dry_run
 from shardmill.dataset.manifest import Manifest
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue, SilentObserver
+from tests.lab.datasets import HERE
 from tests.shardmill.images.make import png, tiff_of, with_pages
 
-OPEN = EtlConfig(unit_min_images=10, engine="local", num_workers=1)
+OPEN = EtlConfig(unit_min_images=10, engine=HERE)
 
 
 class Warned:
@@ -139,6 +140,7 @@ def test_a_dataset_that_is_continued_keeps_its_size_and_its_digest_is_that_of_a_
     assert built(tmp_path, "given").version == 1
 
 
+@pytest.mark.starts("program")
 def test_all_that_plans_chooses_the_same_size(tmp_path: Path) -> None:
     write_sources(tmp_path / "images", [50] * 12)
     tree = tree_for(tmp_path / "images", tmp_path / "work" / "dataset")
@@ -146,9 +148,10 @@ def test_all_that_plans_chooses_the_same_size(tmp_path: Path) -> None:
     assert plans[0].digest == plans[1].digest
     assert check_source_images(tree, run_id="c", observer=SilentObserver()).num_accepted == 12
     dry = dry_run(
-        str(tmp_path / "images"), Common((), str(tmp_path / "work"), "r", is_run_named=False, json=False, debug=False)
+        str(tmp_path / "images"),
+        Common((), str(tmp_path / "work"), "r", is_run_named=False, json=False, debug=False),
     )
-    assert dry.stored_as.startswith("48 x 48 x 3 (chosen")
+    assert dry.stored_as.startswith("48 x 48 x 3 (the median short side of the sources is 50)")
     manifest = build_dataset(tree, run_id="d").manifest
     assert manifest.normalize.image_size == manifest.config["image_size"] == 48
 

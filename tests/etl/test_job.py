@@ -1,4 +1,4 @@
-"""The ETL on real Spark: equal digests whatever runs it, retries and restarts that lose nothing, limits that hold."""
+"""The ETL as a whole: equal digests whatever runs it, limits that hold, what touches nothing and what is refused."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from shardmill.stores import open_store
 from tests.etl.building import ETL, digests, tree_for
 from tests.lab.datasets import build_here, write_images
 
+SPARK = ETL.model_copy(update={"engine": "spark"})
 
+
+@pytest.mark.starts("jvm", "program")
 def test_digests_are_equal_on_any_engine_master_and_partitioning(images: Path):
     settings = {"spark.sql.shuffle.partitions": "3", "spark.default.parallelism": "7",
                 "spark.sql.execution.arrow.maxRecordsPerBatch": "1"}  # fmt: skip
-    one = build_dataset(tree_for(images, "one", SparkConfig(master="local[1]")), run_id="a")
-    two = build_dataset(
-        tree_for(images, "two", SparkConfig(master="local[2]", etl=SparkApplicationConfig(conf=settings))), run_id="b"
-    )
+    one = build_dataset(tree_for(images, "one", SparkConfig(master="local[1]"), SPARK), run_id="a")
+    spark = SparkConfig(master="local[2]", etl=SparkApplicationConfig(conf=settings))
+    two = build_dataset(tree_for(images, "two", spark, SPARK), run_id="b")
     assert one.num_units > 4
     here = open_dataset(build_here(str(images / "images"), str(images / "here"), ETL)).manifest
     assert digests(one) == digests(two) == (here.content_digest, here.layout_digest)
@@ -40,7 +42,7 @@ def test_digests_are_equal_on_any_engine_master_and_partitioning(images: Path):
     verify_dataset(open_dataset(str(images / "two")), deep=True).raise_if_failed()
 
     # Running it again with nothing changed makes no version, and starts no Spark.
-    again = build_dataset(tree_for(images, "two", SparkConfig(master="there is no such master")), run_id="c")
+    again = build_dataset(tree_for(images, "two", SparkConfig(master="there is no such master"), SPARK), run_id="c")
     assert again.skipped and again.pin == two.pin
     assert list(open_store(images / "two").list(PENDING)) == []
 
@@ -123,12 +125,13 @@ def test_an_executor_with_another_decoder_is_refused(tmp_path: Path):
         write_unit(plan.units[0], other)
 
 
+@pytest.mark.drill
 def test_an_error_of_a_task_reaches_the_driver_as_itself(tmp_path: Path):
     write_images(tmp_path / "images", num_images=4)
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "shards").write_bytes(b"a file where a folder must be")
     with pytest.raises(StorageError, match="cannot access .*/blocked/shards"):
-        build_dataset(tree_for(tmp_path, "blocked"), run_id="a")
+        build_dataset(tree_for(tmp_path, "blocked", etl=SPARK), run_id="a")
 
 
 @pytest.mark.parametrize("inside", ["images", "images/class_0/work/dataset"])
@@ -167,6 +170,7 @@ def test_a_pinned_dataset_cannot_be_built(tmp_path: Path):
         build_dataset(tree_for(tmp_path, "dataset@2"), run_id="a")
 
 
+@pytest.mark.drill
 def test_executors_with_another_working_directory_read_and_write_the_same_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -177,7 +181,7 @@ def test_executors_with_another_working_directory_read_and_write_the_same_places
     tree = EtlTree(
         source=SourceConfig(uri="images"),
         dataset=DatasetConfig(uri="dataset"),
-        etl=ETL,
+        etl=SPARK,
         spark=SparkConfig(
             master="local-cluster[2,1,512]",
             etl=SparkApplicationConfig(conf={"spark.executor.memory": "512m", "spark.ui.enabled": "false"}),

@@ -26,7 +26,7 @@ from shardmill.loader.samples import read_samples
 from tests.etl.building import tree_for
 from tests.lab.commands import MODULES
 from tests.lab.datasets import build_here, write_images
-from tests.lab.scale import usually
+from tests.lab.scale import in_drills, usually
 from tests.polling import polled
 from tests.quick_start.forked import Program, run_forked
 from tests.services.marked import MARK, marked
@@ -104,7 +104,10 @@ def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: P
     check_finished(before, folder)
 
 
-@pytest.mark.parametrize("point", [*_DRIVER_POINTS, "decode:5", "shard_open:2", *_WORKER_POINTS[2:]])
+@pytest.mark.starts("program")
+@pytest.mark.parametrize(
+    "point", ["manifest_put", "decode:5", *in_drills("list", "post_commit", "shard_open:2", *_WORKER_POINTS[2:])]
+)
 def test_a_build_that_is_killed_is_finished_by_the_same_command(before: Path, folder: Path, point: str):
     name = point.partition(":")[0]
     assert name in FAILPOINTS

@@ -13,6 +13,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from tests.etl.brightness import predict
+from tests.lab.scale import in_drills
 from tests.quick_start.forked import Program, run_forked
 
 _MODULES = ("etl.job", "etl.commit", "etl.engines.local", "tests.programs.predict_brightness")
@@ -26,8 +27,9 @@ def run(images: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize(
-    "point", ["list", "decode:40", "shard_close:3", "task_report:3", "manifest_put", "post_commit"]
+    "point", ["decode:40", "manifest_put", *in_drills("list", "shard_close:3", "task_report:3", "post_commit")]
 )
 def test_the_same_command_finishes_what_was_killed(point: str, images: Path):
     whole = predict(images / "images", images / "whole")
@@ -46,6 +48,7 @@ def test_the_same_command_finishes_what_was_killed(point: str, images: Path):
         assert again.stdout == f"{whole.num_units} kept, 0 retries\n"
 
 
+@pytest.mark.starts("program")
 def test_a_worker_that_is_killed_once_costs_nothing_but_time(images: Path):
     whole = predict(images / "images", images / "whole")
     done = run(images, f"decode:40@{images}/once")

@@ -25,10 +25,10 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.run_files import failed_stage
 from shardmill.stores import open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 from tests.services.faulty_store import FaultyStore
 
-ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
+ETL = EtlConfig(engine=HERE, image_size=16, encoding="png", unit_min_images=20)
 
 
 def tree_for(folder: Path, scheme: str = "", **etl: object) -> EtlTree:

@@ -14,6 +14,7 @@ import pytest
 from etl.engines import ENGINES
 from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
+from tests.lab.scale import in_drills
 from tests.services.marked import MARK, end_marked, marked
 
 _NUM_IMAGES, _OF_A_UNIT, _IMAGE_BYTES = 144, 8, 256 * 256 * 3
@@ -36,7 +37,8 @@ def bytes_below(folder: Path, mark: str = "") -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "auto"])
+@pytest.mark.starts("program")
+@pytest.mark.parametrize("engine", ["local", *in_drills(*(name for name in ENGINES if name not in ("auto", "local")))])
 def test_local_disks_hold_no_more_than_the_units_under_way(engine: str, tmp_path: Path):
     write_images(tmp_path / "images", num_images=_NUM_IMAGES, image_size=256)
     scratch = tmp_path / "scratch"

@@ -159,6 +159,7 @@ def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:
     assert after.content_digest == full.content_digest != first.content_digest
 
 
+@pytest.mark.starts("decoder")
 def test_a_mask_beyond_the_limits_of_decoding_rejects_its_image(tmp_path: Path) -> None:
     source = with_masks(tmp_path, {})
     content = json.loads(Path(source.uri).read_text())

@@ -29,11 +29,13 @@ from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, RejectReason, SourceImage
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 from tests.services.faulty_store import FaultyStore
 
 _SEED = random.SystemRandom().randrange(2**32)
-_ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, formats=("parquet",), chunk_bytes=4_000)
+_ETL = EtlConfig(
+    engine=HERE, image_size=16, encoding="png", unit_min_images=20, formats=("parquet",), chunk_bytes=4_000
+)
 
 
 def tree_for(folder: Path, etl: EtlConfig = _ETL) -> EtlTree:
@@ -182,7 +184,7 @@ def test_inputs_known_by_name_alone_that_were_repaired_after_a_refusal_are_read_
     table = (tmp_path / "images").rename(tmp_path / "images.csv")
     whole = (tmp_path / names[0]).read_bytes()
     (tmp_path / names[0]).write_bytes(whole[:100])
-    etl = _ETL.model_copy(update={"max_reject_fraction": 0.0, "engine": "local"})
+    etl = _ETL.model_copy(update={"max_reject_fraction": 0.0})
     tree = tree_for(tmp_path, etl).model_copy(update={"source": SourceConfig(kind="table", uri=str(table))})
     with pytest.raises(RejectLimitExceeded):
         build_dataset(tree, run_id="refused")

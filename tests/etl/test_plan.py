@@ -19,9 +19,9 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from tests.etl.building import Recorder
-from tests.lab.datasets import build_here, write_images
+from tests.lab.datasets import HERE, build_here, write_images
 
-ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
+ETL = EtlConfig(engine=HERE, image_size=16, encoding="png", unit_min_images=20)
 
 
 def tree_for(source: Path, dataset: Path, **etl: object) -> EtlTree:

@@ -28,7 +28,7 @@ from tests.etl.brightness import brightness, mapping, predict
 from tests.etl.test_extra_columns import build
 from tests.etl.test_masks import as_table
 from tests.etl.test_outlines import with_masks
-from tests.lab.datasets import build_here, make_dataset, write_images
+from tests.lab.datasets import HERE, build_here, make_dataset, write_images
 
 
 def table_of(out: Path) -> pa.Table:
@@ -42,9 +42,8 @@ def digests(outcome: BuildOutcome) -> tuple[str, str]:
     return outcome.manifest.content_digest, outcome.manifest.ledger_digest
 
 
-@pytest.mark.parametrize("engine", ["local", "spark"])
-def test_each_image_has_one_row_and_every_other_input_a_reason(engine: str, images: Path):
-    outcome = predict(images / "images", images / "out", engine=engine)
+def test_each_image_has_one_row_and_every_other_input_a_reason(images: Path):
+    outcome = predict(images / "images", images / "out")
     manifest = outcome.manifest
     counts = manifest.counts
     assert (counts.listed, counts.accepted, counts.rejected) == (162, 160, 2)
@@ -76,18 +75,20 @@ def test_a_notebook_shows_predictions_by_their_first_shards_alone(images: Path):
     assert all(f">{source}</td>" in shown for source in rows.column("source").to_pylist()[:8])
 
 
+@pytest.mark.starts("program")
 def test_a_worker_opens_the_model_once(images: Path):
     opened = images / "opened"
     opened.mkdir()
-    outcome = predict(images / "images", images / "out", mapping(opened))
+    outcome = predict(images / "images", images / "out", mapping(opened), "local")
     lines = [file.read_text() for file in opened.iterdir()]
     assert outcome.num_units > 2 >= len(lines) and set(lines) == {"opened\n"}
 
 
+@pytest.mark.starts("jvm", "program")
 def test_engines_agree(images: Path):
-    outcomes = [predict(images / "images", images / engine, engine=engine) for engine in ("local", "spark")]
-    assert digests(outcomes[0]) == digests(outcomes[1])
-    assert outcomes[0].manifest.layout_digest == outcomes[1].manifest.layout_digest
+    engines = (HERE, "local", "spark")
+    outcomes = [predict(images / "images", images / str(place), engine=each) for place, each in enumerate(engines)]
+    assert len({(*digests(each), each.manifest.layout_digest) for each in outcomes}) == 1
 
 
 def test_only_what_is_new_or_has_changed_is_predicted(images: Path):

@@ -72,6 +72,7 @@ def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):
     assert [(each.key, str(each.reason)) for each in rejections_of(plan)] == [(gone, "missing")]
 
 
+@pytest.mark.starts("program")
 def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
     # A child that gives up root's rights: for root every file is readable.
     plan = planned(tmp_path)
@@ -113,6 +114,7 @@ def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works
         assert not (tmp_path / "dataset").exists()
 
 
+@pytest.mark.starts("decoder")
 def test_an_image_that_takes_too_much_is_one_rejection_and_the_task_continues(tmp_path: Path):
     """49 megapixels in a few kilobytes, and a limit that they break; their neighbours know nothing of it."""
     plan = planned(tmp_path)

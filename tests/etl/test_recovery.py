@@ -32,11 +32,13 @@ from tests.etl.building import ETL, Recorder, digests, tree_for
 from tests.lab.datasets import build_here, write_images
 from tests.services.faulty_store import FaultyStore
 
+SPARK = ETL.model_copy(update={"engine": "spark"})
+
 
 @pytest.mark.drill
 def test_tasks_whose_python_workers_are_killed_are_retried_and_change_nothing(images: Path):
     # local[2,4]: two slots, and up to four tries for each task, as on a cluster.
-    tree = tree_for(images, "retried", SparkConfig(master="local[2,4]"))
+    tree = tree_for(images, "retried", SparkConfig(master="local[2,4]"), SPARK)
     killed: list[int] = []
     done = threading.Event()
 
@@ -122,7 +124,7 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
         run.wait()
     num_finished = len(list(root.glob(f"{PENDING}/*.json")))
     assert latest_version(open_store(root)) == 0
-    outcome = build_dataset(tree_for(images, "killed"), run_id="again")
+    outcome = build_dataset(tree_for(images, "killed", etl=SPARK), run_id="again")
     assert outcome.num_units_kept == num_finished >= 1
     here = open_dataset(build_here(str(images / "images"), str(images / "whole"), ETL)).manifest
     assert digests(outcome) == (here.content_digest, here.layout_digest)
@@ -174,7 +176,7 @@ def test_what_stays_unreadable_is_read_again_alone_and_rebuilds_nothing(tmp_path
         return store.sound.read(path)
 
     faulty["read"] = denied
-    etl = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE", "max_unreadable_fraction": 0.1})
+    etl = ETL.model_copy(update={"max_unreadable_fraction": 0.1})
     tree = tree_for(tmp_path, "dataset", etl=etl, scheme="faulty://")
     first = build_dataset(tree, run_id="1").manifest
     assert first.counts.by_reason == {"unreadable": 1}
@@ -205,6 +207,7 @@ def test_a_lost_shard_is_rebuilt_by_the_next_run(tmp_path: Path):
     verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
 
 
+@pytest.mark.starts("program")
 def test_a_full_disk_names_the_path_and_the_bytes(tmp_path: Path):
     write_images(tmp_path / "images", num_images=40)
     done = subprocess.run(
@@ -216,8 +219,7 @@ def test_a_full_disk_names_the_path_and_the_bytes(tmp_path: Path):
 def test_a_lost_shard_whose_sources_are_gone_too_is_left_out_by_the_next_run(tmp_path: Path):
     for split, num_images in (("train", 12), ("test", 6)):
         write_images(tmp_path / "images" / split, num_images=num_images)
-    etl = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE"})
-    tree = tree_for(tmp_path, "dataset", etl=etl)
+    tree = tree_for(tmp_path, "dataset")
     build_dataset(tree, run_id="1")
     for shard in open_dataset(str(tmp_path / "dataset")).shards:
         if shard.split == "test":
@@ -225,7 +227,7 @@ def test_a_lost_shard_whose_sources_are_gone_too_is_left_out_by_the_next_run(tmp
     shutil.rmtree(tmp_path / "images" / "test")
     # Six of eighteen: rows of lost shards count among those that vanished.
     with pytest.raises(StorageError, match="6 of the 18 images of version 1 .*max_vanished_fraction allows 0.3"):
-        strict = etl.model_copy(update={"max_vanished_fraction": 0.3})
+        strict = ETL.model_copy(update={"max_vanished_fraction": 0.3})
         build_dataset(tree_for(tmp_path, "dataset", etl=strict), run_id="2")
     assert build_dataset(tree, run_id="3").manifest.version == 2
     verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()

@@ -19,6 +19,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.dataset import open_dataset
 from tests.etl.building import ETL, build_source, images_of, list_images
 from tests.etl.test_masks import mask_of
+from tests.lab.datasets import HERE
 from tests.shardmill.images.make import photo, png
 
 LABELS = ("a b", "c/d", "é")
@@ -81,7 +82,7 @@ def test_rows_that_moved_to_other_files_are_the_same_images(tmp_path: Path):
         pages = [open_dataset(dataset.uri).to_pandas(split) for split in manifest.splits]
         return manifest, sorted(number for page in pages for number in page.sample_id)
 
-    here = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE"})
+    here = ETL.model_copy(update={"engine": HERE})
     for first in (0, 10, 20):
         write(table, range(first, first + 10), partition=False)
     first, ids = built()

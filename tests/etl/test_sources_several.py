@@ -16,9 +16,9 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from tests.etl.building import build_source
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 
-_SETTINGS = EtlConfig(engine="local", num_workers=1, image_size=8, encoding="png", max_reject_fraction=1)
+_SETTINGS = EtlConfig(engine=HERE, image_size=8, encoding="png", max_reject_fraction=1)
 
 
 @pytest.fixture

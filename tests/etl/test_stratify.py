@@ -19,10 +19,10 @@ from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import FieldValue
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 
 _SETTINGS = EtlConfig(
-    engine="tests.extending_entries:NEW_ENGINE", image_size=8, encoding="png", stratified_splits=True,
+    engine=HERE, image_size=8, encoding="png", stratified_splits=True,
     split_fractions=SplitFractions(train=0.7, validation=0.2, test=0.1),
 )  # fmt: skip
 

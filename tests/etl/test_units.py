@@ -48,7 +48,7 @@ def sources_of(listing: Listing, unit: WorkUnit, seed: int = 0) -> tuple[SourceI
     return read_unit(ListingPlace(str(listing.folder), listing.segments), unit, seed)
 
 
-@given(st.integers(1, 700), st.integers(1, 90), st.integers(1, 200_000), st.integers(0, 5))
+@given(st.integers(1, 120), st.integers(1, 40), st.integers(1, 200_000), st.integers(0, 5))
 def test_each_source_is_in_one_unit_and_its_unit_knows_its_number(
     num_images: int, minimum: int, shard_bytes: int, seed: int
 ):

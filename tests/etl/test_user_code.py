@@ -40,12 +40,13 @@ def tree_of(folder: Path, kind: str = "Mine", error: str = "ValueError('no such 
     return EtlTree(
         source=SourceConfig(uri=str(folder / "images"), kind=f"{module}:{kind}"),
         dataset=DatasetConfig(uri=str(folder / "dataset")),
-        etl=ETL.model_copy(update={"engine": "local", "num_workers": 1, **etl}),
+        etl=ETL.model_copy(update={"num_workers": 1, **etl}),
         spark=SparkConfig(master="local[1]"),
     )
 
 
-@pytest.mark.parametrize("engine", ["local", "spark"])
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.starts("jvm"))])
+@pytest.mark.starts("program")
 def test_what_a_users_source_raises_in_a_unit_is_told_with_its_line(
     engine: str, images: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -66,16 +67,18 @@ def test_what_it_raises_in_the_driver_is_told_alike(images: Path, monkeypatch: p
         build_dataset(tree_of(images, "Unlisted"), run_id="r")
 
 
+@pytest.mark.starts("program")
 def test_a_connection_that_its_source_loses_is_worth_another_try(images: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(images)
     with pytest.raises(StorageError, match=r"ConnectionError: gone \(.*/mysrc_.*\.py:12\)"):
-        build_dataset(tree_of(images, error="ConnectionError('gone')"), run_id="r")
+        build_dataset(tree_of(images, error="ConnectionError('gone')", engine="local"), run_id="r")
 
 
+@pytest.mark.starts("program")
 def test_what_ends_its_process_is_told_by_how_it_ended(images: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(images)
     with pytest.raises(StorageError, match="ended twice .exit status 3"):
-        build_dataset(tree_of(images, error="__import__('os')._exit(3)"), run_id="r")
+        build_dataset(tree_of(images, error="__import__('os')._exit(3)", engine="local"), run_id="r")
 
 
 def test_an_error_of_ours_blames_nobody():

@@ -18,9 +18,9 @@ from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
 from shardmill.jobs.config import DatasetConfig
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
 
-_ETL = EtlConfig(engine="tests.extending_entries:NEW_ENGINE", image_size=8, encoding="png", max_reject_fraction=1)
+_ETL = EtlConfig(engine=HERE, image_size=8, encoding="png", max_reject_fraction=1)
 
 
 def tree_of(folder: Path, source: SourceConfig, dataset: str = "dataset", **etl: object) -> EtlTree:

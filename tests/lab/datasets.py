@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,6 +85,19 @@ def make_dataset(
         image_size=image_size, formats=formats, encoding=encoding, chunk_bytes=chunk_bytes, unit_min_images=40, **etl
     )  # fmt: skip
     return build_here(str(images), str(dataset), config)
+
+
+class SharedDatasets:
+    """`make_dataset`, once for equal arguments: its datasets are only read. The fixture is `shared_dataset`."""
+
+    def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self._new_folder, self._made = new_folder, dict[str, str]()
+
+    def __call__(self, **arguments: object) -> str:
+        key = repr(sorted(arguments.items()))
+        if key not in self._made:
+            self._made[key] = make_dataset(self._new_folder("shared"), **arguments)  # pyright: ignore[reportArgumentType]
+        return self._made[key]
 
 
 def build_here(source: str | SourceConfig, dataset_uri: str, config: EtlConfig) -> str:

@@ -24,7 +24,7 @@ _OF_DRILLS = frozenset(
     {"api_server", "demo", "gateway", "hdfs_server", "spark_cluster", "two_hosts", "versitygw", "yarn_cluster"}
 )
 # https://docs.python.org/3/library/audit_events.html; "tests.fork" is raised by tests/quick_start/forked.py.
-_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "tests.fork"})
+_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "tests.fork", "socket.bind"})
 # Who starts a process says what it is: the innermost file on the stack that is listed here.
 _KIND_OF_FILE = {
     # What a package starts while it is imported (PyTorch asks ldconfig) is no process of the test.
@@ -133,7 +133,9 @@ def _see_start(event: str, arguments: tuple[object, ...]) -> None:
     """An audit hook: it sees each start of a process before it happens."""
     if event not in _STARTS or _running is None:
         return
-    if (kind := _kind_of_start()) is None:
+    kind = _kind_of_start()
+    # A context of Spark binds a port also where an earlier test has started the JVM.
+    if kind is None or (event == "socket.bind" and kind != "jvm"):
         return
     _running.started.add(kind)
     if _running.may_start is not None and kind not in _running.may_start:

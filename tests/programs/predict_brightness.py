@@ -12,7 +12,7 @@ from tests.etl.brightness import predict
 def main() -> int:
     source, out = map(Path, sys.argv[1:])
     try:
-        outcome = predict(source, out)
+        outcome = predict(source, out, engine="local")
     except Exception as error:
         return report_error(error, debug=False)
     sys.stdout.write(f"{outcome.num_units_kept} kept, {outcome.num_task_retries} retries\n")

@@ -11,11 +11,12 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
+from tests.lab.datasets import HERE
 from tests.shardmill.collecting import config_of
 
 
 def _build(images: Path, root: str, config: EtlConfig) -> None:
-    config = config.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE"})
+    config = config.model_copy(update={"engine": HERE})
     source, dataset = SourceConfig(uri=str(images)), DatasetConfig(uri=root)
     build_dataset(EtlTree(source=source, dataset=dataset, etl=config), run_id="stopped")
 

@@ -15,13 +15,13 @@ from shardmill.loader.dataset import open_dataset
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.ranks import Ranks
 from tests.lab.commands import ENVIRONMENT, ROOT
-from tests.lab.datasets import make_dataset
+from tests.lab.datasets import SharedDatasets
 from tests.services.marked import free_ports
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_dataset(tmp_path_factory.mktemp("jax"))
+def uri(shared_dataset: SharedDatasets) -> str:
+    return shared_dataset()
 
 
 def test_batches_are_those_of_every_loader_as_arrays_of_jax(uri: str):

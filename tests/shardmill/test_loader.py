@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 import shardmill
 from shardmill.environments import ENVIRONMENTS
 from shardmill.errors import UsageError
-from tests.lab.datasets import make_dataset
+from tests.lab.datasets import SharedDatasets
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
+def dataset(shared_dataset: SharedDatasets) -> shardmill.Dataset:
     """120 images in 3 classes, so that the last batch of its train split is padded."""
-    return shardmill.open_dataset(f"{make_dataset(tmp_path_factory.mktemp('loader'))}@1")
+    return shardmill.open_dataset(f"{shared_dataset()}@1")
 
 
 def ids_of(loader) -> list[list[int]]:

@@ -20,15 +20,15 @@ from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import UsageError
 from shardmill.loader.sampling import _shared
 from tests.etl import test_extra_columns as extra_columns
-from tests.lab.datasets import make_dataset
+from tests.lab.datasets import SharedDatasets
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 CLASSES = ("class_0", "class_1", "class_2")
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
-    return shardmill.open_dataset(make_dataset(tmp_path_factory.mktemp("rows")))
+def dataset(shared_dataset: SharedDatasets) -> shardmill.Dataset:
+    return shardmill.open_dataset(shared_dataset())
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import pytest
 
 import shardmill
 from shardmill.errors import UsageError
-from tests.lab.datasets import make_dataset
+from tests.lab.datasets import SharedDatasets
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
-    return shardmill.open_dataset(make_dataset(tmp_path_factory.mktemp("transform")))
+def dataset(shared_dataset: SharedDatasets) -> shardmill.Dataset:
+    return shardmill.open_dataset(shared_dataset())
 
 
 def test_a_transform_draws_the_same_at_any_number_of_threads_and_after_a_resume(dataset):

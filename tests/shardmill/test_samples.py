@@ -18,12 +18,12 @@ from shardmill.loader.samples import iterate_samples, read_samples
 from tests.etl import test_extra_columns as extra_columns
 from tests.etl import test_label_kinds as label_kinds
 from tests.etl.test_extra_columns import build
-from tests.lab.datasets import make_dataset
+from tests.lab.datasets import SharedDatasets, make_dataset
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
-    return shardmill.open_dataset(make_dataset(tmp_path_factory.mktemp("samples")))
+def dataset(shared_dataset: SharedDatasets) -> shardmill.Dataset:
+    return shardmill.open_dataset(shared_dataset())
 
 
 @pytest.mark.parametrize("format", ["parquet", "tfrecord"])

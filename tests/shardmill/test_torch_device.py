@@ -14,7 +14,7 @@ import shardmill
 from shardmill.errors import UsageError
 from shardmill.loader.torch_device import InFlight, place_on
 from shardmill.recycled_memory import RecycledMemory
-from tests.lab.datasets import make_dataset
+from tests.lab.datasets import SharedDatasets
 
 torch = pytest.importorskip("torch")
 BATCH = {"global_batch_size": 24, "seed": 7}
@@ -22,8 +22,8 @@ HERE = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
-    return shardmill.open_dataset(f"{make_dataset(tmp_path_factory.mktemp('device'))}@1")
+def dataset(shared_dataset: SharedDatasets) -> shardmill.Dataset:
+    return shardmill.open_dataset(f"{shared_dataset()}@1")
 
 
 def brighter(batch, rng):
