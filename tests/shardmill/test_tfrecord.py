@@ -75,7 +75,7 @@ def test_values_come_back_and_a_null_is_no_feature():
     assert list(records[0]["image/class/text"].values) == [b"c"] and not {"flag", "weight"} & records[1].keys()
 
 
-@pytest.mark.parametrize("kernel", {tfrecord._native_find_values, None})
+@pytest.mark.parametrize("kernel", dict.fromkeys((tfrecord._native_find_values, None)))
 def test_what_a_record_lacks_is_at_no_place_with_and_without_the_kernel(kernel, monkeypatch):
     monkeypatch.setattr(tfrecord, "_native_find_values", kernel)
     data, _ = written([row(1), row(2, label_id=1)], PLAIN)
