@@ -24,7 +24,7 @@ from train.strategies.options import LocalSgdOptions
     ("change", "message"),
     [
         ({"seed": 1}, r"train.seed: then 0, now 1;"),
-        ({"model": "small_cnn"}, r'train.model: then "tests.*:stateful", now "small_cnn"'),
+        ({"model": "small_cnn"}, r'train.model: then "tests.*:linear", now "small_cnn"'),
         (
             {"optimizer": "sgd", "momentum": 0.5},
             r'train.momentum: then 0.9, now 0.5; train.optimizer: then "auto", now "sgd"; train.recipe_version',

@@ -10,7 +10,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.learners import SHAPE, STATEFUL, batch_of, learner
+from tests.train.learners import LINEAR, SHAPE, STATEFUL, batch_of, learner
 from tests.train.training import Killed, Recorder, check_terms, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
@@ -85,7 +85,7 @@ def test_averages_leave_out_what_was_not_applied_and_begin_with_given_weights(na
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_killed_training_continues_with_its_averages_and_exports_them(name, tiny_uri, tmp_path):
-    how = {"model": STATEFUL[name], "checkpoint_every_steps": 1, "checkpoint": {"keep": 9}, "ema_decay": 0.9,
+    how = {"model": LINEAR[name], "checkpoint_every_steps": 1, "checkpoint": {"keep": 9}, "ema_decay": 0.9,
            "export": "last"}  # fmt: skip
     whole, killed, resumed = Recorder(), Recorder(killed_at=3), Recorder()
     result = train_here(tiny_uri, tmp_path / "whole", whole, **how)

@@ -48,7 +48,12 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch):
         MODELS.usable(config.model)
 
 
-def test_an_architecture_of_keras_takes_a_step():
+def test_an_architecture_of_keras_takes_a_step(request):
+    import tensorflow as tf
+
+    # Compiling takes five times as long as the step.
+    request.addfinalizer(lambda: tf.config.run_functions_eagerly(False))
+    tf.config.run_functions_eagerly(True)
     built, step = step_of(TrainConfig(model="keras.applications:MobileNetV2", optimizer="sgd"), (32, 40, 1))
     assert built.outputs_are_logits
     outcome = step.apply(step.gradients(batch_of((32, 40, 1)), 4, 1.0), 0.1)

@@ -127,7 +127,7 @@ def step(number: int) -> GlobalStep:
 
 
 def train(uri: str, dataset: str, folder: Path, *options: str, run_id: str = "one") -> dict[str, Any]:
-    sets = {"epochs": 1, "global_batch_size": 24, "model": "tests.train.models_under_test:linear"}
+    sets = {"epochs": 1, "global_batch_size": 24, "model": "tests.train.torch_models:linear"}
     sets |= {"log.mlflow_uri": uri}
     places = [f"--set=models.uri={folder}/models", f"--workdir={folder}/work", f"--run-id={run_id}", "--json"]
     given = [f"--set=train.{name}={value}" for name, value in sets.items()]

@@ -123,6 +123,7 @@ def test_what_is_no_regular_file_is_rejected_without_waiting_for_it(folder, tmp_
     assert reasons == [*["not_regular_file"] * 3, "too_large_bytes", "unreadable", ""]
 
 
+@pytest.mark.starts("decoder")
 def test_an_image_that_takes_too_much_is_rejected_and_the_next_one_is_not(folder):
     """Decoding happens in a process of its own, under limits."""
     good = [str(each) for each in sorted((folder / "images").rglob("*.png"))[:2]]
