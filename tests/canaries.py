@@ -59,3 +59,16 @@ def files_with_canaries(*roots: Path) -> list[str]:
         for path in sorted(root.rglob("*"))
         if path.is_file() and b"canary" in path.read_bytes().lower()
     ]
+
+
+def write_config(folder: Path, **settings: str) -> Path:
+    """A config whose two Spark applications carry every planted secret."""
+    conf = toml_table({**SECRET_SETTINGS, **settings})
+    file = folder / "planted" / "c.toml"
+    file.parent.mkdir()
+    file.write_text(
+        f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/dataset"\n'
+        '[etl]\nengine = "spark"\nimage_size = 16\n'
+        f"[train]\nepochs = 1\nglobal_batch_size = 16\n[spark.etl]\nconf = {conf}\n[spark.train]\nconf = {conf}\n"
+    )
+    return file

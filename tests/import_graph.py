@@ -17,6 +17,9 @@ MAY_IMPORT = {
     "airflow_dags": {"airflow_dags", "shardmill"},
 }
 
+# Slow to import, or absent where only the reader is installed: never at the top of a module.
+HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "scipy", "cleanlab", "airflow"}
+
 
 @dataclass(frozen=True)
 class Module:

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.import_graph import (
+    HEAVY,
     MAY_IMPORT,
     ROOT,
     depth_of,
@@ -23,6 +24,8 @@ from tests.import_graph import (
     reach_of,
     type_circles,
 )
+from train.launching import LAUNCHERS
+from train.strategies import STRATEGIES
 
 RATCHET = ROOT / "tests" / "architecture_ratchet.json"
 # A file or a function may tell one story; what has no story to tell is far smaller.
@@ -32,8 +35,6 @@ MAX_TYPE_CIRCLE = 5
 # How many of our modules somebody has to open at the most who wants to read a dataset.
 # Of the reader, nine are the package of augmentation, which nothing else needs.
 MAX_REACH = {"shardmill.loader.reader": 30}
-# Slow to import, or absent where only the reader is installed: never at the top of a module.
-HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "scipy", "cleanlab", "airflow"}
 MAY_BE_HEAVY = {
     "airflow_dags/shardmill_dag.py": {"airflow"},
     "airflow_dags/operators.py": {"airflow"},
@@ -57,6 +58,12 @@ def graph() -> None:
     """Read once for all tests of this file: nobody's cost."""
     module_circles()
     type_circles()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed() -> None:
+    """All sources, before the first test is measured."""
+    modules()
 
 
 def test_registry_entries_are_no_way_around_the_import_rules():
@@ -126,6 +133,24 @@ def test_nothing_unpickles():
                 wrong.append(f"{module.relative}:{node.lineno}: {call}")
             if call in ("np.load", "numpy.load", "torch.load") and not refuses:
                 wrong.append(f"{module.relative}:{node.lineno}: {call}")
+    assert not wrong, wrong
+
+
+def test_strategies_and_launchers_are_multiplied_in_the_array_alone():
+    """Who adds a strategy adds a row to tests/train/array.py, never an axis: products are for `make test-all`."""
+    names = STRATEGIES.entries.keys() | LAUNCHERS.entries.keys()
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            axes = [mark for mark in marks if isinstance(mark, ast.Call) and "parametrize" in ast.unparse(mark.func)]
+            texts = {each.value for axis in axes for each in ast.walk(axis) if isinstance(each, ast.Constant)}
+            is_multiplied = len(axes) > 1 or any("product(" in ast.unparse(axis) for axis in axes)
+            is_axis = len(texts & names) > 2 or any(
+                name in ast.unparse(axis) for axis in axes for name in ("STRATEGIES", "LAUNCHERS")
+            )
+            if is_axis and is_multiplied and not any("exhaustive" in ast.unparse(mark) for mark in marks):
+                wrong.append(f"{path.relative_to(ROOT)}: {node.name}")
     assert not wrong, wrong
 
 

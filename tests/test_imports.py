@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_graph import ROOT, imports_of, modules
+from tests.import_graph import HEAVY, ROOT, imports_of, modules
 from tests.lab.datasets import make_dataset
-from tests.test_architecture import HEAVY
 
 # Whose code may know a framework: all else sees backends, strategies and models through their registries.
 FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod"}

@@ -10,13 +10,13 @@ from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
 from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.lab.commands import in_process
 from tests.lab.datasets import build_here, upload, write_images
 from tests.services.marked import MARK, free_ports
 from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.versitygw import KEY, SECRET, Gateway
 from tests.services.watch import ON_EXECUTORS, watching
-from tests.test_remote_chain import shardmill
 
 pytestmark = pytest.mark.exhaustive
 
@@ -93,7 +93,7 @@ def test_executors_read_and_commit_with_their_own_profile_and_no_secret_is_shown
             # What the next one says would take its place.
             for name in ("stdout", "stderr"):
                 (job / name).rename(job / f"{name} of {Path(script).parent}")
-    shardmill("report", "--workdir", workdir, "--run-id", "run")
+    assert in_process("report", "--workdir", workdir, "--run-id", "run", cwd=tmp_path).returncode == 0
 
     # It worked: what the executors made is what is made here, and two ranks trained on it.
     here = build_here(f"{gateway_bucket}/images", str(tmp_path / "here"),

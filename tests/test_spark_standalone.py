@@ -23,7 +23,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.stores import open_store
 from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
-from tests.pipeline.test_spark_terminal import SPARK_LINES, Terminal
+from tests.lab.terminal import SPARK_LINES, Terminal
 from tests.processes import LOCAL, listeners
 from tests.services.lost_executor import (
     MAY_RESTART,

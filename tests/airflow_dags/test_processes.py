@@ -17,7 +17,7 @@ from airflow_dags import processes
 from airflow_dags.processes import children_that_run, end_in_order
 from tests.lab.commands import ENVIRONMENT
 
-pytestmark = pytest.mark.drill
+pytestmark = pytest.mark.starts("program")
 
 _WAIT_SECONDS = 120.0
 HEARS_SIGTERM, DRIVER = "tests.programs.hear_sigterm", "tests.programs.end_with_its_parent"

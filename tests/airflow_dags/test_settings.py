@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.airflow_dags.test_shardmill_dag import STAGES, program, write_config
+from tests.airflow_dags.dag_programs import STAGES, program, write_config
 
 pytestmark = pytest.mark.drill
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.airflow_dags.test_shardmill_dag import python, write_config
+from tests.airflow_dags.dag_programs import python, write_config
 
 pytestmark = pytest.mark.drill
 

@@ -26,8 +26,9 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY_SCHEMA = json.loads((ROOT / "docs" / "summary.schema.json").read_text())
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{FOLDER}"}
-# Builds in the calling process: the engines of shardmill start others.
-BUILD_HERE = ("--set", "etl.engine=tests.extending_entries:NEW_ENGINE")
+# Works in the calling process: the engines of shardmill start others.
+ENGINE_HERE = "tests.extending_entries:NEW_ENGINE"
+BUILD_HERE = ("--set", f"etl.engine={ENGINE_HERE}")
 _AT_FIRST = dict(ENVIRONMENT)
 MODULES = (
     *(COMMANDS.entry(name).target.partition(":")[0] for name in COMMANDS),

@@ -119,6 +119,21 @@ def test_no_command_is_help_and_no_error(tmp_path: Path):
     assert "shardmill" in done.stdout, done.stderr
 
 
+@pytest.mark.starts("command")
+def test_commands_are_programs_of_a_shell(tmp_path: Path):
+    """As are `run`, what interrupts it, and `predict`, in test_run.py; the other tests call what a command calls."""
+    write_images(tmp_path / "images", num_images=60)
+    assert "check-source" in shardmill("--help", cwd=tmp_path).stdout
+    linear = ("--set", "train.model=tests.train.models_under_test:linear", "--set", "train.epochs=1")
+    for command in (
+        ("etl", "images", "--set", "etl.image_size=16"),
+        ("verify", "shardmill-work/dataset", "--deep"),
+        ("train", "shardmill-work/dataset", *linear),
+    ):
+        done = shardmill(*command, "--json", cwd=tmp_path)
+        assert done.returncode == 0 and json.loads(done.stdout), done.stderr
+
+
 def test_a_missing_and_an_empty_source(tmp_path: Path):
     (tmp_path / "c.toml").write_text(f'[source]\nuri = "{tmp_path}/gone"\n[dataset]\nuri = "d"\n')
     refused(in_process("etl", "c.toml", cwd=tmp_path), 2, f"{tmp_path}/gone")

@@ -8,21 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.canaries import files_with_canaries, write_config
 from tests.lab.commands import in_process, last_line
-
-
-def write_config(folder: Path, **settings: str) -> Path:
-    """A config whose two Spark applications carry every planted secret."""
-    conf = toml_table({**SECRET_SETTINGS, **settings})
-    file = folder / "planted" / "c.toml"
-    file.parent.mkdir()
-    file.write_text(
-        f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/dataset"\n'
-        '[etl]\nengine = "spark"\nimage_size = 16\n'
-        f"[train]\nepochs = 1\nglobal_batch_size = 16\n[spark.etl]\nconf = {conf}\n[spark.train]\nconf = {conf}\n"
-    )
-    return file
 
 
 @pytest.mark.parametrize("command", ["run", "etl", "train", "config show", "config show --json"])

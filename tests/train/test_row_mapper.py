@@ -26,7 +26,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import ImageSample
-from tests.lab.commands import ROOT, SUMMARY_SCHEMA, last_line, shardmill
+from tests.lab.commands import ENGINE_HERE, ROOT, SUMMARY_SCHEMA, in_process, last_line
 from tests.lab.datasets import make_dataset
 from train.config import TrainConfig
 from train.published.candidate import promote_export
@@ -68,8 +68,8 @@ def test_the_command_predicts_a_folder_as_it_predicts_files(folder: Path, tmp_pa
     for file in sorted((folder / "images").rglob("*.png"))[:70]:
         shutil.copy(file, tmp_path / "images" / file.name)
     (tmp_path / "images" / "broken.jpg").write_bytes(b"no image")
-    command = ("predict", folder / "models", "images", "--out", "out", "--engine", "local", "--top", "3", "--json")
-    done = shardmill(*command, "--set", "etl.num_workers=2", cwd=tmp_path)
+    command = ("predict", folder / "models", "images", "--out", "out", "--engine", ENGINE_HERE, "--top", "3", "--json")
+    done = in_process(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)["sections"]["predictions"]
     counts = made["counts"]
@@ -86,20 +86,20 @@ def test_the_command_predicts_a_folder_as_it_predicts_files(folder: Path, tmp_pa
         assert row["probability"] == pytest.approx(alone.probability, abs=1e-5)
 
     # The same command finds nothing to do; `verify` and `gc` take the folder for the dataset that it is.
-    again = shardmill(*command, cwd=tmp_path)
+    again = in_process(*command, cwd=tmp_path)
     assert json.loads(again.stdout)["status"] == "skipped"
     for other in (("verify", "out", "--deep"), ("gc", "out"), ("inspect", "out")):
-        done = shardmill(*other, cwd=tmp_path)
+        done = in_process(*other, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert f"\nmodel\t{folder}/models@1\n" in done.stdout
-    refused = shardmill("train", "out", cwd=tmp_path)
+    refused = in_process("train", "out", cwd=tmp_path)
     assert refused.returncode == 2, refused.stderr
     assert "holds predictions, and no images" in refused.stderr
 
 
 def predict_here(source: SourceConfig, folder: Path, out: Path, **options: object) -> pa.Table:
     tree = EtlTree(
-        source=source, dataset=DatasetConfig(uri=str(out)), etl=EtlConfig(engine="local", num_workers=1)
+        source=source, dataset=DatasetConfig(uri=str(out)), etl=EtlConfig(engine=ENGINE_HERE)
     )  # fmt: skip
     predict_source(tree, mapping_of(str(folder / "models"), **options), run_id="r")
     return rows_of(out)
@@ -186,16 +186,16 @@ def test_more_classes_than_there_are_is_all_of_them(folder: Path):
     ],
 )
 def test_a_mistyped_batch_job_leaves_nothing(models: str, source: str, said: str, folder: Path):
-    done = shardmill("predict", models, source, "--out", "out", cwd=folder)
+    done = in_process("predict", models, source, "--out", "out", cwd=folder)
     assert done.returncode == 2 and said in last_line(done), done.stderr
     assert not (folder / "out").exists() and not (folder / "shardmill-work").exists()
 
 
 def test_options_of_a_batch_job_need_a_folder(folder: Path, tmp_path: Path):
-    done = shardmill("predict", folder / "models", "x.png", "--engine", "local", cwd=tmp_path)
+    done = in_process("predict", folder / "models", "x.png", "--engine", "local", cwd=tmp_path)
     assert done.returncode == 2 and "expected --out DIR" in done.stderr
     assert cv2.imwrite(str(tmp_path / "x.png"), np.zeros((16, 16, 3), np.uint8))
-    done = shardmill("predict", folder / "models", "x.png", "y", "--out", "out", cwd=tmp_path)
+    done = in_process("predict", folder / "models", "x.png", "y", "--out", "out", cwd=tmp_path)
     assert done.returncode == 2 and "--out with 2 sources" in done.stderr
 
 
@@ -208,6 +208,7 @@ def submitted(folder: Path, cwd: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)["sections"]["predictions"]
 
 
+@pytest.mark.starts("program")
 def test_the_job_of_spark_submit_predicts_a_dataset_version_in_place_of_the_source(folder: Path, tmp_path: Path):
     (tmp_path / "photos.toml").write_text('[source]\nuri = "no/images"\n[etl]\nengine = "local"\n')
     made = submitted(folder, tmp_path, "--dataset", f"{folder}/dataset@1")
@@ -217,6 +218,7 @@ def test_the_job_of_spark_submit_predicts_a_dataset_version_in_place_of_the_sour
     assert made_by is not None and made_by.predicted == open_dataset(f"{folder}/dataset@1").pin
 
 
+@pytest.mark.drill
 def test_the_job_of_spark_submit_gives_on_spark_what_the_local_engine_gives(folder: Path, tmp_path: Path):
     engine = 'engine = "spark"\nunit_min_images = 20\n[spark]\nmaster = "local[2]"\n'
     (tmp_path / "photos.toml").write_text(f'[source]\nuri = "{folder}/images"\n[etl]\n{engine}')
