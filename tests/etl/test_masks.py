@@ -35,7 +35,7 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 from tests.etl.building import annotated, build_source, list_images
 from tests.etl.test_boxes import MODES, RED, SHAPES, drawn, found_in
 from tests.etl.test_extra_columns import build
-from tests.shardmill.test_loader_boxes import AUGMENTATIONS
+from tests.lab.augmentations import AUGMENTATIONS
 
 
 def mask_of(height: int, width: int, box: list[int], value: int = 7, orientation: int = 1) -> bytes:

@@ -19,15 +19,10 @@ from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.drawn import named_boxes, picture_of
 from tests.etl.building import build_source
 from tests.etl.test_boxes import drawn, found_in
+from tests.lab.augmentations import AUGMENTATIONS
 from tests.test_documented_commands import ROOT, blocks
 
 NUM_IMAGES = 21
-AUGMENTATIONS = {
-    "none": AugmentOptions(preset="none"),
-    "crops": AugmentOptions(images="photographs", random_crop_padding=6),
-    "size": AugmentOptions(preset="none", size=40, random_vertical_flip=True),
-    "imagenet": AugmentOptions(preset="imagenet", random_vertical_flip=True),
-}
 
 
 @pytest.fixture(scope="module")

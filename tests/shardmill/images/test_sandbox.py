@@ -190,9 +190,7 @@ def test_no_child_outlives_a_killed_parent() -> None:
     [child] = children_of(parent.pid)
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 20
-    while is_running(child):
-        assert time.monotonic() < deadline, "the child outlived its parent"
+    while is_running(child):  # until pytest ends the test, if it outlives its parent
         time.sleep(0.02)
 
 
