@@ -201,6 +201,9 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     4."""
     max_vanished_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=0.5, ge=0, le=1)
     """If the source lacks more than this share of the latest version's images, the run ends with exit 4."""
+    max_redecoded_fraction: Annotated[float, REBUILDS_NOTHING] = Field(default=1.0, ge=0, le=1)
+    """If more than this share of the latest version's images would be decoded again although they are unchanged, as
+    with another setting or another version of a decoder, the run ends with exit 7 before any work."""
     max_drift: Annotated[float, REBUILDS_NOTHING] = Field(default=1.0, ge=0, le=1)
     """If the new version differs by more than this from `drift_baseline`, the run ends with exit 7; 1: no limit
     (docs/drift.md)."""

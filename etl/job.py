@@ -29,6 +29,7 @@ from etl.checks.facts import (
     is_up_to_date,
 )
 from etl.checks.limits import check_limits
+from etl.checks.redecoded import check_redecoded
 from etl.checks.vanished import check_vanished
 from etl.checks.version_warnings import version_warnings
 from etl.commit import commit_results
@@ -167,6 +168,7 @@ def _commit_once(
         plan, changes = changed or (plan, None)
         if not replace_source:
             check_vanished(plan, changes)
+        _warn(observer, check_redecoded(plan, changes))
 
         # Keep what an interrupted run has finished, and run the rest.
         finished, kept = run_units(plan, tree, observer, retries.append)

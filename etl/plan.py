@@ -39,7 +39,7 @@ from shardmill.dataset.segment import rows_file
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.formats.parquet import column_types
 from shardmill.formats.rows import RowSchema
-from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
+from shardmill.images.decoder_id import EQUAL_SUFFIXES, decoder_id, normalization_fingerprint, rules_of
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
@@ -87,6 +87,11 @@ class BuildPlan:
     def num_images(self) -> int:
         """Sources that units will read; what the listing refused is not among them."""
         return self.work.num_images
+
+    @property
+    def extends_parent(self) -> bool:
+        """Whether rows of the latest version may be reused, as far as settings and decoders tell."""
+        return self.parent is not None and _extends(self, self.parent)
 
     @property
     def digest(self) -> str:
@@ -242,17 +247,22 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
         shards = read_shards(plan.store, parent)
         check_files(plan.store, shards)
         groups = in_all_formats(shards)
-    elif _extends(plan, parent):
+    elif plan.extends_parent:
         groups = intact_shards(plan.store, parent)
     else:
         return None
-    refused = partial(read_rejections, plan.store, parent)
+    refused, equal_suffixes = partial(read_rejections, plan.store, parent), None
+    if parent.normalization_fingerprint != build.normalization_fingerprint:
+        # By older rules, which may have refused what is accepted now.
+        refused, equal_suffixes = tuple, _equal_suffixes(plan, parent)
     # Equal facts at another place may be other files; an append compares what it reads of them.
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
     config = plan.task.config
     rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, plan.task)
-    compared = Compared(groups, rows, refused, plan.listing, is_same_source=is_same_source)
+    compared = Compared(
+        groups, rows, refused, plan.listing, is_same_source=is_same_source, equal_suffixes=equal_suffixes
+    )
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
         may_be_empty=True,
@@ -278,19 +288,30 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
 
 
 def _extends(plan: BuildPlan, parent: Manifest) -> bool:
-    """Whether rows of the parent may be reused in the new version: same source, and config but for the label map."""
-    build = plan.build
+    """Whether rows of the parent may be reused in the new version: same source, and config but for the label map; by
+    the decoders of this machine, and rules since which the pixels of some files are equal.
+    """
+    build, before = plan.build, parent.normalization_fingerprint
+    has_equal_pixels = before == build.normalization_fingerprint or _equal_suffixes(plan, parent) != frozenset()
     with_its_names = fingerprint_config(
         plan.task.config,
         replace(plan.row_schema, class_names=parent.class_names),
-        deciding(build.normalization_fingerprint, plan.task.mapping),
+        deciding(before, plan.task.mapping),
         plan.task.source.image_fields(),
     )
-    made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
+    made_alike = parent.formats == build.formats and has_equal_pixels
     # Splits that are named no more are decided by content: that of every image may be another one.
     names_splits = build.source.names_splits or not parent.source.names_splits
     is_same_source = build.source.continues(parent.source) and names_splits
     return is_same_source and made_alike and parent.config_fingerprint == with_its_names
+
+
+def _equal_suffixes(plan: BuildPlan, parent: Manifest) -> frozenset[str] | None:
+    """What the names of files end with of which `parent` has the pixels that they would have now; None for all."""
+    rules = rules_of(plan.build.normalize, parent.normalization_fingerprint) if plan.task.mapping is None else None
+    suffixes = frozenset[str]() if rules is None else EQUAL_SUFFIXES[rules]
+    names_tell = not parent.counts.by_note.get("extension_mismatch") and not plan.task.source.has_key_fields()
+    return suffixes if suffixes is None or names_tell else frozenset()
 
 
 def _unit_settings(build: Build) -> str:

@@ -59,6 +59,8 @@ class Changes:
     """Whether the next run has to read the same inputs again: their contents count, and no listing shows them."""
     num_to_compare: int = 0
     """Number of removed rows whose inputs may still have the same bytes."""
+    num_redecoded: int = 0
+    """Number of removed rows whose inputs are unchanged, but may be decoded to other pixels now."""
 
     @property
     def may_keep_rows(self) -> bool:
@@ -79,10 +81,14 @@ class Compared:
         listing: Listing,
         *,
         is_same_source: bool = True,
+        equal_suffixes: frozenset[str] | None = None,
     ) -> None:
-        """Of another source nothing is taken for unchanged: its equal facts may be those of other files."""
+        """Of another source nothing is taken for unchanged: its equal facts may be those of other files.
+
+        `equal_suffixes`: what names end with of which the rows have the pixels that they would have now; None for all.
+        """
         self.uri = str(listing.folder)
-        self._is_same_source = is_same_source
+        self._is_same_source, self._equal_suffixes, self._num_redecoded = is_same_source, equal_suffixes, 0
         self._shards = shards
         self._rows = rows
         self._listing = listing
@@ -112,7 +118,9 @@ class Compared:
         num_unchanged = int(self._is_found_N.sum())
         num_removed = len(self._is_found_N) - num_unchanged
         rows = self._rows if self._num_known else None
-        return Changes(shards, self._refused, num_unchanged, num_removed, rows, self._rereads, self._num_known)
+        return Changes(
+            shards, self._refused, num_unchanged, num_removed, rows, self._rereads, self._num_known, self._num_redecoded
+        )
 
     def _changed(self, images: pa.Table) -> pa.Table:
         """Those that have to be read, with the contents of the rows that they may still be."""
@@ -130,11 +138,21 @@ class Compared:
     def _find(self, images: pa.Table) -> np.ndarray:
         """Find images that already are rows, and mark the rows."""
         rows_N, found_N = self._rows.find(images)
+        are_equal_N = self._have_equal_pixels(images)
+        self._num_redecoded += int((found_N & ~are_equal_N).sum())
+        found_N &= are_equal_N
         self._is_found_N[rows_N[found_N]] = True
         return found_N
 
+    def _have_equal_pixels(self, images: pa.Table) -> np.ndarray:
+        if self._equal_suffixes is None:
+            return np.ones(images.num_rows, bool)
+        suffixes = pc.utf8_lower(pc.replace_substring_regex(images.column("key"), r"(?s).*\.", ""))
+        return pc.is_in(suffixes, pa.array(sorted(self._equal_suffixes))).to_numpy()
+
     def _with_known(self, images: pa.Table) -> pa.Table:
         known = self._rows.known_sha256(images)
+        known = pc.if_else(pa.array(self._have_equal_pixels(images)), known, "")
         self._num_known += pc.sum(pc.not_equal(known, ""), min_count=0).as_py()
         for name, values in (("known_sha256", known), ("known_mask_sha256", self._rows.known_mask_sha256(images))):
             place = LISTED_SCHEMA.get_field_index(name)

@@ -81,6 +81,7 @@ class DryRun:
 def dry_run(source_or_config: str, common: Common, *, replace_source: bool = False) -> DryRun:
     """Raises what the ETL would raise for this source, config and dataset before its first work unit."""
     from etl.checks.facts import check_same_source, inferred_facts, inferred_warnings
+    from etl.checks.redecoded import check_redecoded
     from etl.checks.vanished import check_vanished
     from etl.config import EtlTree
     from etl.plan import plan_build, plan_changes
@@ -96,6 +97,8 @@ def dry_run(source_or_config: str, common: Common, *, replace_source: bool = Fal
         work, changes = plan_changes(plan, SilentObserver()) or (plan, None)
         if not replace_source:
             check_vanished(plan, changes)
+        for warning in check_redecoded(plan, changes):
+            progress.say(f"etl: WARNING: {warning}")
     num_staying = _num_staying(plan, changes)
     num_to_compare = 0 if changes is None or plan.is_append else changes.num_to_compare
     return DryRun(

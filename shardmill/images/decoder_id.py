@@ -25,6 +25,10 @@ _AVIF = f"+libavif-{features.version('avif')}"
 # 4: made BMPs of sixteen bits a little darker.
 # 5: refused AVIF.
 SERVED_RULES = {3: _AVIF, 4: _AVIF, 5: _AVIF, 6: ""}
+# Files of these names had the pixels of today by older rules; None: whatever was accepted. Of 3 not what may have 16 bits
+# or previews, of 4 not what Pillow decodes since.
+_OF_JPEG_AND_WEBP = frozenset({"jpg", "jpeg", "jpe", "jfif", "webp"})
+EQUAL_SUFFIXES = {3: _OF_JPEG_AND_WEBP, 4: _OF_JPEG_AND_WEBP | {"png", "tif", "tiff"}, 5: None, 6: None}
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
     f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}{_AVIF}+shrink-area+enlarge-linear-exact+ipp-off"
@@ -44,8 +48,14 @@ def decoder_id(options: NormalizeOptions) -> str:
 
 def is_served(options: NormalizeOptions, fingerprint: str) -> bool:
     """Whether this machine makes the pixels that a model was trained on, whose dataset has this fingerprint."""
+    return rules_of(options, fingerprint) is not None
+
+
+def rules_of(options: NormalizeOptions, fingerprint: str) -> int | None:
+    """The rules by which the decoders of this machine made what has this fingerprint; None if it is of others."""
     here = decoder_id(options)
-    return fingerprint in [_fingerprint(options, _id_of_rules(rules, here)) for rules in SERVED_RULES]
+    of_rules = {rules: _fingerprint(options, _id_of_rules(rules, here)) for rules in SERVED_RULES}
+    return next((rules for rules, each in of_rules.items() if each == fingerprint), None)
 
 
 def _id_of_rules(rules: int, here: str) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import tarfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import cv2
@@ -29,9 +30,10 @@ from shardmill.dataset.index import read_shards
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.verify import verify_dataset
-from shardmill.errors import StorageError
+from shardmill.errors import RejectLimitExceeded, StorageError
+from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, SERVED_RULES
 from shardmill.jobs.config import DatasetConfig
-from shardmill.jobs.observer import SilentObserver
+from shardmill.jobs.observer import FieldValue, SilentObserver
 from tests.etl.building import Recorder
 from tests.lab.datasets import HERE, write_images
 from tests.lab.scale import usually
@@ -232,3 +234,76 @@ def test_a_new_archive_alone_is_read(tmp_path: Path):
     grown = build_archives("dataset")
     assert (grown.num_images_read, grown.manifest.operation) == (6, "incremental")
     assert grown.manifest.content_digest == build_archives("whole").manifest.content_digest
+
+
+AVIF = SERVED_RULES[5].rpartition("-")[2]
+DIFFERENCE = {rules: f"libavif none -> {AVIF}, rules {rules} -> {RULES_VERSION}" for rules in ("3", "4")}
+
+
+def decoding_by(monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
+    """The decoders of this machine are called as older or newer ones: rules="5", pillow="9.9"."""
+    name = DECODER_ID if int(parts.get("rules", RULES_VERSION)) > 5 else DECODER_ID.replace(SERVED_RULES[5], "")
+    for part, version in parts.items():
+        name = re.sub(rf"\b{part}-[^+]*", f"{part}-{version}", name)
+    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", name)
+
+
+class Warnings(SilentObserver):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self.said += [str(fields["warning"])] if name == "etl.warning" else []
+
+
+@pytest.mark.parametrize(("rules", "num_again"), [("5", 0), ("4", 1), ("3", 41)])
+def test_newer_rules_decode_only_what_they_may_change(
+    rules: str, num_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_images(tmp_path / "images", num_images=40)
+    for name in ("a.bmp", "b.jpg"):
+        assert cv2.imwrite(str(tmp_path / "images" / "class_0" / name), np.full((16, 16, 3), 90, np.uint8))
+    with monkeypatch.context() as older:
+        decoding_by(older, rules=rules)
+        first = build(tmp_path)
+    again = build_dataset(tree_for(tmp_path), run_id="again", observer=(seen := Warnings()))
+    # They turn out to be equal: of the same rows comes no version, which would be trained on again.
+    assert (again.manifest, again.num_images_read) == (first.manifest, num_again)
+    assert [each for each in seen.said if "decoded again" in each] == (
+        [f"{num_again} of the 42 images of version 1 are decoded again, because of the decoder ({DIFFERENCE[rules]})"]
+        if num_again
+        else []
+    )
+    # What is added later stands beside them, and the pixels are those of a full build.
+    paint(tmp_path / "images" / "class_0" / "new.png", random.Random(1))
+    later = build(tmp_path)
+    assert later.num_images_read <= 1 + num_again and later.manifest.operation == "incremental"
+    assert later.manifest.content_digest == build(tmp_path, "whole").manifest.content_digest
+    verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "reason"),
+    [
+        ({"pillow": "9.9"}, {}, r"the decoder \(pillow 9.9 -> "),
+        ({"simplejpeg": "1.0", "opencv": "4.0"}, {}, r"the decoder \(opencv 4.0 -> .*, simplejpeg 1.0 -> "),
+        ({}, {"image_size": 24}, r"the config \(etl.image_size 16 -> 24\)"),
+        ({}, {"formats": ("parquet",)}, r"the config \(etl.formats "),
+        ({"pillow": "9.9"}, {"resize_mode": "pad"}, r"the decoder .*; the config \(etl.resize_mode crop -> pad\)"),
+    ],
+)
+def test_a_dataset_is_not_decoded_again_without_a_word(
+    parts: dict[str, str], settings: dict[str, object], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_images(tmp_path / "images", num_images=30)
+    with monkeypatch.context() as older:
+        decoding_by(older, **parts)
+        build(tmp_path)
+    with pytest.raises(RejectLimitExceeded, match=f"30 of the 30 images of version 1 would be .*{reason}") as refused:
+        build(tmp_path, max_redecoded_fraction=0.5, **settings)
+    assert refused.value.exit_code == 7 and opened(tmp_path).manifest.version == 1
+    built = build_dataset(tree_for(tmp_path, **settings), run_id="again", observer=(seen := Warnings()))
+    assert built.manifest.version == 2 and any(re.search(reason, each) for each in seen.said)
+    # Settings that decide no pixel, and a first build, are no reason.
+    assert build(tmp_path, max_redecoded_fraction=0, num_workers=3, **settings).manifest.version == 2
+    assert build(tmp_path, "other", max_redecoded_fraction=0).manifest.version == 1

@@ -16,7 +16,7 @@ from pipeline.cli_options import Common
 from pipeline.commands.dry_run import DryRun, dry_run
 from pipeline.config import load_pipeline
 from pipeline.output import screen
-from shardmill.errors import StorageError
+from shardmill.errors import RejectLimitExceeded, StorageError
 from tests.etl.test_incremental import paint
 from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
@@ -99,3 +99,12 @@ def test_it_reads_no_image_and_tells_how_far_the_listing_is(
     (tmp_path / "work").rename(tmp_path / "elsewhere")
     assert plan(tmp_path, "etl.image_size=0", scheme="faulty://").stored_as.startswith("32 x 32 x 3 (")
     assert 60 < len(read) <= 60 + 32
+
+
+def test_it_says_what_would_be_decoded_again_and_keeps_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_images(tmp_path / "images", num_images=20)
+    build(tmp_path)
+    with pytest.raises(RejectLimitExceeded, match=r"20 of the 20 images .* because of the config \(etl.image_size 16"):
+        plan(tmp_path, "etl.image_size=24", "etl.max_redecoded_fraction=0.9")
+    assert plan(tmp_path, "etl.image_size=24").num_to_process == 20
+    assert "20 of the 20 images of version 1 are decoded again, because of" in capsys.readouterr().err
