@@ -25,8 +25,7 @@ from tests.etl.test_extra_columns import build
 from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import batch_of
-from tests.train.test_trainings import Observer, tree_of
-from tests.train.training import MODELS, task_of, train_here
+from tests.train.training import MODELS, DriverRecorder, task_of, train_here, tree_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.config import TrainConfig
@@ -97,7 +96,7 @@ def test_moved_contents_beside_labels_that_are_numbers_are_a_warning(datasets, k
         tree = tree_of(
             datasets[kind].pin.uri, tmp_path / "models", model=LINEAR["keras"], epochs=1, seed=number, augment=augment
         )
-        observer = Observer()
+        observer = DriverRecorder()
         train_model(tree, observer)
         told = [fields["warning"] for fields in observer.named("augment")]
         assert len(told) == (kind != "multi_label" and augment != {}), told

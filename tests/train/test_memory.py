@@ -53,6 +53,7 @@ def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = 
     return look_at_memory(config, dataset, SparkConfig(), no_input, begun=begun, has_begun=False)
 
 
+@pytest.mark.starts("ranks")
 def test_a_training_short_of_memory_takes_parts_and_continues_with_them(tiny_uri, tmp_path, monkeypatch):
     from tests.train.torch_models import Roomy
 
@@ -73,6 +74,7 @@ def test_a_training_short_of_memory_takes_parts_and_continues_with_them(tiny_uri
     assert train_record(outcome).sections["train"]["memory"] == found["reason"]
 
 
+@pytest.mark.starts("ranks")
 def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_path, choice_of):
     # All that is left to choose is the precision: 96 images at once, or in half of the memory.
     short = {**ROOMY, "memory": {"budget_bytes": 9 * GIB // 2}, "accumulation_steps": 1, "mixed_precision": "auto"}
@@ -143,6 +145,7 @@ def planned_in_little_memory(uri: str) -> tuple[MemoryRecord, str, int]:
     return memory.record, memory.fitted(config).reason, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
+@pytest.mark.drill
 def test_a_model_that_ranks_share_is_counted_and_never_whole_on_the_host_of_the_driver(tiny_uri):
     record, reason, most_bytes = in_own_process("none", planned_in_little_memory, tiny_uri)
     # 631 M weights, with gradients and Adam's moments.
@@ -151,6 +154,7 @@ def test_a_model_that_ranks_share_is_counted_and_never_whole_on_the_host_of_the_
     assert "train.accumulation_steps = " in reason and not record.note
 
 
+@pytest.mark.starts("ranks")
 def test_counted_bytes_are_those_of_a_measured_step_and_what_cannot_be_counted_is_measured(tiny_uri):
     shared = {"strategy": "torch_fsdp", "num_workers": 2, "launcher": "local", "accumulation_steps": 0}
     dataset, memory = open_dataset(tiny_uri), MemoryConfig(budget_bytes=4 * GIB)

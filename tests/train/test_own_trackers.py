@@ -18,8 +18,7 @@ from shardmill.stores import open_store
 from tests.train import own_trackers
 from tests.train.own_trackers import Failing, Recording, Remembering
 from tests.train.test_mlflow import step
-from tests.train.test_trainings import tree_of
-from tests.train.training import Recorder
+from tests.train.training import Recorder, tree_of
 from train.config import TrainConfig
 from train.planning.changes import AS_USUAL
 from train.reporting.observer import GlobalStep

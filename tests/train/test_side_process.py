@@ -13,6 +13,7 @@ from train.contracts.values import to_json
 from train.launching.side_process import Question, ask
 
 PROGRAM = "tests.programs.answer_in_every_way"
+pytestmark = pytest.mark.starts("ranks")
 
 
 def asked(way: str, timeout_seconds: float | None = None) -> int:

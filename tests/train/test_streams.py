@@ -11,8 +11,7 @@ from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_recipe import Dying
-from tests.train.test_trainings import Observer, tree_of
-from tests.train.training import Killed
+from tests.train.training import DriverRecorder, Killed, tree_of
 from train.config import TrainConfig
 from train.planning.auto import choose_ranks, resolve
 from train.planning.auto_rules import Facts
@@ -65,7 +64,7 @@ def rejoined(tree: TrainTree) -> TrainTree:
 
 
 def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_path, monkeypatch):
-    expected = train_model(tree_of(tiny_uri, tmp_path / "whole", num_streams=12), Observer()).result
+    expected = train_model(tree_of(tiny_uri, tmp_path / "whole", num_streams=12), DriverRecorder()).result
     tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)
     # As on a machine that has 9 GPUs: a batch of 24 then has 12 streams.
     monkeypatch.setattr("train.config.num_streams_for", lambda batch, ranks: num_streams_for(batch, max(9, ranks)))
@@ -77,11 +76,11 @@ def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_
     ranks = {"num_workers": 13, "launcher": "local", "strategy": "horovod"}
     too_many = tree.model_copy(update={"train": tree.train.model_copy(update=ranks)})
     with pytest.raises(UsageError, match="13 ranks for a training that began with train.num_streams = 12"):
-        train_model(too_many, Observer())
+        train_model(too_many, DriverRecorder())
     weights = tree.train.model_copy(update={"rank_weights": (1.0,) * 13, "num_workers": 0})
     with pytest.raises(UsageError, match="13 ranks .* or train.num_streams = 24"):
-        train_model(tree.model_copy(update={"train": weights}), Observer())
-    resumed = train_model(rejoined(tree), Observer()).result
+        train_model(tree.model_copy(update={"train": weights}), DriverRecorder())
+    resumed = train_model(rejoined(tree), DriverRecorder()).result
     assert resumed.weights_sha256 == expected.weights_sha256 and resumed.resumed_from is not None
     # However many ranks there are where it is exported from.
     monkeypatch.setattr("train.config.num_streams_for", lambda batch, ranks: num_streams_for(batch, max(9, ranks)))
@@ -89,12 +88,12 @@ def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_
     monkeypatch.undo()
 
     # From the beginning there are as many as for this number of ranks, and that training counts from then on.
-    anew = train_model(tree, Observer(), fresh_for="run-1").result
+    anew = train_model(tree, DriverRecorder(), fresh_for="run-1").result
     assert anew.weights_sha256 != resumed.weights_sha256 and finished_training(tree).result == anew
     # What is set by hand is another training, and is not taken for this one.
     by_hand = tree.model_copy(update={"train": tree.train.model_copy(update={"num_streams": 12})})
-    assert train_model(by_hand, Observer()).skipped is False
-    assert train_model(tree, Observer()).result == anew
+    assert train_model(by_hand, DriverRecorder()).skipped is False
+    assert train_model(tree, DriverRecorder()).result == anew
 
 
 @pytest.mark.parametrize("recipe_version", [1, 2])
@@ -106,9 +105,9 @@ def test_a_training_that_was_named_by_its_usual_streams_is_resumed(tiny_uri, tmp
     with pytest.raises(Killed):
         train_model(former, Dying())
     tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)
-    resumed = train_model(tree, Observer()).result
+    resumed = train_model(tree, DriverRecorder()).result
     assert resumed.resumed_from is not None and finished_training(tree).result == resumed
-    assert train_model(tree, Observer(), fresh_for="run-1").result.resumed_from is None
+    assert train_model(tree, DriverRecorder(), fresh_for="run-1").result.resumed_from is None
     assert finished_training(tree).result != resumed
 
 
@@ -119,7 +118,7 @@ def test_changed_settings_resume_with_the_streams_that_the_training_had(tiny_uri
         train_model(tree, Dying())
     monkeypatch.undo()
     changed = tree.model_copy(update={"train": tree.train.model_copy(update={"learning_rate": 0.01})})
-    observer = Observer()
+    observer = DriverRecorder()
     resumed = train_model(changed, observer, again=Again(allow_change=("learning_rate",))).result
     assert resumed.resumed_from is not None
     [told] = observer.named("changed")

@@ -77,6 +77,7 @@ def compared(compression: Literal["none", "bf16"]) -> list[tuple[bool, bool]]:
     return found
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_sums_are_the_gradients_of_what_was_reached_and_zero_elsewhere(compression: Literal["none", "bf16"]):
     found = in_own_process("torch", compared, compression)
@@ -114,6 +115,7 @@ def backward_twice() -> list[str]:
     return found
 
 
+@pytest.mark.starts("program")
 def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error():
     """Where batch norms sum during the backward pass no bucket leaves before its end, so none comes too late."""
     as_they_fill, at_the_end = in_own_process("torch", backward_twice)

@@ -16,9 +16,9 @@ import pytest
 from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
-from shardmill.jobs.config import DatasetConfig, ModelsConfig
+from shardmill.jobs.config import ModelsConfig
 from shardmill.stores import open_store
-from tests.train.training import Recorder as Reporter
+from tests.train.training import DriverRecorder, tree_of
 from train.backends.backend import InputScale, model_spec
 from train.backends.keras.standardize import standardize
 from train.config import TrainConfig
@@ -38,24 +38,6 @@ def model(image_shape, num_classes):
     layers = [keras.layers.Flatten(), keras.layers.Activation("{activation}"), keras.layers.Dense(num_classes)]
     return keras.Sequential([keras.Input(image_shape), *layers])
 """
-
-
-class Observer(Reporter):
-    """The driver's side of a recorder."""
-
-    def step(self, step) -> None:
-        self.steps.append(step)
-
-    @property
-    def losses(self):
-        return {(step.epoch, step.step): step.loss_hex for step in self.steps}
-
-
-def tree_of(dataset_uri: str, models_uri: Path, **train: object) -> TrainTree:
-    settings = {"epochs": 2, "global_batch_size": 24, "num_streams": 6, **train}
-    return TrainTree(
-        dataset=DatasetConfig(uri=dataset_uri), models=ModelsConfig(uri=str(models_uri)), train=TrainConfig(**settings)
-    )
 
 
 @pytest.fixture
@@ -111,6 +93,7 @@ def test_the_source_of_a_package_covers_relative_imports(tmp_path, monkeypatch):
     assert source_sha256("users_package.nets.net:model") in seen
 
 
+@pytest.mark.starts("program")
 def test_finding_the_source_imports_nothing(tmp_path):
     (tmp_path / "heavy_model.py").write_text("import tensorflow\nraise SystemExit(1)\n")
     code = (
@@ -124,13 +107,13 @@ def test_finding_the_source_imports_nothing(tmp_path):
 def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
     """No layer's weights change their shape: only the model's own words tell the difference."""
     tree = tree_of(tiny_uri, tmp_path / "models", model=factory("relu"), epochs=1)
-    first = train_model(tree, Observer())
-    assert train_model(tree, Observer()).skipped
+    first = train_model(tree, DriverRecorder())
+    assert train_model(tree, DriverRecorder()).skipped
     # Of another length: Python takes the compiled file of a source that was edited within the second at equal size.
     factory("sigmoid")
     with pytest.raises(UsageError, match="a different model than train.model = .* builds now: source of train.model"):
         export_training(first.models_uri, tree.train, first.result, "run")
-    second = train_model(tree, Observer())
+    second = train_model(tree, DriverRecorder())
     assert not second.skipped and second.result.training_dir != first.result.training_dir
     assert second.result.model.config_sha256 != first.result.model.config_sha256
 
@@ -139,7 +122,7 @@ def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
 def finished_once(tiny_uri, tmp_path_factory) -> TrainTree:
     """A finished training: its tree. To be read only."""
     tree = tree_of(tiny_uri, tmp_path_factory.mktemp("finished"), schedule="constant")
-    train_model(tree, Observer())
+    train_model(tree, DriverRecorder())
     return tree
 
 
@@ -151,7 +134,7 @@ def finished(finished_once, tmp_path) -> TrainTree:
 
 
 def result_file(tree: TrainTree) -> Path:
-    return Path(tree.models.uri, train_model(tree, Observer()).result.training_dir, RESULT)
+    return Path(tree.models.uri, train_model(tree, DriverRecorder()).result.training_dir, RESULT)
 
 
 def test_a_result_with_any_bit_flipped_is_refused_and_never_trained_again(finished):
@@ -164,13 +147,13 @@ def test_a_result_with_any_bit_flipped_is_refused_and_never_trained_again(finish
         altered = bytearray(good)
         altered[place // 8] ^= 1 << place % 8
         file.write_bytes(altered)
-        observer = Observer()
+        observer = DriverRecorder()
         with pytest.raises(IntegrityError, match=r"result.json was altered"):
             train_model(finished, observer)
         assert not observer.steps
     file.write_bytes(good[:100])
     with pytest.raises(IntegrityError, match=r"result.json was altered"):
-        train_model(finished, Observer())
+        train_model(finished, DriverRecorder())
 
 
 @pytest.mark.parametrize(
@@ -192,9 +175,9 @@ def test_a_result_whose_paths_lead_elsewhere_is_refused(finished, tmp_path, chan
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_more_epochs_continue_a_finished_training(tiny_uri, tmp_path, schedule):
     base = {"schedule": schedule, "optimizer": "sgd", "learning_rate": 0.01, "export": "last"}
-    short = train_model(tree_of(tiny_uri, tmp_path / "models", **base), Observer()).result
+    short = train_model(tree_of(tiny_uri, tmp_path / "models", **base), DriverRecorder()).result
     kept = {path: path.read_bytes() for path in (tmp_path / "models").rglob("*.*") if path.is_file()}
-    rest, whole = Observer(), Observer()
+    rest, whole = DriverRecorder(), DriverRecorder()
     longer = train_model(tree_of(tiny_uri, tmp_path / "models", epochs=4, **base), rest).result
     expected = train_model(tree_of(tiny_uri, tmp_path / "whole", epochs=4, **base), whole).result
     assert {step.epoch for step in rest.steps} == {2, 3}
@@ -206,13 +189,13 @@ def test_more_epochs_continue_a_finished_training(tiny_uri, tmp_path, schedule):
     assert ("new length" in told["note"]) == (schedule == "cosine")
     # The shorter training is still there, untouched, and found again.
     assert all(path.read_bytes() == data for path, data in kept.items())
-    again = train_model(tree_of(tiny_uri, tmp_path / "models", **base), Observer())
+    again = train_model(tree_of(tiny_uri, tmp_path / "models", **base), DriverRecorder())
     assert again.skipped and again.result == short
 
 
 def test_other_weights_of_a_finished_training_cost_no_step(finished):
     last = finished.model_copy(update={"train": finished.train.model_copy(update={"export": "last"})})
-    observer = Observer()
+    observer = DriverRecorder()
     outcome = train_model(last, observer)
     assert (outcome.skipped, outcome.result.exported, observer.steps) == (False, "last", [])
     assert outcome.result.weights_epoch == finished.train.epochs - 1
@@ -220,17 +203,17 @@ def test_other_weights_of_a_finished_training_cost_no_step(finished):
 
 def test_a_fresh_training_starts_anew_once_for_each_run_that_asks(tiny_uri, tmp_path):
     tree = tree_of(tiny_uri, tmp_path / "models", epochs=1)
-    first = train_model(tree, Observer())
-    observer = Observer()
+    first = train_model(tree, DriverRecorder())
+    observer = DriverRecorder()
     fresh = train_model(tree, observer, fresh_for="run-1")
     assert not fresh.skipped and observer.steps[0].step == 0
     assert fresh.result.weights_sha256 == first.result.weights_sha256
     assert read_result(open_store(tree.models.uri), first.result.training_dir) == first.result
     # Its retry finds it, a later run without the wish takes the newest, and another wish is another training.
     for fresh_for in ("run-1", ""):
-        again = train_model(tree, Observer(), fresh_for=fresh_for)
+        again = train_model(tree, DriverRecorder(), fresh_for=fresh_for)
         assert again.skipped and again.result == fresh.result
-    other = train_model(tree, Observer(), fresh_for="run-2")
+    other = train_model(tree, DriverRecorder(), fresh_for="run-2")
     assert not other.skipped and other.result.training_dir > fresh.result.training_dir
 
 
@@ -245,14 +228,14 @@ def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     assert window_memory(config.model_copy(update={"num_workers": 64}), dataset).window_chunks == 1
     tree = tree_of(tiny_uri, tmp_path / "models", num_streams=24, num_workers=2, reading=reading,
                    strategy="horovod", launcher="local")  # fmt: skip
-    observer = Observer()
+    observer = DriverRecorder()
     with pytest.raises(UsageError, match=rf"12 of 24 streams needs 12 x 1 chunk.* to {chunk} bytes.*num_workers to 3 "):
         train_model(tree, observer)
     assert not (tmp_path / "models").exists() and observer.events == []
 
 
 def test_the_budget_is_reported(finished):
-    observer = Observer()
+    observer = DriverRecorder()
     tree = finished.model_copy(update={"train": finished.train.model_copy(update={"seed": 5, "epochs": 1})})
     train_model(tree, observer)
     [told] = observer.named("plan")
@@ -283,7 +266,7 @@ def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
     store, pin = open_store(finished.models.uri), open_dataset(finished.dataset.uri).pin
     assert choose_training(store, config, pin).continues is not None
     file.write_bytes(file.read_bytes()[:-1])
-    choice, observer = choose_training(store, config, pin), Observer()
+    choice, observer = choose_training(store, config, pin), DriverRecorder()
     choice.report(config, observer)
     assert choice.continues is None
     [fields] = observer.named("training_discarded")
@@ -291,10 +274,10 @@ def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
 
 
 def test_another_number_of_ranks_is_no_other_training_and_that_is_reported(finished):
-    observer = Observer()
+    observer = DriverRecorder()
     more = finished.train.model_copy(update={"num_workers": 2, "strategy": "horovod", "launcher": "local"})
     assert train_model(finished.model_copy(update={"train": more}), observer).skipped
     assert [(told["world_size"], told["num_workers"]) for told in observer.named("other_world_size")] == [(1, 2)]
     assert observer.named("other_strategy") == [{"rank": 0, "trained_by": "single", "strategy": "horovod"}]
-    again = Observer()
+    again = DriverRecorder()
     assert train_model(finished, again).skipped and not again.named("other_world_size") + again.named("other_strategy")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.dataset.open import open_dataset
-from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
@@ -25,6 +25,7 @@ from train.planning.make import plan_training
 from train.planning.plan import TrainingPlan
 from train.rank.worker import run_worker
 from train.reporting.observer import GlobalStep
+from train.tree import TrainTree
 
 MODELS = "tests.train.models_under_test"
 ONE_LAYER = f"{MODELS}:linear"
@@ -62,6 +63,17 @@ class Recorder:
         return [fields for event, fields in self.events if event == name]
 
 
+class DriverRecorder(Recorder):
+    """As `Recorder`, on the driver's side: of the steps of all ranks."""
+
+    def step(self, step: GlobalStep) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.steps.append(step)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def losses(self) -> dict[tuple[int, int], str]:
+        return {(step.epoch, step.step): step.loss_hex for step in self.steps}
+
+
 @dataclass
 class StepWatcher:
     """A driver's observer that remembers; of a step that was done twice the last."""
@@ -91,6 +103,14 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> TrainingPlan:
 def task_of(uri: str, models: Path | str, training_dir: str = "t", **config: object) -> WorkerTask:
     settings = resolve(TrainConfig(**{**SMALL, **config}), SparkConfig()).config
     return WorkerTask(settings, open_dataset(uri).pin, str(models), training_dir, source_sha256(settings.model))
+
+
+def tree_of(dataset_uri: str, models_uri: Path, **train: Any) -> TrainTree:
+    """What a driver is given; of a model of one layer, if `train` names none."""
+    settings = {"model": ONE_LAYER, "epochs": 2, "global_batch_size": 24, "num_streams": 6, **train}
+    return TrainTree(
+        dataset=DatasetConfig(uri=dataset_uri), models=ModelsConfig(uri=str(models_uri)), train=TrainConfig(**settings)
+    )
 
 
 def train_here(
