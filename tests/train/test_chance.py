@@ -38,11 +38,17 @@ def uri(tmp_path_factory) -> str:
     return make_dataset(tmp_path_factory.mktemp("data"), num_images=240, split_fractions=fractions)
 
 
-@EACH_BACKEND
-def test_it_is_reported_and_not_promoted(uri, backend, tmp_path):
+@pytest.fixture
+def guessing(uri, backend, tmp_path):
+    """A training's settings, what it reported and its result."""
     settings = {"model": f"{LATE[backend]}:late_statistics", "epochs": 4, "augment": {"random_flip": False}}
     recorder = Recorder()
-    result = train_here(uri, tmp_path, recorder, **settings)
+    return settings, recorder, train_here(uri, tmp_path, recorder, **settings)
+
+
+@EACH_BACKEND
+def test_it_is_reported_and_not_promoted(guessing, backend, tmp_path):
+    settings, recorder, result = guessing
     assert result.history[-1].train_accuracy > 0.6, "it has not learned"
     [told] = recorder.named("guessing")
     assert (

@@ -241,7 +241,7 @@ def test_a_training_starts_from_an_export(exported, tmp_path):
     assert again.named("resumed") and not again.named("initialized")
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket"])
+@pytest.mark.parametrize("place", ["folder", pytest.param("bucket", marks=pytest.mark.starts("server"))])
 def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(place, tmp_path, tiny_uri, request):
     place = open_store(tmp_path if place == "folder" else request.getfixturevalue("s3_bucket"))
     pin, model = open_dataset(tiny_uri).pin, f"{TORCH_MODELS}:linear"

@@ -38,8 +38,12 @@ OURS = [name for name, each in MODELS.entries.items() if "keras" in each.package
         *(exhaustive(name, (32, 32, channels), id=f"{name}-{channels}") for name in OURS for channels in (1, 3)),
     ],
 )
-def test_every_model_takes_a_step(name, shape_HWC):
-    """ResNet-50 takes ten seconds to compile one."""
+def test_every_model_takes_a_step(request, name, shape_HWC):
+    import tensorflow as tf
+
+    # ResNet-50 takes ten seconds to compile one, a small transformer three.
+    request.addfinalizer(lambda: tf.config.run_functions_eagerly(False))
+    tf.config.run_functions_eagerly(shape_HWC == SHAPE)
     built, step = step_of(TrainConfig(model=name, optimizer="sgd"), shape_HWC)
     assert built.outputs_are_logits and built.compiled_optimizer is None
     before = [np.array(variable) for variable in built.model.trainable_variables]
