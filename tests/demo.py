@@ -44,6 +44,16 @@ class Demo:
         )
 
 
+def _fingerprint() -> str:
+    """Of what scripts/setup.sh has installed from, as it computes it."""
+    script = (REPOSITORY / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    [line] = [line for line in script.splitlines() if line.startswith("fingerprint=")]
+    command = line.removeprefix("fingerprint=$(").removesuffix(")").replace('"$0"', "scripts/setup.sh")
+    return subprocess.run(
+        command, shell=True, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
@@ -54,8 +64,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     (folder / "demo-work" / "images" / "7").mkdir(parents=True)
     (folder / "demo-work" / "images" / "7" / "left_over.jpg").write_bytes(b"x")
     (folder / "demo-work" / "mine.txt").write_text("keep me")
-    # An environment that was not made by scripts/setup.sh is not touched by a test: then it is only the demo itself.
-    is_set_up = any((REPOSITORY / ".venv" / f"setup-{profile}").exists() for profile in ("all", "demo"))
+    # An environment that scripts/setup.sh would change is not touched by a test: then it is only the demo itself.
+    marks = [REPOSITORY / ".venv" / f"setup-{profile}" for profile in ("all", "demo")]
+    is_set_up = any(mark.exists() and mark.read_text().strip() == _fingerprint() for mark in marks)
     by_hand = "{0} -m pipeline.demo && {0} -m pipeline.cli run examples/demo.toml --workdir demo-work"
     command = ["make", "demo"] if is_set_up else ["sh", "-c", by_hand.format(sys.executable)]
     # The outer make's own variables would reach the inner one.
