@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(parent: int, exit_code: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -17,3 +17,8 @@ def die_with_parent(parent: int, exit_code: int, by: signal.Signals = signal.SIG
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it died before we asked
         os._exit(exit_code)
+
+
+def adopt_orphans() -> None:
+    """From now on, a process below this one whose parent ends becomes this one's own child (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

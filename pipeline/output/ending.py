@@ -20,6 +20,7 @@ from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.ending import end_with_script, error_line, print_error, quiet_libraries, report_error
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, start_in_utf8
 from shardmill.jobs.redact import redacted
+from shardmill.parent_death import adopt_orphans
 
 
 def run_app(app: typer.Typer) -> NoReturn:
@@ -94,18 +95,21 @@ def _flush_or_drop() -> None:
 def end_children(patience_seconds: float = 5.0) -> None:
     """End what this process started and did not end: a JVM that was still starting does not notice that we are gone.
 
-    Children of children as well: once the script that starts the JVM is killed, no other process refers to them.
+    Children of children as well: once the script that starts the JVM is killed, no other process refers to them. And
+    what these start meanwhile.
     """
+    adopt_orphans()
     deadline = time.monotonic() + patience_seconds
-    found: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
-        found |= _descendants("self")
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        while any(map(_is_alive, found)) and time.monotonic() < deadline:
+        told: set[int] = set()
+        while found := set(filter(_is_alive, _descendants("self"))):
+            for pid in found - told:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            told |= found
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.05)
-        found = set(filter(_is_alive, found))
         deadline += 1.0
 
 

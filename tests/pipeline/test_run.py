@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from pipeline.running import Run
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
-from tests.lab.commands import BUILD_HERE, SUMMARY_SCHEMA, in_process, last_line, shardmill, start
+from tests.lab.commands import BUILD_HERE, ROOT, SUMMARY_SCHEMA, in_process, last_line, shardmill, start
 from tests.lab.datasets import write_images
 from tests.processes import processes_of_session
 
@@ -125,6 +127,13 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 @pytest.mark.starts("command")
 def test_sigterm_leaves_nothing_half_visible_either(photos: Path, tmp_path: Path):
     interrupt(tmp_path, photos, signal.SIGTERM)
+
+
+@pytest.mark.starts("program")
+def test_what_is_started_while_a_command_ends_ends_with_it():
+    """As Spark's script does, which starts one JVM after the other."""
+    command = subprocess.Popen([sys.executable, "-m", "tests.programs.end_children"], start_new_session=True, cwd=ROOT)
+    assert command.wait(60) == 0 and not processes_of_session(command.pid)
 
 
 @pytest.mark.drill
