@@ -287,3 +287,17 @@ def test_few_samples_are_those_that_were_compared():
     assert "caution: 29 samples" in decide(evaluation(0.9), against, GateConfig()).reason
     assert "caution" not in decide(evaluation(0.9), replace(against, num_samples=FEW_SAMPLES), GateConfig()).reason
     assert "caution" not in decide(evaluation(0.9), Incomparable("too large"), GateConfig()).reason
+
+
+@pytest.mark.parametrize(
+    ("is_damaged", "flags", "decision", "said"),
+    [
+        (False, {}, "kept", "too large; `shardmill promote MODELS --replace-current` promotes without a comparison"),
+        (False, {"replace_current": False}, "kept", "too large; "),
+        (False, {"replace_current": True}, "promoted", "replaced by --replace-current, because too large"),
+        (True, {}, "promoted", "too large, so nothing was compared"),
+    ],
+)
+def test_what_cannot_be_compared_stays_unless_it_is_damaged_or_given_up(is_damaged, flags, decision, said):
+    found = decide(evaluation(0.9), Incomparable("too large", is_damaged=is_damaged), GateConfig(), **flags)
+    assert (found.decision, found.is_passed) == (decision, decision == "promoted") and said in found.reason
