@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,14 +59,18 @@ def test_a_dry_run_changes_nothing_and_says_what_would_go(folder: Path):
     assert files_of(root) - before == {"manifests/00000004.json", "committed/00000004.json"}
 
 
-def test_a_folder_that_is_no_dataset_is_left_alone(tmp_path: Path):
+def test_a_folder_that_is_no_dataset_is_left_alone(tmp_path: Path, faulty: dict[str, Any]):
+    written: list[str] = []
+    faulty["put"] = lambda store, path, data: written.append(path)
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "mine").write_bytes(b"x")
-    for collect in (collect_garbage, plan_gc):
-        with pytest.raises(IntegrityError, match="not a committed dataset"):
-            collect(open_store(tmp_path), Retention(None, 0.0), "gc" if collect is collect_garbage else time.time())
+    store = open_store(f"faulty://{tmp_path}")
+    with pytest.raises(IntegrityError, match="not a committed dataset"):
+        collect_garbage(store, Retention(None, 0.0), "gc")
+    with pytest.raises(IntegrityError, match="not a committed dataset"):
+        plan_gc(store, Retention(None, 0.0), time.time())
     # Not even a lease is written.
-    assert files_of(str(tmp_path)) == {"shards/mine"} and {path.name for path in tmp_path.iterdir()} == {"shards"}
+    assert not written and files_of(str(tmp_path)) == {"shards/mine"}
 
 
 def test_a_file_is_old_once_more_than_the_age_has_passed(folder: Path):

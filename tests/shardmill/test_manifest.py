@@ -161,13 +161,16 @@ def test_digests_cover_the_classes_that_have_an_image():
 
 
 def test_the_content_digest_depends_on_all_that_it_is_given():
-    arguments: list[Any] = [{"image": "binary"}, ("a",), "n", {"train": split(1)}]
-    digest = content_digest(*arguments)
-    others: list[Any] = [{"image": "string"}, ("b",), "m", {"train": split(1, num_rows=2)}]
-    for number, other in enumerate(others):
-        assert content_digest(*arguments[:number], other, *arguments[number + 1 :]) != digest
+    arguments: dict[str, Any] = {"columns": {"image": "binary"}, "classes": ("a",), "normalization_fingerprint": "n",
+                                 "splits": {"train": split(1)}}  # fmt: skip
+    others: dict[str, Any] = {"columns": {"image": "string"}, "classes": ("b",), "normalization_fingerprint": "m",
+                              "splits": {"train": split(1, num_rows=2)}}  # fmt: skip
+    digest = content_digest(**arguments)
+    for name, other in others.items():
+        assert content_digest(**arguments | {name: other}) != digest
     # Of a split its rows count, and how these lie in chunks does not.
-    assert content_digest(*arguments[:3], {"train": split(5).model_copy(update={"num_chunks": 9})}) == digest
+    moved = {"train": split(5).model_copy(update={"num_chunks": 9})}
+    assert content_digest(**arguments | {"splits": moved}) == digest
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ class StandIn:
 
 
 @pytest.fixture
-def horovod(monkeypatch) -> StandIn:
+def horovod(monkeypatch) -> Iterator[StandIn]:
     import horovod as package
 
     standing_in = StandIn()
