@@ -40,7 +40,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "torch smooth": {**_LONG, "model": f"{TORCH_MODELS}:smooth"},
     # Weights that not all ranks use in a step, the first whose gradients are complete among them.
     "routed norms": {**NORMED, "model": f"{TORCH_MODELS}:routed_normed"},
-    "torch head first": {**COMMON, **_HEAD_FIRST, "model": f"{TORCH_MODELS}:smooth"},
     "torch ordinary": {**COMMON, "epochs": 2, "model": ORDINARY_MODEL["torch"]},
     "vit": _VIT,
     "vit averaged": {**_VIT, "ema_decay": 0.9},
@@ -99,10 +98,16 @@ class Row:
         return "mixed_precision" not in self.what
 
     @property
+    def is_smooth(self) -> bool:
+        """Without ReLU and max pooling, where a rounding error may cross a kink: after some steps losses go apart."""
+        return "ordinary" not in self.training
+
+    @property
     def has_telling_weights(self) -> bool:
         """Whether they are sums of gradients: of a gradient that is rounding alone, as of the biases of attention's
         keys, Adam makes whole steps."""
-        return self.is_exact and (self.what.get("optimizer") == "sgd" or "vit" not in self.training)
+        is_sum = self.what.get("optimizer") == "sgd" or "vit" not in self.training
+        return self.is_exact and self.is_smooth and is_sum
 
     @property
     def tolerance(self) -> float:
@@ -177,20 +182,11 @@ def products() -> Iterator[Row]:
             yield Row("keras ordinary" if of_keras else "torch ordinary", name, ranks, ranks)
         if strategy.needs_module:
             yield from (Row(f"vit {precision}", name, 2, 2) for precision in ("bfloat16", "float16"))
+        if strategy.syncs_batch_norm and strategy.synchronous and strategy.allows_world_size(2):
+            yield from (Row("keras norms" if of_keras else "routed norms", name, ranks, ranks) for ranks in (2, 3))
     for devices in (2, 4, 5):
-        yield from (
-            Row(f"keras {what}", "mirrored", 1, 1, {"mirrored": {"num_devices": devices}})
-            for what in ("smooth", "norms")
-        )
-    for name, ranks in (
-        ("torch_ddp", 2),
-        ("torch_ddp", 3),
-        ("horovod", 2),
-        ("horovod", 3),
-        ("multi_worker_mirrored", 2),
-    ):
-        kind = "routed" if name == "torch_ddp" else "keras"
-        yield Row(f"{kind} norms", name, ranks, ranks)
+        how = {"mirrored": {"num_devices": devices}}
+        yield from (Row(training, "mirrored", 1, 1, how) for training in ("keras smooth", "keras norms"))
     for name, ranks, how, shares in LAYOUTS:
         yield Row("vit", name, ranks, ranks, how, shares)
     for name, ranks, _, _ in LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[5]:

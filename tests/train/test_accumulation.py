@@ -85,6 +85,7 @@ def test_each_part_moves_statistics_and_generators_as_a_batch_of_its_own(name):
     assert any((one != other).any() for one, other in zip(state, fresh, strict=True))
 
 
+@pytest.mark.starts("program")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_step_in_parts_needs_the_memory_of_one_part(name):
     """48 images, whose activations are those of a convolution with 128 x 128 x 32 outputs: one by one, then at once."""

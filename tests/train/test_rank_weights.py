@@ -35,6 +35,7 @@ def test_every_stream_has_one_rank_and_shares_follow_the_weights():
     assert [len(each) for each in streams_by_weight([1, 1, 0.5], 10)] == [4, 4, 2]
 
 
+@pytest.mark.starts("ranks")
 def test_the_global_batches_and_losses_stay_the_same(tiny_uri, tmp_path):
     one, watcher = Recorder(), StepWatcher()
     train_here(tiny_uri, tmp_path / "one", one, **CONFIG)
