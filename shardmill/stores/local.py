@@ -192,17 +192,48 @@ def bring_near(name: str) -> None:
             os.close(descriptor)
 
 
+_synced_names: dict[Path, tuple[int, int]] = {}
+"""Folders whose names this process has synced into the folders above them: device and inode."""
+
+
 def _make_folder(folder: Path) -> None:
-    """Make `folder` and its parents; each new name is synced into the folder above: a crash loses none of them."""
+    """Make `folder` and its parents; each name is synced into the folder above: a crash loses none of them."""
+    is_new = True
     try:
         os.mkdir(folder)
     except FileExistsError:
-        return
+        is_new = False
     except FileNotFoundError:
         _make_folder(folder.parent)
         with suppress(FileExistsError):
             os.mkdir(folder)
-    _sync_folder(folder.parent)
+    if is_new or not _is_name_synced(folder):
+        _sync_name(folder, is_new)
+
+
+def _is_name_synced(folder: Path) -> bool:
+    known = _synced_names.get(folder)
+    if known is None:
+        return False
+    found = os.stat(folder)
+    return known == (found.st_dev, found.st_ino)
+
+
+def _sync_name(folder: Path, is_new: bool) -> None:
+    """Also that of each folder above: who has made it may not have synced it yet."""
+    if folder.parent == folder:
+        return
+    try:
+        found = os.stat(folder)
+        _sync_folder(folder.parent)
+    except OSError:
+        # A folder that others have made may lie in one that is not ours to read.
+        if is_new:
+            raise
+    else:
+        _synced_names[folder] = (found.st_dev, found.st_ino)
+        if not _is_name_synced(folder.parent):
+            _sync_name(folder.parent, is_new=False)
 
 
 def _is_removed(folder: Path) -> bool:
@@ -211,6 +242,7 @@ def _is_removed(folder: Path) -> bool:
     except OSError:
         # Not empty, or not ours to remove. Either way the file itself is gone, as asked.
         return False
+    _synced_names.pop(folder, None)
     return True
 
 

@@ -4,8 +4,8 @@ nothing waits for the disk.
 `import keras` takes scikit-learn (and with it most of SciPy) and Matplotlib if they are installed, and the extras of a
 training install neither: of 5 seconds of a rank's start 2 were theirs. All but Keras find both.
 
-No test pulls the plug: what a killed process has written is there, synced or not. A small file that was synced with its
-folder took 4.5 ms, and three processes of tests wait for each other's.
+What a killed process has written is there, synced or not; tests/test_power_loss.py records what is synced. A small
+file that was synced with its folder took 4.5 ms, and three processes of tests wait for each other's.
 """
 
 from __future__ import annotations
