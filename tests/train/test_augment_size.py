@@ -41,14 +41,18 @@ def export(tree: TrainTree):
     return export_training(trained.models_uri, tree.train, trained.result, "run").export
 
 
-def test_training_export_and_predictions_have_one_size(tmp_path):
+@pytest.fixture
+def of_size_20(tmp_path):
     make_dataset(tmp_path, image_size=24)
-    models, gate = str(tmp_path / "models"), GateConfig(min_accuracy=0.5)
-    exported = export(tree_of(tmp_path, 20))
-    record = exported.record
+    make_dataset(tmp_path / "other", image_size=24, num_images=90)
+    return export(tree_of(tmp_path, 20))
+
+
+def test_training_export_and_predictions_have_one_size(of_size_20, tmp_path):
+    models, gate, record = str(tmp_path / "models"), GateConfig(min_accuracy=0.5), of_size_20.record
     assert (record.size, record.image_shape_HWC, record.normalize.image_size) == (20, (20, 20, 3), 24)
     assert record.evaluation is not None and record.evaluation.accuracy > 0.8
-    assert promote_export(models, exported, gate, "run").gate.decision == "promoted"
+    assert promote_export(models, of_size_20, gate, "run").gate.decision == "promoted"
 
     dataset = open_dataset(str(tmp_path / "dataset"))
     stored = {sample.source: sample.image_HWC for sample in read_samples(dataset, "test", 8)}
@@ -59,10 +63,9 @@ def test_training_export_and_predictions_have_one_size(tmp_path):
     assert np.abs(found_N - expected_NK.max(axis=1)).max() < 1e-6
 
     # Another dataset of the same stored size, and a model of another size on the same stored images.
-    make_dataset(tmp_path / "other", image_size=24, num_images=90)
-    on_other = evaluate_on(models, exported, str(tmp_path / "other" / "dataset"), is_new=False).evaluation
+    on_other = evaluate_on(models, of_size_20, str(tmp_path / "other" / "dataset"), is_new=False).evaluation
     assert on_other is not None and on_other.accuracy > 0.8
-    whole = export(tree_of(tmp_path, 0, epochs=5))
+    whole = export(tree_of(tmp_path, 0, epochs=2))
     assert whole.record.image_shape_HWC == (24, 24, 3)
     assert promote_export(models, whole, GateConfig(min_accuracy=0.5), "run").gate.current_figure is not None
 

@@ -53,7 +53,7 @@ def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = 
     return look_at_memory(config, dataset, SparkConfig(), no_input, begun=begun, has_begun=False)
 
 
-@pytest.mark.starts("ranks")
+@pytest.mark.drill
 def test_a_training_short_of_memory_takes_parts_and_continues_with_them(tiny_uri, tmp_path, monkeypatch):
     from tests.train.torch_models import Roomy
 
@@ -154,7 +154,7 @@ def test_a_model_that_ranks_share_is_counted_and_never_whole_on_the_host_of_the_
     assert "train.accumulation_steps = " in reason and not record.note
 
 
-@pytest.mark.starts("ranks")
+@pytest.mark.drill
 def test_counted_bytes_are_those_of_a_measured_step_and_what_cannot_be_counted_is_measured(tiny_uri):
     shared = {"strategy": "torch_fsdp", "num_workers": 2, "launcher": "local", "accumulation_steps": 0}
     dataset, memory = open_dataset(tiny_uri), MemoryConfig(budget_bytes=4 * GIB)

@@ -19,6 +19,7 @@ from train.settings.log import LogConfig
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_run_and_its_second_attempt(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sent, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(sent, "CLOSE_SECONDS", 600.0)
     warned: list[str] = []
     with serving(TrackingApi()) as uri:
         run_ids = []
