@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from etl.checks.boxes_left import check_boxes_left
 from etl.checks.drift import check_drift
 from etl.checks.duplicates import resolve_duplicates
 from etl.checks.limits import check_limits
@@ -60,6 +61,7 @@ def commit_results(
     resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
 
     def check(draft: Manifest) -> None:
+        check_boxes_left(draft)
         check_drift(plan.store, plan.task.config, draft)
         check_lease()
 

@@ -260,10 +260,18 @@ def test_a_table_with_a_row_for_each_box_is_refused(tmp_path: Path) -> None:
 def test_boxes_outside_of_their_images_are_told_from_what_is_cut(
     mode: str, boxes: list[list[float]], found: str | None, tmp_path: Path
 ) -> None:
-    manifest = build_source(of_rows([boxes], tmp_path, format="xywh"), tmp_path / "dataset", resize_mode=mode)
+    source = of_rows([boxes, [[15, 5, 9, 9]]], tmp_path, format="xywh")
+    manifest = build_source(source, tmp_path / "dataset", resize_mode=mode)
     warnings = list(version_warnings(open_store(str(tmp_path / "dataset")), manifest))
     told = [each for each in warnings if "boxes of" in each]
     assert any(re.search(found, each) for each in told) if found else not told
+
+
+def test_a_dataset_that_has_lost_all_boxes_is_refused(tmp_path: Path) -> None:
+    source = of_rows([[[50, 4, 3, 3]], [[1, 1, 3, 3]]], tmp_path, format="xywh")
+    with pytest.raises(UsageError, match="all boxes of the source lie outside of what is kept"):
+        build_source(source, tmp_path / "dataset")
+    assert build_source(source, tmp_path / "dataset", resize_mode="pad").version == 1
 
 
 @pytest.mark.parametrize("name", ["bbox", "json.meta.boxes", "xmin", "keypoints:list<float32>", "bounding_box"])
