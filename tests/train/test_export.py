@@ -285,6 +285,12 @@ def test_users_own_model_classes_are_exported(dataset, tmp_path, model, keras_no
         assert np.abs(np.asarray(loaded(images_of(dataset))["probabilities"]) - probabilities_NK).max() <= 1e-5
 
 
+def test_a_model_whose_configuration_is_drawn_is_built_for_its_export_as_for_its_training(dataset, tmp_path):
+    config = config_of(model=f"{MODELS}:drawn", epochs=1, seed=3)
+    result = trained(dataset, tmp_path, config)
+    assert export_training(str(tmp_path), config, result, "run-1").export.record.weights_sha256 == result.weights_sha256
+
+
 def test_a_model_that_computes_something_else_each_time_is_not_exported(dataset, tmp_path):
     config = config_of(model=f"{MODELS}:moody", epochs=1)
     result = trained(dataset, tmp_path, config)
