@@ -135,7 +135,7 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
         monkeypatch.setattr(module, "count_state", count_once)
     spark, dataset = SparkConfig(), open_dataset(tiny_uri)
     open_to_choose = {
-        "model": "tests.train.torch_models:tiny_vit",
+        "model": "tests.train.torch_models:shallow_vit",
         "num_workers": 2,
         "devices": "cpu",
         "accumulation_steps": 12,
@@ -157,7 +157,7 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
     assert planned(between, strategy="torch_ddp").config.strategy == "torch_ddp", "what is set stays"
     assert plan_memory(tree, between).choice == "torch_fsdp"
     with pytest.raises(
-        UsageError, match=r"tiny_vit' on 2 ranks needs parameters .*, the least of the strategies that auto chooses;"
+        UsageError, match=r"shallow_vit' on 2 ranks needs parameters .*, the least of the strategies that auto chooses;"
     ):
         planned(2**20)
     nothing = plan_memory(tree, 2**20)

@@ -287,3 +287,8 @@ def late_statistics(image_shape, num_classes):
 def tiny_vit(image_shape, num_classes):
     """Attention with four heads, in two blocks; smooth, and with dropout that is drawn by sample."""
     return vit(image_shape, num_classes, dropout=0.1, width=32, num_blocks=2, num_heads=4)
+
+
+def shallow_vit(image_shape, num_classes):
+    """Of DeiT's smallest three blocks: in training its state takes more than its activations."""
+    return vit(image_shape, num_classes, width=192, num_blocks=3, num_heads=3)
