@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardmill
 from shardmill.environments import ENVIRONMENTS
 from shardmill.errors import UsageError
 from tests.lab.datasets import SharedDatasets
+from tests.lab.scale import usually
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 
@@ -44,6 +45,7 @@ def test_an_epoch_has_each_sample_once_at_every_world_size(dataset):
         assert [[each for ids in of_ranks for each in ids[step]] for step in range(len(whole))] == whole
 
 
+@settings(max_examples=usually(12, 500))
 @given(data=st.data())
 def test_a_resumed_loader_continues_with_the_very_next_batch(dataset, data):
     num_steps = len(dataset.batches("train", **BATCH))

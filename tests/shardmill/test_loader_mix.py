@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardmill
@@ -19,6 +19,7 @@ from shardmill.stores import STORES
 from tests.etl import test_extra_columns as extra_columns
 from tests.far_store import ENTRY, SCHEME
 from tests.lab.datasets import make_dataset
+from tests.lab.scale import usually
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 
@@ -48,6 +49,7 @@ def rows_of(loader) -> list[list[tuple[int, int, int, bytes]]]:
     ]
 
 
+@settings(max_examples=usually(12, 500))
 @given(data=st.data())
 def test_every_dataset_gives_its_amount_at_any_world_size_and_after_any_resume(datasets, data):
     amount = st.sampled_from([0.1, 0.35, ("repeat", 1), ("repeat", 2.5), ("choose", 7), ("choose", 100)])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardmill
@@ -21,6 +21,7 @@ from shardmill.errors import UsageError
 from shardmill.loader.sampling import _shared
 from tests.etl import test_extra_columns as extra_columns
 from tests.lab.datasets import SharedDatasets
+from tests.lab.scale import usually
 
 BATCH = {"global_batch_size": 24, "seed": 7, "num_streams": 8}
 CLASSES = ("class_0", "class_1", "class_2")
@@ -59,6 +60,7 @@ def test_plans_of_all_rows_keep_their_names_and_any_selection_changes_them(datas
         every_row.load_state_dict(state)
 
 
+@settings(max_examples=usually(12, 500))
 @given(data=st.data())
 def test_every_selected_row_is_used_exactly_so_often_at_any_world_size_and_after_any_resume(dataset, data):
     weights = {name: data.draw(st.sampled_from([0, 0.3, 1, 2.5, 4]), name) for name in CLASSES}
