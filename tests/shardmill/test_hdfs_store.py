@@ -178,6 +178,7 @@ def test_a_full_quota_is_reported_and_nothing_is_published(hdfs_root: str, hdfs_
     assert [file.path for file in store.list("")] == ["small"] and not list(store.list_unpublished(""))
 
 
+@pytest.mark.starts("program")
 def test_a_namenode_that_is_away_is_reported_at_once():
     told = use_store("hdfs://127.0.0.1:1/data")
     assert told["read"].startswith("StorageError: no NameNode answers at 127.0.0.1:1: Connection refused")
