@@ -238,7 +238,7 @@ def setting(tree: PipelineTree, first: FirstPlan, workdir: str) -> str:
     augment = train.augmentation
     photographs = "" if augment.flips else " (photographs? --set train.augment.images=photographs)"
     return (
-        f"run: images at {tree.etl.described_size}; {train.model} ({_FRAMEWORKS[train.backend]}), "
+        f"run: images at {tree.etl.described_size}; {train.model} ({_FRAMEWORKS.get(train.backend, train.backend)}), "
         f"{counted(train.epochs, 'epoch')}, {ranks}, {_devices(train, tree.spark)}; "
         f"augmentation: {augment.in_words}{photographs}; "
         f"dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"

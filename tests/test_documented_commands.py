@@ -78,7 +78,7 @@ def commands(pages: list[Path], language: str = "bash") -> list[str]:
     """Each once, in the order of the pages."""
     texts = [block.replace("\\\n", "") for page in pages for block in blocks(page, language)]
     lines = [line.partition(" # ")[0].strip() for text in texts for line in text.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line and not line.startswith(ELSEWHERE)))
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith(("#", *ELSEWHERE))))
 
 
 @pytest.mark.parametrize("language", ["bash", "console"])

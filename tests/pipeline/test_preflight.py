@@ -14,10 +14,12 @@ from etl.config import EtlTree
 from etl.job import build_dataset
 from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import Finding, examine
-from pipeline.preflight import check_place, refuse_what_cannot_work
+from pipeline.preflight import FirstPlan, check_place, refuse_what_cannot_work, setting
 from shardmill.errors import StorageError, UsageError
+from shardmill.registry import Entry
 from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import write_images
+from train.backends import BACKENDS
 from train.models.find import find_model
 from train.planning.preflight import check_schema
 
@@ -207,6 +209,14 @@ def test_doctor_shows_what_the_listing_says(tmp_path: Path):
     tree = load_pipeline(str(tmp_path / "images"), ("train.model=absent:build",), str(tmp_path / "work"))
     rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
     assert rows["train.model"].status == "fail" and "absent" in rows["train.model"].found
+
+
+def test_a_run_with_a_backend_of_ones_own_says_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(BACKENDS.entries, "new", Entry("tests.extending_entries:NEW_BACKEND", "added by a test"))
+    (tmp_path / "images").mkdir()
+    own = ("train.backend=new", "train.strategy=tests.extending_entries:NEW_STRATEGY", "train.num_workers=1")
+    tree = load_pipeline(str(tmp_path / "images"), own, str(tmp_path / "work"))
+    assert "small_cnn (new), " in setting(tree, FirstPlan(tree), str(tmp_path / "work"))
 
 
 def test_a_place_is_left_as_it_was(tmp_path: Path):
