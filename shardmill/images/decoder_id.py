@@ -25,8 +25,8 @@ _AVIF = f"+libavif-{features.version('avif')}"
 # 4: made BMPs of sixteen bits a little darker.
 # 5: refused AVIF.
 SERVED_RULES = {3: _AVIF, 4: _AVIF, 5: _AVIF, 6: ""}
-# Files of these names had the pixels of today by older rules; None: whatever was accepted. Of 3 not what may have 16 bits
-# or previews, of 4 not what Pillow decodes since.
+# Files of these names had the pixels of today by older rules; None: whatever was accepted. Of 3 not what may have
+# previews or 16 bits, of 4 not what Pillow decodes since.
 _OF_JPEG_AND_WEBP = frozenset({"jpg", "jpeg", "jpe", "jfif", "webp"})
 EQUAL_SUFFIXES = {3: _OF_JPEG_AND_WEBP, 4: _OF_JPEG_AND_WEBP | {"png", "tif", "tiff"}, 5: None, 6: None}
 DECODER_ID = (
