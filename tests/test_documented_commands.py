@@ -19,7 +19,7 @@ from pipeline.tree import PipelineTree
 from shardmill.checksummed import verified_body
 from shardmill.jobs.config import load_tree
 from tests.demo import Demo
-from tests.etl.test_box_sources import ROWS, as_coco
+from tests.etl.annotations import ROWS, as_coco
 from tests.lab.commands import ENVIRONMENT, shardmill
 from tests.lab.datasets import write_images
 from tests.lab.scale import exhaustive, usually

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.etl.annotations import ROWS, as_jsonl
 from tests.etl.building import build_source
-from tests.etl.test_box_sources import ROWS, as_jsonl
 from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
 

@@ -18,7 +18,7 @@ from pipeline.tree import PipelineTree
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.observer import SilentObserver
 from tests.cifar_files import write_cifar10
-from tests.etl.test_sources_idx import idx_bytes
+from tests.etl.source_files import idx_bytes
 from tests.lab.datasets import build_here, write_images
 from tests.train.training import train_here
 from train.planning.make import plan_training

@@ -5,67 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Mapping
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
-from shardmill.formats.rows import RowSchema
-from shardmill.jobs.config import DatasetConfig
-from shardmill.jobs.observer import WARNING, FieldValue
-from tests.lab.datasets import HERE, write_images
+from tests.etl.appending import At, build
+from tests.lab.datasets import write_images
 from tests.lab.scale import usually
 
-_ETL = EtlConfig(
-    engine=HERE, image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
-    max_reject_fraction=0.5,
-)  # fmt: skip
 # More by these two: the drill of docs/etl.md is 5 and 10.
 NUM_WRITERS = usually(3, 5)
 NUM_ROUNDS = usually(1, 10)
-
-
-class At:
-    """An observer that calls `then` the first time that the event `name` comes."""
-
-    def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self.name, self.then, self.events, self.warnings = name, then, [], []
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        self.events.append(name)
-        if WARNING in fields:
-            self.warnings.append(str(fields[WARNING]))
-        if name == self.name and self.events.count(name) == 1:
-            self.then()
-
-
-def build(
-    folder: Path,
-    source: str,
-    dataset: str = "dataset",
-    *,
-    run_id: str = "run",
-    observer: At | None = None,
-    replace_source: bool = False,
-    check_labels: Callable[[RowSchema], None] | None = None,
-    **etl: object,
-) -> BuildOutcome:
-    tree = EtlTree(
-        source=SourceConfig(uri=str(folder / source)),
-        dataset=DatasetConfig(uri=str(folder / dataset)),
-        etl=_ETL.model_copy(update={"write_mode": "append", **etl}),
-    )
-    return build_dataset(
-        tree, run_id=run_id, observer=observer, replace_source=replace_source, check_labels=check_labels
-    )
 
 
 def write_source(folder: Path, source: str, *, num_images: int = 15, image_size: int = 16) -> None:

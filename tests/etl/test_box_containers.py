@@ -22,11 +22,9 @@ from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Fea
 from shardmill.ids import format_sample_id
 from shardmill.typed_columns import decode_values
 from shardmill.values import Rejection, RejectReason
+from tests.etl.annotations import NUM_IMAGES, ROWS, STORED, as_table, image_of, stored_in
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_box_sources import ROWS, STORED, image_of, stored_in
-from tests.etl.test_masks import NUM_IMAGES, as_table
-from tests.etl.test_sources_tfrecord import write_records
-from tests.etl.test_sources_webdataset import Members, write_tar
+from tests.etl.source_files import Members, write_records, write_tar
 
 
 def as_tar(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,35 +17,13 @@ import shardmill
 from etl.checks.version_warnings import version_warnings
 from etl.config import SourceConfig
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.stores import open_store
 from shardmill.values import RejectReason
+from tests.etl.annotations import BOXES, ROWS, STORED, as_coco, as_jsonl, image_of, stored_in, write_images
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_boxes import drawn
-from tests.etl.test_extra_columns import build
-
-ROWS: list[dict[str, Any]] = [
-    {"boxes": [[14, 2, 22, 10], [20, 4, 39, 12]], "names": ["cat", "dog"]},
-    {"boxes": [[18.5, 5, 22.25, 9]], "names": ["dog"]},
-    {"boxes": [], "names": []},
-    {"boxes": [[0, 0, 3, 3]], "names": ["bird"]},
-]
-STORED = [
-    ([[3.2, 1.6, 9.6, 8.0], [8.0, 3.2, 16.0, 9.6]], ["cat", "dog"]),
-    ([[6.8, 4.0, 9.8, 7.2]], ["dog"]),
-    ([], []),
-    ([], []),
-]
-BOXES = {"field": "boxes", "labels_field": "names"}
-
-
-def as_jsonl(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
-    write_images(folder, len(rows))
-    lines = (json.dumps({"uri": f"{number}.png", **row}) for number, row in enumerate(rows))
-    (folder / "t.jsonl").write_text("\n".join(lines))
-    return SourceConfig.model_validate({"uri": str(folder / "t.jsonl"), "kind": "table", "boxes": BOXES})
+from tests.etl.extra_columns import build
 
 
 def as_csv(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
@@ -84,57 +61,6 @@ def as_hugging_face(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
     pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), folder / "t.parquet")
     boxes = {"field": "objects.bbox", "labels_field": "objects.category", "format": "xywh"}
     return SourceConfig.model_validate({"uri": str(folder / "t.parquet"), "kind": "parquet", "boxes": boxes})
-
-
-def as_coco(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
-    """In the layout of COCO itself: a folder of annotations beside that of the images."""
-    (folder / "val2017").mkdir(exist_ok=True, parents=True)
-    (folder / "annotations").mkdir(exist_ok=True)
-    write_images(folder / "val2017", len(rows))
-    ids = {"bird": 16, "cat": 17, "dog": 18, "none": 1}
-    annotations = [
-        {
-            "id": 7,
-            "image_id": number,
-            "category_id": ids[name],
-            "bbox": [x0, y0, x1 - x0, y1 - y0],
-            "segmentation": [[1]],
-        }
-        for number, row in enumerate(rows)
-        for (x0, y0, x1, y1), name in zip(row["boxes"], row["names"], strict=True)
-    ]
-    crowd = {"id": 8, "image_id": 0, "category_id": 17, "bbox": [0, 0, 40, 20], "iscrowd": 1}
-    content = {
-        "images": [{"id": n, "file_name": f"{n}.png", "width": 40, "height": 20} for n in range(len(rows))],
-        "annotations": [*annotations, crowd],
-        "categories": [{"id": number, "name": name} for name, number in ids.items()],
-    }
-    file = folder / "annotations" / "instances_val2017.json"
-    file.write_text(json.dumps(content))
-    return SourceConfig(uri=str(file), kind="coco")
-
-
-def write_images(folder: Path, count: int) -> None:
-    for number in range(count):
-        (folder / f"{number}.png").write_bytes(image_of(number))
-
-
-def image_of(number: int) -> bytes:
-    return drawn(20, 40, [number, 0, number + 5, 5])
-
-
-def stored_in(manifest: Manifest, dataset: Path, format: str) -> list[tuple[list[list[float]], list[str]]]:
-    """Boxes and the names of their classes, in the order of the sources."""
-    opened = shardmill.open_dataset(f"{dataset}@{manifest.version}")
-    samples = [each for split in manifest.splits for each in opened.samples(split, format=format)]
-    samples.sort(key=lambda sample: sample.source.rpartition("/")[2].rpartition("\0")[2])
-    return [
-        (
-            np.round(each["boxes"].sides.astype(float), 4).tolist(),
-            [opened.class_names[label] for label in each["boxes"].labels],
-        )
-        for each in samples
-    ]
 
 
 @pytest.mark.parametrize("write", [as_jsonl, as_csv, as_hugging_face, as_coco])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,34 +17,10 @@ from shardmill.kernel import shardmill_native
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import decode_values, encode_values
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.etl.annotations import MODES, SHAPES, drawn, found_in
 from tests.etl.building import annotated
 
-SHAPES = ((90, 160), (160, 90), (700, 400), (20, 31))
-MODES = ("crop", "pad", "stretch", "shorter", "longer", "none")
 KERNELS = ("wheels",) if shardmill_native is None else ("wheels", "native")
-RED, GRAY = (250, 10, 10), (128, 128, 128)
-
-
-def drawn(height: int, width: int, box: Sequence[int], orientation: int = 1, form: str = "PNG") -> bytes:
-    """An upright picture of this size with a red rectangle, stored as EXIF's orientation asks for."""
-    pixels_HWC = np.full((height, width, 3), GRAY, np.uint8)
-    x0, y0, x1, y1 = box
-    pixels_HWC[y0:y1, x0:x1] = RED
-    # The inverse of turning upright: flips first, then the exchange of the sides.
-    pixels_HWC = pixels_HWC[:: -1 if orientation in (3, 4, 7, 8) else 1, :: -1 if orientation in (2, 3, 6, 7) else 1]
-    if orientation >= 5:
-        pixels_HWC = pixels_HWC.transpose(1, 0, 2)
-    image, exif, out = Image.fromarray(np.ascontiguousarray(pixels_HWC)), Image.Exif(), io.BytesIO()
-    exif[0x0112] = orientation
-    image.save(out, form, exif=exif, **({"quality": 98, "subsampling": 0} if form == "JPEG" else {}))
-    return out.getvalue()
-
-
-def found_in(image_HWC: np.ndarray) -> tuple[int, int, int, int] | None:
-    """Where pixels are more red than gray: x0, y0, x1, y1."""
-    is_red_HW = image_HWC[..., 0].astype(int) - image_HWC[..., 1] > (RED[0] - RED[1]) // 2
-    rows, columns = np.flatnonzero(is_red_HW.any(1)), np.flatnonzero(is_red_HW.any(0))
-    return (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1) if len(rows) else None
 
 
 def moved(data: bytes, options: NormalizeOptions, values: dict[str, Any]) -> tuple[SourceImage, ImageSample]:

@@ -18,7 +18,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.jobs.config import DatasetConfig
-from tests.etl.test_incremental import _ETL, build, opened, paint
+from tests.etl.incremental import CONFIG, build, opened, paint
 from tests.lab.datasets import write_images
 
 
@@ -70,7 +70,7 @@ def test_a_file_that_is_listed_by_name_alone_is_compared_by_its_bytes(tmp_path: 
     tree = EtlTree(
         source=SourceConfig(uri=str(tmp_path / "table.csv"), kind="table"),
         dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=_ETL.model_copy(update={"detect_changes": "content"}),
+        etl=CONFIG.model_copy(update={"detect_changes": "content"}),
     )
     first = build_dataset(tree, run_id="1").manifest
     # Their bytes may be others each time: that they were read says nothing of the next run.
@@ -78,7 +78,7 @@ def test_a_file_that_is_listed_by_name_alone_is_compared_by_its_bytes(tmp_path: 
         same = build_dataset(tree, run_id=run_id)
         assert (same.manifest.version, same.num_images_read) == (1, 30)
     paint(files[3], random.Random(1))
-    by_name = tree.model_copy(update={"etl": _ETL})
+    by_name = tree.model_copy(update={"etl": CONFIG})
     assert build_dataset(by_name, run_id="2").skipped
     outcome = build_dataset(tree, run_id="3")
     assert (outcome.manifest.version, outcome.num_images_read) == (2, 30)
@@ -97,7 +97,7 @@ def test_the_rows_of_an_archive_that_was_packed_again_stay(tmp_path: Path):
     tree = EtlTree(
         source=SourceConfig(uri=str(tmp_path / "images.tar"), kind="webdataset"),
         dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=_ETL.model_copy(update={"detect_changes": "content"}),
+        etl=CONFIG.model_copy(update={"detect_changes": "content"}),
     )
     build_dataset(tree, run_id="1")
     before = {shard.path for shard in opened(tmp_path).shards}
@@ -122,7 +122,7 @@ def test_rows_of_a_table_that_names_some_splits_are_not_read_again(tmp_path: Pat
     tree = EtlTree(
         source=SourceConfig(uri=str(table), kind="table"),
         dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=_ETL,
+        etl=CONFIG,
     )
     build_dataset(tree, run_id="1")
     # The second is decided by its content from now on, the fourth is not any more.
@@ -164,7 +164,7 @@ def test_a_change_behind_a_copy_that_is_dropped_again_is_noticed(tmp_path: Path)
     tree = EtlTree(
         source=SourceConfig(uri=str(tmp_path / "table.csv"), kind="table"),
         dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=_ETL.model_copy(update={"detect_changes": "content", "duplicates": "drop"}),
+        etl=CONFIG.model_copy(update={"detect_changes": "content", "duplicates": "drop"}),
     )
     build_dataset(tree, run_id="1")
     assert build_dataset(tree, run_id="2").manifest.version == 1

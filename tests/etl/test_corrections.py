@@ -16,7 +16,7 @@ from shardmill.cells import to_cell
 from shardmill.errors import UsageError
 from shardmill.loader.metadata import read_metadata
 from tests.etl.building import Recorder
-from tests.etl.test_incremental import build, opened, tree_for
+from tests.etl.incremental import build, opened, tree_for
 from tests.lab.datasets import write_images
 
 

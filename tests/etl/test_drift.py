@@ -14,7 +14,7 @@ from shardmill.data_faults.drift import Drift
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import DriftLimitExceeded, UsageError
 from shardmill.stores import open_store
-from tests.etl.test_incremental import build, tree_for
+from tests.etl.incremental import build, tree_for
 from tests.lab.datasets import write_images
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import tarfile
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.config import EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome
+from etl.config import SourceConfig
 from etl.sources.extra import ExtraColumns
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import LOOK_COLUMNS, ROWS_SCHEMA, SOURCE_COLUMNS
-from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import OWN_COLUMNS, OWN_NAMES
 from shardmill.formats.tf_example import FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
-from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.batch import NAMES
 from shardmill.loader.metadata import CLASS
 from shardmill.loader.reader import read_split
-from shardmill.loader.samples import read_samples
 from tests.etl.building import images_of, list_images
-from tests.etl.test_incremental import _ETL
-from tests.etl.test_sources import add_member
-from tests.etl.test_sources_webdataset import picture
+from tests.etl.extra_columns import Row, build, stored, write_files
+from tests.etl.source_files import add_member, picture
 
-Row = dict[str, Any]
 TYPES = {"caption": "string", "tags": "list<string>", "age": "int64", "ratio": "float32", "pair": "list<float32>"}
 ROWS: list[Row] = [
     {
@@ -105,12 +97,6 @@ def as_records(folder: Path, rows: list[Row]) -> SourceConfig:
     return SourceConfig(uri=str(folder / "a.tfrecord"), kind="tfrecord", extra_columns=FIELDS)
 
 
-def write_files(folder: Path, count: int) -> None:
-    for number in range(count):
-        if not (folder / f"{number:03d}.png").exists():
-            (folder / f"{number:03d}.png").write_bytes(picture(number))
-
-
 def typed(rows: list[Row]) -> pa.Table:
     kinds = [pa.string(), pa.list_(pa.string()), pa.int32(), pa.float32(), pa.list_(pa.float32(), 2)]
     return pa.Table.from_pylist(rows, schema=pa.schema(list(zip(TYPES, kinds, strict=True))))
@@ -119,20 +105,6 @@ def typed(rows: list[Row]) -> pa.Table:
 WRITERS: list[Callable[[Path, list[Row]], SourceConfig]] = [
     as_csv, as_jsonl, as_table, as_parquet, as_tar, as_records
 ]  # fmt: skip
-
-
-def build(source: SourceConfig, folder: Path, **etl: object) -> BuildOutcome:
-    config = _ETL.model_copy(update={"unit_min_images": 8, **etl})
-    tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(folder)), etl=config)
-    return build_dataset(tree, run_id=uuid.uuid4().hex)
-
-
-def stored(folder: Path) -> dict[str, Row]:
-    """Source key -> extra values, of every row of the latest version, which must verify."""
-    dataset = open_dataset(str(folder))
-    verify_dataset(dataset, deep=True).raise_if_failed()
-    samples = [sample for split in dataset.manifest.splits for sample in read_samples(dataset, split, 1000)]
-    return {sample.source: dict(sample.extra) for sample in samples}
 
 
 def expected(writer: Callable, rows: list[Row]) -> list[Row]:

@@ -12,7 +12,7 @@ from etl.config import SourceConfig
 from etl.sources.file_splits import splits_of
 from shardmill.errors import UsageError
 from tests.etl.building import images_of, list_images
-from tests.etl.test_sources_webdataset import picture, write_tar
+from tests.etl.source_files import picture, write_tar
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 

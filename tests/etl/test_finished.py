@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.driver_memory import unit_result
 from etl.units.finished import Finished
-from tests.etl.test_listing import images, listed
+from tests.etl.listings import images, listed
 
 _NUM_UNITS = 100
 

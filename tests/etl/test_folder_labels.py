@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 
 from etl.checks.facts import inferred_warnings
 from etl.config import EtlTree, SourceConfig
-from etl.listing.listing import Listing
 from etl.plan import plan_build
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
-from tests.etl.building import ETL, images_of, list_images
-from tests.etl.test_masks import mask_of
-from tests.etl.test_sources_webdataset import Members, picture, reasons, write_tar
-from tests.etl.test_sources_zip import zip_bytes, zip_source
+from tests.etl.annotations import mask_of
+from tests.etl.building import ETL, list_images
+from tests.etl.labelled_sources import KINDS, Kind, found, source_of, source_with
+from tests.etl.source_files import picture, reasons, write_tar
 from tests.shardmill.images.make import photo, png
-
-Kind = Literal["folders", "webdataset", "zip"]
-KINDS: tuple[Kind, ...] = ("folders", "webdataset", "zip")
-
-
-def source_of(kind: Kind, folder: Path, *names: str, **keys: object) -> SourceConfig:
-    """The same files as a folder, a tar or a ZIP archive."""
-    return source_with(kind, folder, {name: picture(number) for number, name in enumerate(names)}, **keys)
-
-
-def source_with(kind: Kind, folder: Path, members: Members, **keys: object) -> SourceConfig:
-    if kind == "webdataset":
-        source = write_tar(folder / "a.tar", members)
-    elif kind == "zip":
-        source = zip_source(folder / "a.zip", zip_bytes(members))
-    else:
-        for name, data in members.items():
-            (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "images" / name).write_bytes(data)
-        source = SourceConfig(uri=str(folder / "images"))
-    return source.model_copy(update=keys)
-
-
-def found(listing: Listing) -> Counter[tuple[str | None, str | None]]:
-    return Counter((image.split, image.label) for image in images_of(listing))
 
 
 @pytest.mark.parametrize("kind", KINDS)

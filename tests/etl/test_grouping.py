@@ -32,7 +32,7 @@ from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, ShardInfo, SourceImage
 from tests.etl.building import COLLIDING, images_of
-from tests.etl.test_listing import facts, listed
+from tests.etl.listings import facts, listed
 
 CLASS_NAMES = ("a", "b")
 SCHEMA = RowSchema("raw", (1, 1, 1), CLASS_NAMES)

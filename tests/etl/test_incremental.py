@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from etl.commit import commit_results
-from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.config import SourceConfig
 from etl.job import build_dataset
 from etl.later_runs.carry import carry
 from etl.outcome import BuildOutcome
@@ -25,46 +25,18 @@ from etl.units.copy_unit import copy_rows
 from etl.units.finished import Finished
 from etl.units.shard_rows import RowCopier
 from etl.units.units import CopyUnit, UnitTask
-from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import read_shards
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, StorageError
 from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, SERVED_RULES
-from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import FieldValue, SilentObserver
 from tests.etl.building import Recorder
-from tests.lab.datasets import HERE, write_images
+from tests.etl.incremental import build, opened, paint, tree_for
+from tests.lab.datasets import write_images
 from tests.lab.scale import usually
 
 _SEED = random.SystemRandom().randrange(2**32)
-_ETL = EtlConfig(
-    engine=HERE, image_size=16, encoding="png", unit_min_images=16, chunk_bytes=4_000,
-    formats=("parquet", "tfrecord"), max_reject_fraction=0.5,
-)  # fmt: skip
-
-
-def tree_for(folder: Path, dataset: str = "dataset", **etl: object) -> EtlTree:
-    return EtlTree(
-        source=SourceConfig(uri=str(folder / "images")),
-        dataset=DatasetConfig(uri=str(folder / dataset)),
-        etl=_ETL.model_copy(update=etl),
-    )
-
-
-def build(folder: Path, dataset: str = "dataset", recorder: Recorder | None = None, **etl: object) -> BuildOutcome:
-    return build_dataset(tree_for(folder, dataset, **etl), run_id=uuid.uuid4().hex, observer=recorder)
-
-
-def opened(folder: Path, dataset: str = "dataset") -> Dataset:
-    return open_dataset(str(folder / dataset))
-
-
-def paint(file: Path, rng: random.Random) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(rng.randrange(2**32)).integers(0, 255, (16, 16, 3), np.uint8)
-    assert cv2.imwrite(str(file), pixels)
 
 
 def test_what_an_interrupted_run_has_copied_is_not_copied_again(tmp_path: Path):

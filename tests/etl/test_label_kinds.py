@@ -22,9 +22,8 @@ from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, en
 from shardmill.formats.tfrecord import frame
 from shardmill.loader.reader import read_split
 from tests.etl.building import images_of, list_images
-from tests.etl.test_extra_columns import build, stored, write_files
-from tests.etl.test_sources import add_member
-from tests.etl.test_sources_webdataset import picture
+from tests.etl.extra_columns import build, stored, write_files
+from tests.etl.source_files import add_member, picture
 
 NAMES = ("cat", "dog", "owl")
 LABELS: dict[str, list[Any]] = {

@@ -14,7 +14,7 @@ from etl.plan import plan_build
 from pipeline.output.inspection import describe
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
-from tests.etl.test_incremental import build, opened, tree_for
+from tests.etl.incremental import build, opened, tree_for
 from tests.lab.datasets import write_images
 
 

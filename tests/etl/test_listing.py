@@ -13,46 +13,18 @@ import pytest
 from etl.config import EtlConfig
 from etl.listing import cell_order
 from etl.listing import list_source as listing_module
-from etl.listing.grouping import Group, GroupBy, group_here
-from etl.listing.list_source import list_source
-from etl.listing.listing import Listing
-from etl.sources.listed import ListingBatch, listed_table
+from etl.listing.grouping import GroupBy, group_here
 from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill import ids
 from shardmill.ids import add_digests, format_digest, key_hash
-from shardmill.jobs.observer import SilentObserver
 from shardmill.mix import mix64_array
 from shardmill.stores import STORES
 from shardmill.values import SourceImage
 from tests.counting_store import CALLS, ENTRY, SCHEME
 from tests.etl.building import images_of
+from tests.etl.listings import facts, images, listed
 
 _SEED = random.SystemRandom().randrange(2**32)
-
-
-class Batches:
-    """A source that lists what it is given."""
-
-    uri = "nowhere"
-
-    def __init__(self, batches: list[list[SourceImage]]) -> None:
-        self._batches = batches
-
-    def list(self) -> Iterator[ListingBatch]:
-        return (ListingBatch(listed_table(batch)) for batch in self._batches)
-
-
-def listed(*batches: list[SourceImage], group: Group = group_here) -> Listing:
-    return list_source(Batches(list(batches)), seed=0, max_source_bytes=1_000, observer=SilentObserver(), group=group)
-
-
-def images(num_images: int) -> list[SourceImage]:
-    return [SourceImage(f"c{n % 7}/{n}.jpg", n % 900, mtime_ns=n, label=f"c{n % 7}") for n in range(num_images)]
-
-
-def facts(listing: Listing) -> tuple[object, ...]:
-    units = plan_units(listing, EtlConfig(unit_min_images=50), "config")
-    return (listing.fingerprint, listing.key_sum, listing.probes, listing.class_names, listing.num_listed, units)
 
 
 def test_order_batches_and_segments_change_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError
 from shardmill.ids import canonical_digest
 from shardmill.stores import open_store
-from tests.etl.test_incremental import build, opened, paint, tree_for
+from tests.etl.incremental import build, opened, paint, tree_for
 from tests.lab.datasets import write_images
 
 

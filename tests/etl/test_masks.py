@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -32,33 +31,15 @@ from shardmill.loader.row_source import ReaderOptions
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import encode_values
 from shardmill.values import Rejection, RejectReason, SourceImage
+from tests.etl.annotations import MODES, NUM_IMAGES, SHAPES, as_png, as_table, drawn, found_in, mask_of, places_of
 from tests.etl.building import annotated, build_source, list_images
-from tests.etl.test_boxes import MODES, RED, SHAPES, drawn, found_in
-from tests.etl.test_extra_columns import build
+from tests.etl.extra_columns import build
 from tests.lab.augmentations import AUGMENTATIONS
-
-
-def mask_of(height: int, width: int, box: list[int], value: int = 7, orientation: int = 1) -> bytes:
-    """The mask of `drawn`: one value where its rectangle is, 0 elsewhere."""
-    with Image.open(io.BytesIO(drawn(height, width, box, orientation))) as picture:
-        is_red_HW = np.asarray(picture)[..., 0] == RED[0]
-    return as_png(Image.fromarray(np.where(is_red_HW, value, 0).astype(np.uint8)))
-
-
-def as_png(image: Image.Image, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG", **options)
-    return out.getvalue()
 
 
 def moved(data: bytes, mask: bytes, options: NormalizeOptions) -> Annotated | Rejection:
     source = SourceImage("a.png", len(data), extra=encode_values({"mask": "m.png"}))
     return annotated(source, data, options, mask)
-
-
-def places_of(mask_HW: np.ndarray) -> list[int]:
-    rows, columns = np.flatnonzero(mask_HW.any(1)), np.flatnonzero(mask_HW.any(0))
-    return [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -108,27 +89,6 @@ def test_what_is_no_mask_is_refused() -> None:
     for stored in (b"", good, encode_mask(np.zeros((3, 4), np.uint8))[:-8]):
         with pytest.raises(IntegrityError, match="a stored mask"):
             decode_stored_mask(stored, (3, 4))
-
-
-NUM_IMAGES = 9
-
-
-def as_table(folder: Path, value: int = 7) -> SourceConfig:
-    (folder / "masks").mkdir(exist_ok=True)
-    rows = []
-    for number in range(NUM_IMAGES):
-        box = [10 + number, 8, 30 + number, 20 + number]
-        (folder / f"{number}.png").write_bytes(drawn(64, 64, box))
-        (folder / "masks" / f"{number}-{value}.png").write_bytes(mask_of(64, 64, box, value))
-        rows.append({
-            "uri": f"{number}.png", "outline": f"masks/{number}-{value}.png", "label": "red", "split": "train",
-            "objects": [box],
-        })  # fmt: skip
-    (folder / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    boxes = {"field": "objects"}
-    return SourceConfig.model_validate(
-        {"uri": str(folder / "t.jsonl"), "kind": "table", "mask_field": "outline", "boxes": boxes}
-    )
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,10 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
-from shardmill.errors import UsageError
 from shardmill.formats.tf_example import FeatureValue
 from tests.etl.building import images_of, list_images
-from tests.etl.test_folder_labels import KINDS, Kind, found, source_of
-from tests.etl.test_sources_idx import idx, write_pair
-from tests.etl.test_sources_tfrecord import write_records
-from tests.etl.test_sources_webdataset import labels, picture, reasons, write_tar
-
-
-def refuses(source: SourceConfig, sign: str) -> None:
-    """It has no labels and seems to have some; a dataset without labels can be asked for."""
-    with pytest.raises(UsageError, match=f"would have no labels, and .* seems to have some: .*{sign}"):
-        list_images(source)
-    listing = list_images(source.model_copy(update={"label_kind": "none"}))
-    assert listing.num_images and not listing.class_names
+from tests.etl.labelled_sources import KINDS, Kind, found, refuses, source_of
+from tests.etl.source_files import idx, labels, picture, reasons, write_pair, write_records, write_tar
 
 
 def test_a_class_member_behind_the_first_thousand_or_in_another_archive_is_not_lost(tmp_path: Path):

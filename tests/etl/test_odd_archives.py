@@ -24,9 +24,7 @@ from etl.sources.recognise import recognise
 from etl.sources.zip_data import read_zip_member
 from etl.sources.zip_members import zip_members
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_sources import add_member
-from tests.etl.test_sources_webdataset import labels, picture, samples, write_tar
-from tests.etl.test_sources_zip import zip_bytes, zip_source
+from tests.etl.source_files import add_member, labels, picture, samples, write_tar, zip_bytes, zip_source
 
 MS_DOS, UNIX, NTFS = 0, 3, 10
 

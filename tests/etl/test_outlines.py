@@ -12,7 +12,6 @@ import pytest
 from matplotlib.path import Path as Polygon
 
 import shardmill
-from etl.config import SourceConfig
 from etl.sources.boxes import ANNOTATED_SIZE
 from etl.sources.outlines import OUTLINES
 from etl.units.move_annotations import Annotated
@@ -25,20 +24,14 @@ from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.typed_columns import encode_values
 from shardmill.values import Rejection, SourceImage
+from tests.etl.annotations import MODES, ROWS, drawn, found_in, places_of, rectangle, with_masks
 from tests.etl.building import annotated, build_source, list_images
-from tests.etl.test_box_sources import ROWS, as_coco
-from tests.etl.test_boxes import MODES, drawn, found_in
-from tests.etl.test_extra_columns import build
-from tests.etl.test_masks import places_of
+from tests.etl.extra_columns import build
 
 # Of pycocotools 2.0.11: `encode` of a 7 x 5 mask (height x width) with rows 2 to 4 of columns 1 to 3, and its counts.
 COMPRESSED, COUNTS = "9340005", [9, 3, 4, 3, 4, 3, 9]
 # And of a 70 x 12 mask, whose differences are also negative, and of several characters.
 LONGER = r"X2`1f0000\8cNQI00000:", [72, 48, 22, 48, 22, 48, 290, 3, 67, 3, 67, 3, 67, 3, 77]
-
-
-def rectangle(x0: float, y0: float, x1: float, y1: float) -> list[float]:
-    return [x0, y0, x1, y0, x1, y1, x0, y1]
 
 
 def outline(value: int, *polygons: list[float], is_crowd: bool = False) -> Outline:
@@ -124,17 +117,6 @@ def test_what_is_no_outline_rejects_its_image() -> None:
     ):
         found = moved(data, [[7, 0, region]], size, NormalizeOptions())
         assert isinstance(found, Rejection) and problem in found.detail, region
-
-
-def with_masks(folder: Path, segmentations: dict[int, Any]) -> SourceConfig:
-    """`as_coco` with the outline of each annotation: its box, or of those that are named by number another one."""
-    source = as_coco(folder, ROWS)
-    content = json.loads(Path(source.uri).read_text())
-    for number, each in enumerate(content["annotations"]):
-        x, y, width, height = each["bbox"]
-        each["segmentation"] = segmentations.get(number, [rectangle(x, y, x + width, y + height)])
-    Path(source.uri).write_text(json.dumps(content))
-    return source.model_copy(update={"coco_masks": True})
 
 
 def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:

@@ -24,10 +24,9 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.dataset import open_dataset as open_for_training
 from shardmill.stores import open_store
+from tests.etl.annotations import as_table, with_masks
 from tests.etl.brightness import brightness, mapping, predict
-from tests.etl.test_extra_columns import build
-from tests.etl.test_masks import as_table
-from tests.etl.test_outlines import with_masks
+from tests.etl.extra_columns import build
 from tests.lab.datasets import HERE, build_here, make_dataset, write_images
 
 

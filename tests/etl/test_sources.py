@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import struct
 import tarfile
@@ -28,6 +27,7 @@ from shardmill.formats.tf_example import encode_example
 from shardmill.formats.tfrecord import frame
 from tests.cifar_files import records
 from tests.etl.building import build_source, images_of, list_images
+from tests.etl.source_files import add_member
 from tests.lab.datasets import write_images
 
 Files = list[tuple[Path, str]]
@@ -140,12 +140,6 @@ def as_parts(folder: Path, files: Files) -> SourceConfig:
         "archive": SourceConfig(uri=as_zip(folder, files[1::2]), kind="zip"),
     }
     return SourceConfig(kind="several", parts=parts)
-
-
-def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))
 
 
 WRITERS: dict[str, Callable[[Path, Files], str]] = {

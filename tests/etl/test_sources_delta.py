@@ -17,8 +17,8 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.ids import sample_id_of
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.dataset import open_dataset
+from tests.etl.annotations import mask_of
 from tests.etl.building import ETL, build_source, images_of, list_images
-from tests.etl.test_masks import mask_of
 from tests.lab.datasets import HERE
 from tests.shardmill.images.make import photo, png
 

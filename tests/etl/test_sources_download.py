@@ -20,8 +20,7 @@ from etl.sources.download import Downloader, NotDownloaded, opt_out_of
 from etl.units.read_ahead import read_ahead
 from shardmill.values import RejectReason, SourceImage
 from tests.etl.building import build_source
-from tests.etl.test_sources_table import write_table
-from tests.etl.test_sources_webdataset import picture
+from tests.etl.source_files import picture, write_table
 
 LOCAL = DownloadConfig(allow_private_addresses=True, timeout_seconds=60.0, num_retries=2)
 

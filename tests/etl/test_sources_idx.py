@@ -12,39 +12,14 @@ import cv2
 import numpy as np
 import pytest
 
-from etl.config import SourceConfig
 from etl.sources import SOURCES
 from etl.sources.plain_png import plain_png
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images
+from tests.etl.source_files import idx, idx_bytes, write_pair
 from tests.services.s3 import s3_client
-
-
-def idx_bytes(items: np.ndarray) -> bytes:
-    return struct.pack(f">HBB{items.ndim}I", 0, 8, items.ndim, *items.shape) + items.tobytes()
-
-
-def write_pair(
-    folder: Path, name: str, count: int, packed: bool = False, channels: int = 0, seed: int = 0
-) -> np.ndarray:
-    """`count` small images and their labels from 0 to 2; returns the images."""
-    shape = (count, 8, 6, channels) if channels else (count, 8, 6)
-    images = np.random.default_rng(seed).integers(0, 255, shape, np.uint8)
-    folder.mkdir(exist_ok=True, parents=True)
-    files = {
-        f"{name}-images-idx{images.ndim}-ubyte": images,
-        f"{name}-labels-idx1-ubyte": np.arange(count, dtype=np.uint8) % 3,
-    }
-    for file, items in files.items():
-        data = idx_bytes(items)
-        (folder / f"{file}{'.gz' * packed}").write_bytes(gzip.compress(data, 1) if packed else data)
-    return images
-
-
-def idx(uri: object) -> SourceConfig:
-    return SourceConfig(uri=str(uri), kind="idx")
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (28, 28), (8, 6, 3), (300, 400), (1, 30_000), (65535, 1)])

@@ -19,7 +19,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.values import Rejection
 from tests.etl.building import ETL, build_source, images_of, list_images
-from tests.etl.test_sources_webdataset import picture
+from tests.etl.source_files import picture
 from tests.services.s3 import s3_client
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 import tracemalloc
@@ -23,6 +22,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, SourceImage
 from tests.etl.building import ETL, build_source, images_of, list_images
+from tests.etl.source_files import write_table
 from tests.lab.datasets import write_images
 from tests.lab.scale import usually
 from tests.services.s3 import s3_client
@@ -32,20 +32,6 @@ HF_LABELS = {
         {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
     ).encode()
 }
-
-
-def write_table(file: Path, rows: dict[str, list], metadata: dict[bytes, bytes] | None = None) -> SourceConfig:
-    """The same rows in the format that the name asks for."""
-    table = pa.table(rows).replace_schema_metadata(metadata)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.name.endswith(".parquet"):
-        pq.write_table(table, file, row_group_size=3)
-    elif file.name.endswith(".csv"):
-        pyarrow.csv.write_csv(table, file)
-    else:
-        lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
-        file.write_bytes(gzip.compress(lines.encode()) if file.name.endswith(".gz") else lines.encode())
-    return SourceConfig(uri=str(file), kind="table")
 
 
 def rejected(source: SourceConfig) -> dict[str, str]:

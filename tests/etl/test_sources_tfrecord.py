@@ -23,26 +23,13 @@ from shardmill.formats.tf_example import (
     INT64_LIST,
     FeatureList,
     FeatureValue,
-    encode_example,
     find_values,
     integers_at,
 )
-from shardmill.formats.tfrecord import frame
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_sources_webdataset import picture
+from tests.etl.source_files import picture, record, records, write_records
 from tests.services.s3 import s3_client
-
-
-def write_records(file: Path, records: list[dict[str, FeatureValue]]) -> SourceConfig:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    data = b"".join(frame(encode_example(record)) for record in records)
-    file.write_bytes(gzip.compress(data, 1) if file.name.endswith(".gz") else data)
-    return SourceConfig(uri=str(file), kind="tfrecord")
-
-
-def records(count: int, start: int = 0) -> list[dict[str, FeatureValue]]:
-    return [{"image": picture(start + number), "label": number % 3, "id": b"n%d" % number} for number in range(count)]
 
 
 @pytest.mark.parametrize("name", ["a.tfrecord", "a.tfrecord.gz", "mnist-train.tfrecord-00000-of-00001"])
@@ -129,10 +116,6 @@ def test_empty_and_unpacked_lists_are_read_as_protocol_buffers_say():
 
 def labels_of(listing: Listing) -> Counter[str | None]:
     return Counter(image.label for image in images_of(listing))
-
-
-def record(**features: FeatureValue) -> dict[str, FeatureValue]:
-    return {"image/encoded": picture(0)} | {f"image/class/{name}": value for name, value in features.items()}
 
 
 def test_classes_that_share_a_text_are_distinguished_by_their_number(tmp_path: Path):

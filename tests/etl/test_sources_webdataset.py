@@ -4,59 +4,20 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import tarfile
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
-import cv2
-import numpy as np
 import pytest
 
 from etl.config import SourceConfig
-from etl.listing.listing import Listing
 from etl.sources import SOURCES
 from etl.sources.tar import tar_members
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_sources import add_member
+from tests.etl.source_files import add_member, labels, picture, reasons, samples, write_tar
 from tests.services.s3 import s3_client
-
-Members = dict[str, bytes]
-
-
-def picture(number: int) -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), np.uint8)
-    return cv2.imencode(".png", pixels)[1].tobytes()
-
-
-def write_tar(
-    file: Path, members: Members, mode: Literal["w", "w:gz"] = "w", form: int = tarfile.PAX_FORMAT
-) -> SourceConfig:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(file, mode, format=form) as tar:
-        for name, data in members.items():
-            add_member(tar, name, data)
-    return SourceConfig(uri=str(file), kind="webdataset")
-
-
-def samples(count: int = 40) -> Members:
-    members = {}
-    for number in range(count):
-        members[f"{number:04d}.png"] = picture(number)
-        members[f"{number:04d}.cls"] = str(number % 3).encode()
-        members[f"{number:04d}.json"] = json.dumps({"class": {"name": f"c{number % 3}"}, "id": number}).encode()
-    return members
-
-
-def labels(listing: Listing) -> dict[str, str | None]:
-    return {image.key.partition("\0")[2]: image.label for image in images_of(listing)}
-
-
-def reasons(listing: Listing) -> Counter[str]:
-    return Counter(str(each.reason) for each in listing.rejections)
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

@@ -17,36 +17,8 @@ from etl.sources.zip_members import zip_members
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images
-from tests.etl.test_sources_webdataset import picture
+from tests.etl.source_files import picture, zip_bytes, zip_source
 from tests.services.s3 import s3_client
-
-
-class Unseekable(io.RawIOBase):
-    """Python then writes sizes and checksums behind the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data = bytearray()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.data += data
-        return len(data)
-
-
-def zip_bytes(members: dict[str, bytes], kind: int = zipfile.ZIP_DEFLATED, *, streamed: bool = False) -> bytes:
-    out = Unseekable() if streamed else io.BytesIO()
-    with zipfile.ZipFile(out, "w", kind) as archive:  # pyright: ignore[reportArgumentType]
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return bytes(out.data) if isinstance(out, Unseekable) else out.getvalue()
-
-
-def zip_source(file: Path, data: bytes) -> SourceConfig:
-    file.write_bytes(data)
-    return SourceConfig(uri=str(file), kind="zip")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -10,10 +10,8 @@ from etl.config import SourceConfig
 from shardmill.errors import AccessDenied
 from shardmill.stores.local import LocalStore
 from tests.etl.building import list_images
-from tests.etl.test_folder_labels import KINDS, Kind
-from tests.etl.test_member_signs import refuses
-from tests.etl.test_sources_webdataset import picture, write_tar
-from tests.etl.test_sources_zip import zip_bytes, zip_source
+from tests.etl.labelled_sources import KINDS, Kind, refuses
+from tests.etl.source_files import picture, write_tar, zip_bytes, zip_source
 from tests.services.s3 import s3_client
 
 NAMED = b"file,emotion\n1.jpg,glad\n2.jpg,sad\n3.jpg,sad\n"

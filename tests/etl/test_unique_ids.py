@@ -21,8 +21,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import read_rows
 from shardmill.dataset.verify import verify_dataset
 from tests.etl.building import COLLIDING, images_of
-from tests.etl.test_incremental import build
-from tests.etl.test_listing import images, listed
+from tests.etl.incremental import build
+from tests.etl.listings import images, listed
 
 _MASK = 31
 

@@ -18,7 +18,7 @@ from shardmill.errors import UsageError
 from shardmill.formats.tf_example import FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
 from tests.etl.building import images_of, list_images
-from tests.etl.test_sources_webdataset import picture, write_tar
+from tests.etl.source_files import picture, write_tar
 
 DAY = datetime.date(2020, 1, 1)
 NOON = datetime.datetime(2020, 1, 1, 12, 30)

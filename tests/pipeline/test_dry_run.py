@@ -17,7 +17,7 @@ from pipeline.commands.dry_run import DryRun, dry_run
 from pipeline.config import load_pipeline
 from pipeline.output import screen
 from shardmill.errors import RejectLimitExceeded, StorageError
-from tests.etl.test_incremental import paint
+from tests.etl.incremental import paint
 from tests.lab.datasets import write_images
 from tests.services.faulty_store import FaultyStore
 

@@ -26,8 +26,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.samples import iterate_samples
 from shardmill.values import DatasetPin
+from tests.etl.incremental import tree_for
 from tests.etl.pixels import predict_pixels
-from tests.etl.test_incremental import tree_for
 from tests.lab.commands import ROOT, in_process, last_line
 from tests.lab.datasets import write_images
 

@@ -17,8 +17,8 @@ from shardmill.errors import UsageError
 from shardmill.loader.boxes import BatchBoxes
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.drawn import named_boxes, picture_of
+from tests.etl.annotations import drawn, found_in
 from tests.etl.building import build_source
-from tests.etl.test_boxes import drawn, found_in
 from tests.lab.augmentations import AUGMENTATIONS
 from tests.test_documented_commands import ROOT, blocks
 

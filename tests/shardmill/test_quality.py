@@ -20,9 +20,9 @@ from shardmill.data_faults.quality import Fault, find_faults
 from shardmill.dataset import row_segments
 from shardmill.dataset.open import open_dataset
 from shardmill.loader.samples import Samples
-from tests.etl.test_append import build as append
-from tests.etl.test_incremental import build as build_version
-from tests.etl.test_incremental import opened
+from tests.etl.appending import build as append
+from tests.etl.incremental import build as build_version
+from tests.etl.incremental import opened
 from tests.lab.commands import in_process
 from tests.lab.datasets import build_here
 

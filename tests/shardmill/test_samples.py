@@ -17,7 +17,7 @@ from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.samples import iterate_samples, read_samples
 from tests.etl import test_extra_columns as extra_columns
 from tests.etl import test_label_kinds as label_kinds
-from tests.etl.test_extra_columns import build
+from tests.etl.extra_columns import build
 from tests.lab.datasets import SharedDatasets, make_dataset
 
 

@@ -20,7 +20,7 @@ from shardmill.images.process import process_image
 from shardmill.kernel import resolve_kernel
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, SourceImage
-from tests.etl.test_incremental import build, opened
+from tests.etl.incremental import build, opened
 from tests.shardmill.images.make import with_orientation
 
 _SEED = random.SystemRandom().randrange(2**32)

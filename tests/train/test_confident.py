@@ -19,7 +19,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError
 from shardmill.loader.reader import read_split
-from tests.etl.test_extra_columns import build
+from tests.etl.extra_columns import build
 from tests.train.training import MODELS, train_here
 from train.backends import BACKENDS
 from train.config import TrainConfig

@@ -21,7 +21,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
-from tests.etl.test_extra_columns import build
+from tests.etl.extra_columns import build
 from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import batch_of
