@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.train.ranks import SMOOTH_MODEL
 from tests.train.test_export import config_of, dataset, images_of, trained
@@ -19,6 +20,7 @@ __all__ = ["dataset"]
 PROGRAM = Path(__file__).parents[1] / "programs" / "answers_of_pt2.py"
 
 
+@pytest.mark.starts("program")
 def test_standardization_and_class_names_are_inside(dataset, tmp_path):
     config = config_of(model=SMOOTH_MODEL["torch"], epochs=1)
     record = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run").export.record
