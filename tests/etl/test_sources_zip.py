@@ -32,6 +32,7 @@ def test_members_are_found_and_read_as_zipfile_does(kind: int, streamed: bool):
     assert [read_zip_member(file, each.start, each.size_bytes) for each in found] == list(members.values())
 
 
+@pytest.mark.drill
 def test_more_members_than_the_old_format_counts():
     data = zip_bytes({f"{number}": b"" for number in range(70_000)}, zipfile.ZIP_STORED)
     assert sum(1 for _ in zip_members(io.BytesIO(data), len(data))) == 70_000

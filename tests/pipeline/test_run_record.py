@@ -259,11 +259,15 @@ def test_stages_in_processes_of_their_own_make_one_summary(tmp_path: Path):
 
 
 def test_an_attempt_that_lost_leaves_the_run_what_the_one_that_won_has_recorded(tmp_path: Path):
-    """Both are of one run: a scheduler that loses sight of a task starts it again under the same name."""
+    """Both are of one run: a scheduler that loses sight of a task starts it again under the same name.
+
+    A lease of a remote work folder has lapsed if the first one was suspended.
+    """
 
     def lose() -> None:
-        with recording(RunRecord(str(tmp_path), "r")) as winner:
-            do_stage(winner, "train", sections={"train": {"weights_sha256": "0" * 64}})
+        winner = RunRecord(str(tmp_path), "r")
+        do_stage(winner, "train", sections={"train": {"weights_sha256": "0" * 64}})
+        winner.close()
         raise CommitConflict("attempt 2 began")
 
     lost = RunRecord(str(tmp_path), "r")

@@ -59,12 +59,18 @@ def keys_near(file: Path, call: ast.Call) -> set[str]:
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
-def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields():
-    reported: dict[str, list[set[str]]] = {}
+@pytest.fixture(scope="module")
+def reported() -> dict[str, list[set[str]]]:
+    """The fields of each event that has a sentence, wherever a source reports it."""
+    found: dict[str, list[set[str]]] = {}
     for application in ("etl", "train"):
         for name, file, call in events_in(application):
             if name in SENTENCES:
-                reported.setdefault(name, []).append(keys_near(file, call))
+                found.setdefault(name, []).append(keys_near(file, call))
+    return found
+
+
+def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields(reported: dict[str, list[set[str]]]):
     assert set(reported) == set(SENTENCES)
     for name, sentence in SENTENCES.items():
         fields = {field for _, field, _, _ in Formatter().parse(sentence) if field}

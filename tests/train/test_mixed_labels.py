@@ -79,6 +79,7 @@ def test_a_model_learns_from_mixed_rows(name, tiny_uri, tmp_path):
     assert result.evaluation.accuracy > 0.9
 
 
+@pytest.mark.starts("ranks")
 def test_mixed_steps_are_the_same_on_two_ranks(tiny_uri, tmp_path):
     settings = {"model": LINEAR["torch"], "epochs": 1, "augment": MIXES, "num_streams": 4, "global_batch_size": 24}
     recorder = Recorder()

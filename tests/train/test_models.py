@@ -139,6 +139,7 @@ def test_a_factory_that_does_not_fit_is_refused(factory, message):
         build_model(TrainConfig(model=factory), SHAPE, THREE)
 
 
+@pytest.mark.starts("program")
 def test_modules_of_the_working_directory_come_last(tmp_path):
     (tmp_path / "train.py").write_text("raise RuntimeError('imported the wrong train')")
     (tmp_path / "mine.py").write_text("def model(image_shape, num_classes): ...\n")

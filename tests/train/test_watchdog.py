@@ -239,6 +239,9 @@ def test_what_all_ranks_gave_goes_to_all_and_announces_a_checkpoint_if_it_was_gi
     observer = Events()
     with Watchdog(task_of(2), "none:none", observer, "127.0.0.1") as watchdog:
         ranks = [called(watchdog, rank) for rank in range(2)]
+        for _ in ranks:
+            # Its hello is told once its connection is among those that get answers.
+            watchdog._handle(watchdog._inbox.get(timeout=60))
         for lane, announced in (("main", []), ("aside", [(BEFORE_CHECKPOINT, {"rank": 1})])):
             observer.events.clear()
             for rank in range(2):
