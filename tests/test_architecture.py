@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from functools import cache
 
 import pytest
 
@@ -27,6 +28,7 @@ from tests.import_graph import (
 from train.launching import LAUNCHERS
 from train.strategies import STRATEGIES
 
+NAMES = STRATEGIES.entries.keys() | LAUNCHERS.entries.keys()
 RATCHET = ROOT / "tests" / "architecture_ratchet.json"
 # A file or a function may tell one story; what has no story to tell is far smaller.
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_DEPTH = 600, 120, 7, 9
@@ -58,6 +60,7 @@ def graph() -> None:
     """Read once for all tests of this file: nobody's cost."""
     module_circles()
     type_circles()
+    tests_of_strategies()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,24 +139,33 @@ def test_nothing_unpickles():
     assert not wrong, wrong
 
 
+@cache
+def tests_of_strategies() -> dict[str, ast.Module]:
+    """The test files that name the registries, or some of their entries."""
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    return {
+        file: ast.parse(text)
+        for file, text in sorted(texts.items())
+        if "STRATEGIES" in text or "LAUNCHERS" in text or sum(f'"{name}"' in text for name in NAMES) > 2
+    }
+
+
 def test_strategies_and_launchers_are_multiplied_in_the_array_alone():
     """Who adds a strategy adds a row to tests/train/array.py, never an axis: products are for `make test-all`."""
-    names = STRATEGIES.entries.keys() | LAUNCHERS.entries.keys()
     wrong = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        text = path.read_text(encoding="utf-8")
-        # Most files name none of them: to parse those as well takes seconds.
-        names_some = "STRATEGIES" in text or "LAUNCHERS" in text or sum(f'"{name}"' in text for name in names) > 2
-        for node in ast.parse(text).body if names_some else ():
+    for file, tree in tests_of_strategies().items():
+        for node in tree.body:
             marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
             axes = [mark for mark in marks if isinstance(mark, ast.Call) and "parametrize" in ast.unparse(mark.func)]
             texts = {each.value for axis in axes for each in ast.walk(axis) if isinstance(each, ast.Constant)}
             is_multiplied = len(axes) > 1 or any("product(" in ast.unparse(axis) for axis in axes)
-            is_axis = len(texts & names) > 2 or any(
+            is_axis = len(texts & NAMES) > 2 or any(
                 name in ast.unparse(axis) for axis in axes for name in ("STRATEGIES", "LAUNCHERS")
             )
             if is_axis and is_multiplied and not any("exhaustive" in ast.unparse(mark) for mark in marks):
-                wrong.append(f"{path.relative_to(ROOT)}: {node.name}")
+                wrong.append(f"{file}: {node.name}")
     assert not wrong, wrong
 
 
