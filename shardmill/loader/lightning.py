@@ -44,7 +44,8 @@ def _trainer() -> Any:
     """The trainer whose training asks for a batch in this thread; None if there is none, or for an evaluation."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = type(loop := frame.f_locals.get("self")).__name__
+        loop: Any = frame.f_locals.get("self")
+        name = type(loop).__name__
         if name in ("_TrainingEpochLoop", "_EvaluationLoop") and type(loop).__module__.startswith(_PACKAGES):
             return loop.trainer if name == "_TrainingEpochLoop" else None
         frame = frame.f_back
