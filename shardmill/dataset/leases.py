@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -203,11 +204,36 @@ def collecting(
 
 
 @contextmanager
-def alone(store: Store, purpose: str, *, ttl_seconds: float) -> Iterator[None]:
-    """For the one process that may write below the root of `store`. Raises CommitConflict (exit 6) naming another."""
-    with _held(store, LeaseKind.WRITER, purpose, ttl_seconds) as lease:
-        _refuse_beside(store, lease, list_leases(store, lease.renew()), {LeaseKind.WRITER})
+def alone(
+    store: Store, purpose: str, *, ttl_seconds: float, on_wait: Callable[[str], object], clock: Clock | None = None
+) -> Iterator[None]:
+    """For the one process that may write below the root of `store`. Raises CommitConflict (exit 6) naming another.
+
+    One of another host may have been killed: its lease is waited for until it lapses, or is renewed.
+    """
+    clock = clock or Clock()
+    with _held(store, LeaseKind.WRITER, purpose, ttl_seconds, clock=clock) as lease:
+        first_renewed: dict[str, float] = {}
+        while others := _that_may_live(list_leases(store, now := lease.renew()), lease):
+            for other in others:
+                renewed = now - other.age_seconds
+                if _lives_here(other) or renewed > first_renewed.get(other.path, renewed):
+                    _refuse_beside(store, lease, [other], {LeaseKind.WRITER})
+                if not first_renewed:
+                    on_wait(f"{other.holder} may be at work: its lease is watched for {ttl_seconds:g} s at most")
+                first_renewed.setdefault(other.path, renewed)
+            clock.wait(threading.Event(), 1.0)
         yield
+
+
+def _that_may_live(leases: Iterable[Lease], own: HeldLease) -> list[Lease]:
+    return [each for each in leases if each.is_live and each.path != own.path and _lives_here(each) is not False]
+
+
+def _lives_here(lease: Lease) -> bool | None:
+    """Whether its holder, a process of this host, runs; None for one of another host."""
+    ours = re.search(rf" on {re.escape(socket.gethostname())}, process (\d+)$", lease.holder)
+    return os.path.exists(f"/proc/{ours[1]}") if ours else None
 
 
 def leased_versions(leases: Iterable[Lease]) -> frozenset[int]:

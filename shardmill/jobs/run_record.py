@@ -192,8 +192,8 @@ def _alone(record: RunRecord) -> Iterator[None]:
     """
     root = record.store.local_root
     if root is None:
-        with alone(open_store(join_uri(record.store.uri, f"running/{record.run_id}")), f"run {record.run_id}",
-                   ttl_seconds=_RUN_LEASE_SECONDS):  # fmt: skip
+        place = open_store(join_uri(record.store.uri, f"running/{record.run_id}"))
+        with alone(place, f"run {record.run_id}", ttl_seconds=_RUN_LEASE_SECONDS, on_wait=warn_on_stderr):
             yield
         return
     with open(root / record.folder / EVENTS, "rb") as events:

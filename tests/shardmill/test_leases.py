@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from shardmill.dataset.leases import (
     Collector,
     Lease,
     LeaseKind,
+    alone,
     collecting,
     list_leases,
     reading,
@@ -224,3 +228,43 @@ def test_a_lease_that_is_released_while_leases_are_listed_is_none(tmp_path: Path
 @pytest.mark.parametrize(("age_seconds", "is_live"), [(0.0, True), (10.0, True), (10.5, False)])
 def test_a_lease_is_live_until_its_time_is_over(age_seconds: float, is_live: bool):
     assert Lease("leases/x", LeaseKind.WRITER, "x", None, age_seconds, 10.0).is_live == is_live
+
+
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_one_of_another_host_is_waited_for_until_it_lapses_or_is_seen_to_live(tmp_path: Path, is_renewed: bool):
+    store, said, waited = open_store(tmp_path), list[str](), list[float]()
+    other = tmp_path / "leases" / "writer-0.json"
+    store.put("leases/writer-0.json", json.dumps(
+        {"kind": "writer", "holder": "run r on elsewhere, process 1", "version": None, "ttl_seconds": 30}
+    ).encode())  # fmt: skip
+
+    def wait(ended: threading.Event, seconds: float) -> bool:
+        if seconds != 1.0:
+            return ended.wait()
+        waited.append(seconds)
+        now = time.time() + (10 if is_renewed else -10 * len(waited))
+        os.utime(other, (now, now))
+        return False
+
+    def enter() -> None:
+        with alone(store, "run r", ttl_seconds=30, on_wait=said.append, clock=Clock(wait=wait)):
+            pass
+
+    if is_renewed:
+        with pytest.raises(CommitConflict, match="run r on elsewhere, process 1 is at work"):
+            enter()
+    else:
+        enter()
+    assert len(waited) == (1 if is_renewed else 3) and len(said) == 1
+    assert not [file for file in store.list("leases") if file.path != "leases/writer-0.json"]
+
+
+def test_of_this_host_it_is_known_whether_a_process_lives(tmp_path: Path):
+    store = open_store(tmp_path)
+    holder = f"run r on {socket.gethostname()}, process"
+    for process_id, is_refused in ((2**22 + 1, False), (os.getpid(), True)):
+        body = {"kind": "writer", "holder": f"{holder} {process_id}", "version": None, "ttl_seconds": 30}
+        store.put("leases/writer-0.json", json.dumps(body).encode())
+        with pytest.raises(CommitConflict) if is_refused else nullcontext():
+            with alone(store, "run r", ttl_seconds=30, on_wait=pytest.fail):
+                pass
