@@ -24,8 +24,9 @@ _TESTS = Path(__file__).parents[1]
 COSTS_FILE = _TESTS / "costs.json"
 BUDGET = tomllib.loads((_TESTS / "budget.toml").read_text(encoding="utf-8"))
 _TOLERANCE = 1.15
-# A thread of a core works more slowly while the other one does: a test over its limit is listed, one far over it fails.
-_FAR = 3.0
+# A thread of a core works more slowly while the other one does, and whichever test is the first to compute with a
+# framework pays for its start (up to 3 s): a test over its limit is listed, one far over it fails.
+_FAR = 5.0
 _FRAMEWORKS = frozenset({"tensorflow", "keras", "torch", "jax", "pyspark", "sklearn", "pytorch_lightning"})
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _COST = "processor_seconds"
