@@ -24,7 +24,8 @@ def serving(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     application = Starlette(routes=[Mount("/", StaticFiles(directory=folder, follow_symlink=True))])
-    config = uvicorn.Config(application, log_level="error", timeout_graceful_shutdown=1)
+    # Its own config of logging would close the handlers of others, and absl's closes the stream that pytest captures.
+    config = uvicorn.Config(application, log_config=None, log_level="error", timeout_graceful_shutdown=1)
     config.load()
     config.ssl = tls
     server = uvicorn.Server(config)
