@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,9 +11,18 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.loader.whole_number import whole_number
+from shardmill.registry import install_hint
 
 _LEAST = {"global_batch_size": 1, "num_threads": 1, "num_streams": 1, "world_size": 1, "cache_limit_bytes": 1}
 _WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size", "cache_limit_bytes")
+
+
+def require_framework(loader: str, framework: str, package: str) -> None:
+    """Raises UsageError if `package` cannot be imported: before the first batch, which a thread reads."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(f"{loader} needs {framework}: {error}", "not installed here", install_hint(package)) from None
 
 
 def _check_known(given: Collection[str], known: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import check_annotations, delivered
-from shardmill.loader.arguments import checked
+from shardmill.loader.arguments import checked, require_framework
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import open_caches
 from shardmill.loader.contact_sheet import contact_sheet
@@ -29,7 +29,7 @@ from shardmill.loader.row_source import ReaderOptions, RowOptions
 from shardmill.loader.same_plan import check_same_plan
 from shardmill.loader.samples import Samples
 from shardmill.loader.sampling import ONCE, Sample, select_rows
-from shardmill.loader.torch import Layout, as_tensors, require_torch
+from shardmill.loader.torch import Layout, as_tensors
 from shardmill.loader.torch_device import place_on
 from shardmill.loader.transform import HandOver, check_transform
 from shardmill.typed_columns import label_shape
@@ -126,7 +126,7 @@ class LoadableDataset(Dataset):
         """
         if layout not in ("NCHW", "NHWC"):
             raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "omit it for 'NCHW'")
-        require_torch()
+        require_framework("a torch_loader", "PyTorch", "torch")
         return self._loader(split, partial(as_tensors, layout=layout), reading, place_on(device))
 
     def tf_dataset(self, split: str, *, annotations: bool = False, **reading: Unpack[Reading]) -> Any:
@@ -135,9 +135,9 @@ class LoadableDataset(Dataset):
         `annotations`: in place of labels a dict of `labels`, of `boxes` and `box_labels` as `tf.RaggedTensor`, and of
         `mask`, those that the dataset has. Each iteration is the next epoch, counted from 0.
         """
-        from shardmill.loader.tensorflow import TfTypes, as_tf_dataset, require_tensorflow
+        from shardmill.loader.tensorflow import TfTypes, as_tf_dataset
 
-        require_tensorflow()
+        require_framework("a tf_dataset", "TensorFlow", "tensorflow")
         schema, augment = self.manifest.row_schema, augment_options(reading.get("augment"))
         found = delivered(schema, reading.get("columns")) if annotations else ()
         if annotations and not found:

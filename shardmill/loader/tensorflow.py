@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardmill.errors import UsageError
 from shardmill.loader.batch import NAMES
-from shardmill.registry import install_hint
 from shardmill.typed_columns import BOX_LABELS, BOXES, MASK, NUM_SIDES
 
 if TYPE_CHECKING:
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.loader import Loader
-
-
-def require_tensorflow() -> None:
-    """Raises UsageError if TensorFlow cannot be imported."""
-    try:
-        import tensorflow  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"a tf_dataset needs TensorFlow: {error}", "not installed here", install_hint("tensorflow")
-        ) from None
 
 
 @dataclass(frozen=True, slots=True)

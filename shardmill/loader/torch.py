@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shardmill.errors import UsageError
 from shardmill.loader.batch import LoaderBatch
 from shardmill.loader.boxes import BatchBoxes
-from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -17,16 +15,6 @@ if TYPE_CHECKING:
     from shardmill.values import Batch
 
 Layout = Literal["NCHW", "NHWC"]
-
-
-def require_torch() -> None:
-    """Raises UsageError if PyTorch cannot be imported: before the first batch, which a thread reads."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"a torch_loader needs PyTorch: {error}", "not installed here", install_hint("torch")
-        ) from None
 
 
 def as_tensors(batch: Batch, layout: Layout = "NCHW") -> LoaderBatch:
