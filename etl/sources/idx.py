@@ -1,4 +1,7 @@
-"""IDX files, the format of MNIST and similar datasets: raw pixels in one file, class numbers in another beside it."""
+"""IDX files, the format of MNIST and similar datasets: raw pixels in one file, class numbers in another beside it.
+
+A file is a header of type and shape, then raw big-endian numbers: http://yann.lecun.com/exdb/mnist/
+"""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -7,9 +10,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import struct
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, BinaryIO
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,10 +24,9 @@ import pyarrow.compute as pc
 from etl.sources.columns import listed_rows
 from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone
 from etl.sources.file_splits import splits_of, with_warnings
-from etl.sources.idx_file import IdxFile, open_images, read_labels
-from etl.sources.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IDX_SUFFIXES
-from etl.sources.plain_png import plain_png
+from etl.sources.packing import packing_of, reading, unpacked
 from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
@@ -31,7 +37,10 @@ if TYPE_CHECKING:
 
 # One after the other; a compressed file is unpacked from its start for each block.
 _BLOCK_IMAGES = 4_096
-_BATCH_ROWS = 65_536
+_READ_BYTES = 1 << 20
+_MAX_IMAGES, _MAX_IMAGE_BYTES = 100_000_000, 100_000_000
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
 # The usual ones first; QMNIST has `idx2-int`.
 _LABEL_KINDS = tuple(
     f"idx{dims}-{kind}" for kind in ("ubyte", "int", "short", "byte", "float", "double") for dims in (1, 2)
@@ -47,10 +56,8 @@ class IdxSource:
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[IdxFile]:
-        """Reads images by number, as PNG."""
-        return ContainerReader(
-            self._files.store, open_images, lambda images, image: plain_png(images.read(image.place))
-        )
+        """Reads images by number, as BMP."""
+        return ContainerReader(self._files.store, open_images, lambda images, image: as_bmp(images.read(image.place)))
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file of images, or only some have labels. Damage is a rejection."""
@@ -118,17 +125,26 @@ def _list_pair(
     except FileNotFoundError:
         yield ListingBatch.of_rejections(gone(file))
         return
-    for start in range(0, num_whole, _BATCH_ROWS):
-        rows = np.arange(start, min(start + _BATCH_ROWS, num_whole), dtype=np.int64)
-        yield _listed(rows, file, labels, split)
+    for start in range(0, num_whole, BATCH_ROWS):
+        rows = np.arange(start, min(start + BATCH_ROWS, num_whole), dtype=np.int64)
+        some = None if labels is None else pa.array(labels[rows]).cast(pa.string())
+        yield listed_pixels(file, rows, split, _BLOCK_IMAGES, some)
     if num_whole < images.shape[0]:
         problem = f"it is cut: {num_whole} of its {images.shape[0]} images are there"
         yield ListingBatch.of_rejections(damaged(file, problem))
 
 
-def _listed(rows: np.ndarray, file: StoredFile, labels: np.ndarray | None, split: str | None) -> ListingBatch:
-    num_rows = len(rows)
-    places = pa.array(rows)
+def listed_pixels(
+    file: StoredFile,
+    places_N: np.ndarray,
+    split: str | None,
+    block_images: int,
+    labels: pa.Array | None = None,
+    problems: pa.Array | None = None,
+) -> ListingBatch:
+    """Images of one file by their numbers in it; `labels`, and what is wrong with each if something is."""
+    num_rows = len(places_N)
+    places = pa.array(places_N)
     columns: dict[str, pa.Array] = {
         "key": pc.binary_join_element_wise(file.path, places.cast(pa.string()), "\0"),
         "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
@@ -136,8 +152,103 @@ def _listed(rows: np.ndarray, file: StoredFile, labels: np.ndarray | None, split
         "split": pa.repeat(pa.scalar(split, pa.string()), num_rows),
         "container": pa.repeat(file.path, num_rows),
         "place": places,
-        "block": pa.array(rows // _BLOCK_IMAGES),
+        "block": pa.array(places_N // block_images),
     }
     if labels is not None:
-        columns["label"] = pa.array(labels[rows]).cast(pa.string())
-    return listed_rows(columns, pa.nulls(num_rows, pa.string()), file.path)
+        columns["label"] = labels
+    return listed_rows(columns, pa.nulls(num_rows, pa.string()) if problems is None else problems, file.path)
+
+
+def as_bmp(pixels: np.ndarray) -> bytes:
+    """A file of uint8 pixels, HW or HW3, whose bytes depend on nothing else.
+
+    A compressor's next release would make other bytes, and with them other content hashes and so other splits.
+    """
+    return cv2.imencode(".bmp", pixels[..., ::-1] if pixels.ndim == 3 else pixels)[1].tobytes()
+
+
+@dataclass(slots=True)
+class IdxFile:
+    """An opened file: `dtype` and `shape` are what its header states."""
+
+    file: BinaryIO
+    path: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First byte of the data."""
+    is_packed: bool
+
+    @property
+    def item_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+    def read(self, number: int) -> np.ndarray:
+        """One image: uint8 of shape `shape[1:]`. Raises IntegrityError if the file ends inside it."""
+        with reading(self.path):
+            self.file.seek(self.start + number * self.item_bytes)
+            data = self.file.read(self.item_bytes)
+        if len(data) < self.item_bytes:
+            raise IntegrityError(f"the file ends inside image {number}")
+        return np.frombuffer(data, np.uint8).reshape(self.shape[1:])
+
+    def num_whole(self, size_bytes: int) -> int:
+        """Number of images that a file of this size really contains.
+
+        A packed one is read to its end, where its checksum is compared.
+        """
+        num_bytes = self._unpacked_bytes() if self.is_packed else size_bytes - self.start
+        return min(self.shape[0], num_bytes // self.item_bytes)
+
+    def _unpacked_bytes(self) -> int:
+        expected, num_bytes = self.shape[0] * self.item_bytes, 0
+        # Read until the end is met, or a bomb has shown that it has more than its header states.
+        with reading(self.path):
+            while num_bytes <= expected:
+                data = self.file.read(_READ_BYTES)
+                if not data:
+                    return num_bytes
+                num_bytes += len(data)
+        raise IntegrityError(f"more than the {self.shape[0]} images of its header follow")
+
+
+def open_idx(stream: BinaryIO, file: StoredFile) -> IdxFile:
+    """Raises IntegrityError if the header is none, or claims more than there may be."""
+    with reading(file.path):
+        is_packed, data = packing_of(stream) is not None, unpacked(stream)
+        head = data.read(4)
+        sizes = data.read(4 * head[3]) if len(head) == 4 else b""
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES or not 1 <= head[3] <= 4:
+        raise IntegrityError(f"no IDX file: it begins with {head.hex() or 'nothing'}")
+    if len(sizes) < 4 * head[3]:
+        raise IntegrityError("the file ends inside its header")
+    shape = struct.unpack(f">{head[3]}I", sizes)
+    if shape[0] > _MAX_IMAGES:
+        raise IntegrityError(f"it claims {shape[0]} items, and at most {_MAX_IMAGES} are read")
+    return IdxFile(data, file.path, np.dtype(_TYPES[head[2]]), shape, 4 + 4 * head[3], is_packed)
+
+
+def open_images(stream: BinaryIO, file: StoredFile) -> IdxFile:
+    """A file of pictures. Raises IntegrityError if it is none."""
+    images = open_idx(stream, file)
+    if images.dtype != np.uint8:
+        raise IntegrityError(f"its pixels are {images.dtype.name}, expected uint8 (IDX type 0x08)")
+    is_picture = len(images.shape) == 3 or (len(images.shape) == 4 and images.shape[3] == 3)
+    if not is_picture or not 0 < images.item_bytes <= _MAX_IMAGE_BYTES:
+        raise IntegrityError(f"its shape is {images.shape}, expected (images, height, width) or (..., 3)")
+    return images
+
+
+def read_labels(store: Store, file: StoredFile) -> np.ndarray:
+    """The class number of each image, int64. Raises IntegrityError if the file does not hold one for each."""
+    with open_file(store, file) as stream, reading(file.path):
+        labels = open_idx(stream, file)
+        if prod(labels.shape[1:]) != 1:
+            raise IntegrityError(f"its file of labels has the shape {labels.shape}, expected one number for each image")
+        data = labels.file.read(labels.shape[0] * labels.item_bytes + 1)
+    if len(data) != labels.shape[0] * labels.item_bytes:
+        raise IntegrityError(f"its file of labels has the shape {labels.shape} and {len(data)} bytes of data")
+    numbers = np.frombuffer(data, labels.dtype)
+    if not np.all(np.isfinite(numbers) & (numbers == np.floor(numbers)) & (np.abs(numbers.astype(np.float64)) < 2**53)):
+        raise IntegrityError(f"its labels are {labels.dtype.name} and not whole numbers")
+    return numbers.astype(np.int64)
