@@ -7,9 +7,8 @@ import inspect
 import itertools
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,9 +20,6 @@ class Section(BaseModel):
     """A frozen section of a config or manifest; a key that it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    moved: ClassVar[Mapping[str, str]] = {}
-    """Keys that this section had, and where below it each is now: one that is given is refused with that name."""
 
 
 @dataclass(frozen=True, slots=True)

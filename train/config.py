@@ -7,8 +7,7 @@ its registry entry names (`options`), those of memory, reading, checkpoints, met
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,7 +21,6 @@ from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
 from train.settings.log import LogConfig
 from train.settings.memory import MemoryConfig
 from train.settings.mesh import MeshConfig
-from train.settings.moved import MOVED, is_former_record, read_former_record
 from train.settings.non_finite import NonFiniteConfig
 from train.settings.reading import ReadingConfig
 from train.settings.watch import WatchConfig
@@ -45,8 +43,6 @@ _WithOptions = with_options_of(
 
 class TrainConfig(_WithOptions):
     """How a model is trained. The important keys come first; settings of a single entry have their own section."""
-
-    moved: ClassVar[Mapping[str, str]] = MOVED
 
     model: Annotated[str, OneOf("train.models:MODELS")] = "small_cnn"
     """The model: a name, or your own factory as `package.module:function` (see `standardize`)."""
@@ -131,9 +127,6 @@ class TrainConfig(_WithOptions):
     weight_decay: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], RESUMABLE] = "auto"
     """`adamw`: each step shrinks weights by this times the learning rate; `auto`: 0.05. `sgd`: the factor of
     L2 regularization; `auto`: 0.0001. Biases, norms and position embeddings are excluded."""
-    recipe_version: Annotated[int, DEFAULTED] = Field(default=2, ge=1, le=2)
-    """Rules of the training recipe. 1: the rules before 2026-11-26, for trainings that began with them
-    (docs/training/optimization.md)."""
     ema_decay: Annotated[float, DEFAULTED] = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average (EMA) of the weights, for example 0.999; evaluation and export use EMA
     weights. The first updates use a smaller decay. 0 switches it off."""
@@ -204,15 +197,9 @@ class TrainConfig(_WithOptions):
         return self.strategy != "auto" and load_object("train.strategies:STRATEGIES")[self.strategy].needs_module
 
     @property
-    def is_first_recipe(self) -> bool:
-        """Whether this is a training of the time before `recipe_version`, or one by its rules."""
-        return self.recipe_version == 1
-
-    @property
     def augmentation(self) -> AugmentOptions:
-        """`augment`, with `auto` resolved. In the first recipe all images were mirrored."""
-        always = self.is_first_recipe and self.augment.random_flip == "auto"
-        return self.augment.model_copy(update={"random_flip": always or self.augment.flips})
+        """`augment`, with `auto` resolved."""
+        return self.augment.model_copy(update={"random_flip": self.augment.flips})
 
     @property
     def num_accumulated(self) -> int:
@@ -226,11 +213,6 @@ class TrainConfig(_WithOptions):
         if self.learning_rate_batch_size == 0:
             return self.learning_rate
         return self.learning_rate * self.global_batch_size / self.learning_rate_batch_size
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_former_record(cls, given: Any) -> Any:
-        return read_former_record(given) if isinstance(given, dict) and is_former_record(given) else given
 
     @model_validator(mode="after")
     def _batch_fits_streams(self) -> Self:

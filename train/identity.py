@@ -10,16 +10,12 @@ from pydantic import BaseModel
 
 from shardmill.section import SettingKind, section_of
 from train.config import SHA256_OF_FILE, TrainConfig
-from train.optimizers import recorded_of_optimizer
+from train.optimizers import values_of_optimizer
 from train.settings.kinds import DEFAULTED, DURATION, EXECUTION
-from train.settings.moved import stored_name
 from train.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
-
-_ALWAYS_STORED = ("schedule_step.every_epochs", "schedule_step.factor", "reading.window_budget_bytes")
-"""Settings in sections that every training stores; any other was added after trainings that do not store it."""
 
 
 def fields_of_settings() -> dict[str, FieldInfo]:
@@ -48,34 +44,25 @@ def settings_of(kind: SettingKind) -> frozenset[str]:
 
 
 def settings_that_matter(config: TrainConfig) -> dict[str, str]:
-    """The settings that decide a training's outcome, by the name that is stored -> JSON."""
-    free = settings_of(EXECUTION) | settings_of(DURATION)
-    # Trainings that began when there was one backend do not name it.
-    free |= {"backend"} if config.backend in ("auto", "keras") else set()
+    """The settings that decide a training's outcome, by name -> JSON.
+
+    Those of a section and those declared so are left out at their defaults, so that a new one renames no training.
+    """
     values, defaults = values_of_settings(config), values_of_settings(TrainConfig())
-    free |= {name for name in _defaulted() if values[name] == defaults[name]} | {"recipe_version"}
+    defaulted = settings_of(DEFAULTED).union(name for name in values if "." in name)
+    # Those of the optimizer are the ones that it uses, by their values.
+    free = settings_of(EXECUTION) | settings_of(DURATION) | {"momentum", "weight_decay"}
+    free |= {name for name in defaulted if values[name] == defaults[name]}
     # Between synchronous strategies a training may move: they apply the same updates.
     is_synchronous = config.strategy == "auto" or STRATEGIES[config.strategy].synchronous
     free -= set() if is_synchronous else {"strategy"}
     # A file is what it holds, wherever it lies; one of our exports also knows its classes.
     place, _, digest = config.init_from.rpartition(SHA256_OF_FILE)
     values["init_from"] = f"export {digest}" if re.search(r"@\d+$", place) else digest
-    values["augment"] = _recorded_augmentation(config)
-    matter = {name: value for name, value in values.items() if name not in free} | recorded_of_optimizer(config)
-    return {stored_name(name): json.dumps(value, sort_keys=True) for name, value in matter.items()}
-
-
-def _recorded_augmentation(config: TrainConfig) -> dict[str, Any]:
-    """What is done to images, not what they are declared to be; without options that came later and are not used."""
-    options = config.augmentation
-    first = options.model_dump(include={"random_crop_padding", "random_flip"})
-    return options.model_dump(mode="json", exclude={"images"}, exclude_defaults=True) | first
-
-
-def _defaulted() -> frozenset[str]:
-    """Settings that make no difference at their defaults: all in sections that came after the first trainings, too."""
-    in_sections = (name for name in fields_of_settings() if "." in name and name not in _ALWAYS_STORED)
-    return settings_of(DEFAULTED).union(in_sections)
+    # What is done to images, not what they are declared to be.
+    values["augment"] = config.augmentation.model_dump(mode="json", exclude={"images"}, exclude_defaults=True)
+    matter = {name: value for name, value in values.items() if name not in free} | values_of_optimizer(config)
+    return {name: json.dumps(value, sort_keys=True) for name, value in matter.items()}
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
     point=ExtensionPoint("how gradients change weights", "train.optimizers:Optimizer"),
 )
 
-_FIRST_DEFAULTS = {"momentum": 0.9, "weight_decay": 1e-4}
-"""Defaults of the first recipe, for all optimizers."""
+_SETTINGS = ("momentum", "weight_decay")
 
 
 def not_in(name: str, backend: str) -> UsageError:
@@ -57,43 +56,26 @@ def optimizer_name(config: TrainConfig) -> str:
 
 def momentum_of(config: TrainConfig) -> float:
     """`train.momentum`, or the optimizer's default."""
-    return _values(config)["momentum"]
+    return values_of_optimizer(config)["momentum"]
 
 
 def weight_decay_of(config: TrainConfig) -> float:
     """`train.weight_decay`, or the optimizer's default."""
-    # In the first recipe only AdamW used it.
-    is_unused = config.is_first_recipe and optimizer_name(config) == "sgd"
-    return 0.0 if is_unused else _values(config)["weight_decay"]
+    return values_of_optimizer(config)["weight_decay"]
 
 
-def recorded_of_optimizer(config: TrainConfig) -> dict[str, float]:
-    """Return the optimizer settings that identify a training; the recipe only if it makes a difference.
-
-    What is not used is recorded as in the first recipe, so that trainings of that time keep their names.
-    """
-    makes_difference = bool(_defaults(config)) and not config.is_first_recipe
-    return _values(config) | ({"recipe_version": config.recipe_version} if makes_difference else {})
-
-
-def _values(config: TrainConfig) -> dict[str, float]:
-    defaults = _FIRST_DEFAULTS if config.is_first_recipe else _FIRST_DEFAULTS | _defaults(config)
+def values_of_optimizer(config: TrainConfig) -> dict[str, float]:
+    """The values of those of the settings that the optimizer uses, with `auto` resolved."""
+    optimizer = OPTIMIZERS[optimizer_name(config)]
+    defaults = {name: value for name in _SETTINGS if (value := getattr(optimizer, name)) is not None}
     given = {name: getattr(config, name) for name in defaults}
     return {name: defaults[name] if value == "auto" else float(value) for name, value in given.items()}
 
 
-def _defaults(config: TrainConfig) -> dict[str, float]:
-    """Those of the settings that the optimizer uses."""
-    optimizer = OPTIMIZERS[optimizer_name(config)]
-    defaults = {name: getattr(optimizer, name) for name in _FIRST_DEFAULTS}
-    return {name: value for name, value in defaults.items() if value is not None}
-
-
 def check_optimizer(config: TrainConfig) -> None:
     """Raises UsageError for a setting that the optimizer does not use."""
-    # In the first recipe such a setting was ignored.
-    used = _FIRST_DEFAULTS if config.is_first_recipe else _defaults(config)
-    for name in _FIRST_DEFAULTS:
+    used = values_of_optimizer(config)
+    for name in _SETTINGS:
         if getattr(config, name) != "auto" and name not in used:
             able = [repr(each) for each in OPTIMIZERS if getattr(OPTIMIZERS[each], name) is not None]
             raise UsageError(

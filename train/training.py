@@ -95,13 +95,13 @@ def train_model(
     choice = _choose(tree, first.with_first_weights(init_from), version, fresh_for)
     choice.report(tree.train, observer)
     dataset = open_pinned(choice.dataset)
-    config, begun = choice.by_its_rules(tree.train), read_plan(models, choice.folders)
+    begun = read_plan(models, choice.folders)
     if choice.result is not None:
-        plan = plan_of_finished(config, tree.spark, dataset, begun)
+        plan = plan_of_finished(tree.train, tree.spark, dataset, begun)
         return TrainOutcome(choice.result, models.uri, plan, skipped=True)
 
     # It resumes as it was begun, and must be trainable in the memory that there is.
-    plan = plan_training(config, tree.spark, dataset, begun).with_first_weights(init_from)
+    plan = plan_training(tree.train, tree.spark, dataset, begun).with_first_weights(init_from)
     is_new = begun is None and not choice.has_steps(models)
     plan = with_room(plan, tree.spark, dataset) if is_new else plan
     windows = _check(plan, tree, dataset)
@@ -286,7 +286,7 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
             "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
     models, dataset = open_store(tree.models.uri), open_pinned(choice.dataset)
-    done = plan_of_finished(choice.by_its_rules(tree.train), tree.spark, dataset, read_plan(models, choice.folders))
+    done = plan_of_finished(tree.train, tree.spark, dataset, read_plan(models, choice.folders))
     return TrainOutcome(choice.result, models.uri, done, skipped=True)
 
 

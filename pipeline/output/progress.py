@@ -31,10 +31,6 @@ SENTENCES = {
     "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
     "To finish it: `shardmill train CONFIG --set dataset.uri={dataset}`",
     "train.continues": "train: continuing from {epochs_done} finished epochs to {epochs}: {note}",
-    "train.first_recipe": (
-        "train: resuming {training_dir}, which began with train.recipe_version = 1; use --fresh to train with the "
-        "current version"
-    ),
     "train.other_world_size": (
         "train: the existing result was computed on {world_size} ranks and is valid for {num_workers} too; use "
         "--fresh to train again"

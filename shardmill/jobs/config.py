@@ -201,9 +201,6 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
         owner = _model_at(tree, keys[:-1])
-        moved = owner.moved.get(keys[-1]) if owner is not None and issubclass(owner, Section) else None
-        if moved:
-            return f"config key {name} has moved", f"set {'.'.join([*keys[:-1], moved])}"
         fields = owner.model_fields if owner is not None else {}
         # Sections last: the first keys are those that people change most.
         known = sorted(fields, key=lambda key: section_of(fields[key]) is not None)

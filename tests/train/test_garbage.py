@@ -36,7 +36,7 @@ from train.contracts.values import (
 )
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.planning.auto import resolve
-from train.planning.record import FORMER_CHOICE, FORMER_MEMORY, PLAN, keep_plan, read_plan
+from train.planning.record import PLAN, keep_plan, read_plan
 from train.planning.trainings import FRESH, TRAININGS, FreshTraining
 from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
@@ -157,7 +157,7 @@ def leave_everything(models: Path, number: int, *, fresh: int = 0) -> str:
         assert put_record(store, f"{first}/{FRESH}", fresh, FreshTraining(run_id=f"run-{fresh}"))
         keeps = CheckpointFolder(claim_attempt(store, folder, 1), 1)
         write_checkpoint(keeps, 7, TrainingIdentity(_PIN, "plan", _MODEL, {}), Progress())
-    for name in (PLAN, FORMER_CHOICE, FORMER_MEMORY, INITIALIZED, "later.json", "later/1/x"):
+    for name in (PLAN, "more.json", "most.json", INITIALIZED, "later.json", "later/1/x"):
         store.put(f"{folder}/{name}", b"")
     age(models / first, (100 - number) * _HOUR)
     return folder

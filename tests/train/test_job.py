@@ -120,7 +120,7 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
 def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinished(dataset_uri, tmp_path):
     whole = Recorder()
     expected = train_model(tree_of(dataset_uri, tmp_path / "never_stopped", epochs=1), whole).result
-    tree = tree_of(dataset_uri, tmp_path / "models", epochs=1)
+    tree = tree_of(dataset_uri, tmp_path / "models", epochs=1, backend="keras")
     with pytest.raises(TrainingError, match="stopped here"):
         train_model(tree, Recorder(fail_after_steps=3))
 

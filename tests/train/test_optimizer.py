@@ -127,32 +127,6 @@ def test_what_the_optimizer_of_a_compiled_model_does_not_follow_is_refused():
             build_optimizer(config, built.model, built.compiled_optimizer)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_first_recipe_is_as_it_was(name):
-    """SGD without decay, in Keras with its own momentum; AdamW's decay on every weight."""
-    batch, config = batch_of(SHAPE, num_rows=6), {"recipe_version": 1, "optimizer": "sgd", "momentum": 0.9}
-    one = learner(name, LINEAR[name], **config)
-    expected = both_arrays(one)
-    velocities: list[np.ndarray | float] = [0.0, 0.0]
-    for rate in (0.1, 0.01):
-        addends = one.gradients(batch, 6, 1.0)
-        for place, gradient in enumerate(np.array(each, np.float64) for each in addends[:2]):
-            scale = (1.0, rate) if name == "torch" else (rate, 1.0)
-            velocities[place] = 0.9 * velocities[place] + scale[0] * gradient
-            expected[place] = expected[place] - scale[1] * velocities[place]
-        one.apply(addends, rate)
-    for found, wanted in zip(both_arrays(one), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
-
-    found = []
-    for decay in (0.0, 0.5):
-        one = learner(name, LINEAR[name], recipe_version=1, optimizer="adamw", weight_decay=decay)
-        one.assign(StatePart.WEIGHTS, [np.full_like(each, 0.25) for each in one.arrays(StatePart.WEIGHTS)], "the test")
-        one.apply(one.gradients(batch, 6, 1.0), 0.01)
-        found.append(both_arrays(one)[1])
-    np.testing.assert_allclose(found[1], found[0] - 0.01 * 0.5 * 0.25, rtol=1e-5)
-
-
 def test_clipping_bounds_the_update():
     config = TrainConfig(optimizer="sgd", momentum=0, weight_decay=0, gradient_clip_norm=0.01)
     built, step = step_of(config, SHAPE)

@@ -10,7 +10,6 @@ from pipeline.config_file import to_toml
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_recipe import Dying
 from tests.train.training import DriverRecorder, Killed, tree_of
 from train.config import TrainConfig
 from train.planning.auto import choose_ranks, resolve
@@ -18,6 +17,15 @@ from train.planning.auto_rules import Facts
 from train.planning.changes import Again
 from train.training import finished_training, train_model
 from train.tree import TrainTree
+
+
+class Dying(DriverRecorder):
+    """Ends the training at its sixth step, as a crash would."""
+
+    def step(self, step) -> None:
+        super().step(step)
+        if len(self.steps) == 6:
+            raise Killed
 
 
 @pytest.mark.parametrize("global_batch_size", [1, 5, 24, 30, 64, 67, 100, 256, 1000])
@@ -94,21 +102,6 @@ def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_
     by_hand = tree.model_copy(update={"train": tree.train.model_copy(update={"num_streams": 12})})
     assert train_model(by_hand, DriverRecorder()).skipped is False
     assert train_model(tree, DriverRecorder()).result == anew
-
-
-@pytest.mark.parametrize("recipe_version", [1, 2])
-def test_a_training_that_was_named_by_its_usual_streams_is_resumed(tiny_uri, tmp_path, recipe_version):
-    """Before their number could be left open, it was in the name of each training; and in that of the first recipe."""
-    former = tree_of(
-        tiny_uri, tmp_path / "models", num_streams=8, recipe_version=recipe_version, checkpoint_every_steps=3
-    )
-    with pytest.raises(Killed):
-        train_model(former, Dying())
-    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)
-    resumed = train_model(tree, DriverRecorder()).result
-    assert resumed.resumed_from is not None and finished_training(tree).result == resumed
-    assert train_model(tree, DriverRecorder(), fresh_for="run-1").result.resumed_from is None
-    assert finished_training(tree).result != resumed
 
 
 def test_changed_settings_resume_with_the_streams_that_the_training_had(tiny_uri, tmp_path, monkeypatch):

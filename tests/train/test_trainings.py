@@ -262,7 +262,7 @@ def test_each_channel_is_standardized_by_its_own_mean_and_deviation():
 
 def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
     file = result_file(finished)
-    config = finished.train.model_copy(update={"epochs": finished.train.epochs + 1})
+    config = finished.train.model_copy(update={"epochs": finished.train.epochs + 1, "backend": "keras"})
     store, pin = open_store(finished.models.uri), open_dataset(finished.dataset.uri).pin
     assert choose_training(store, config, pin).continues is not None
     file.write_bytes(file.read_bytes()[:-1])

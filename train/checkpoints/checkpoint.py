@@ -25,7 +25,6 @@ from train.checkpoints.attempts import Attempt
 from train.checkpoints.state import MARKER
 from train.contracts.progress import Progress
 from train.contracts.values import ModelIdentity, from_json
-from train.settings.moved import key_of
 
 _DAMAGED = "restore it from a backup, or train again: a training resumes from its newest complete checkpoint"
 
@@ -47,8 +46,8 @@ class TrainingIdentity:
             found.append(f"dataset: then version {self.dataset.version}, now version {now.dataset.version}")
         for name in sorted(self.settings.keys() | now.settings.keys()):
             then_value, now_value = self.settings.get(name, "absent"), now.settings.get(name, "absent")
-            if then_value != now_value and key_of(name) not in allowed:
-                found.append(f"train.{key_of(name)}: then {then_value}, now {now_value}")
+            if then_value != now_value and name not in allowed:
+                found.append(f"train.{name}: then {then_value}, now {now_value}")
         # Other settings build another model: a difference of the model is reported only if they do not explain it.
         if not found:
             found += self.model.differences(now.model)

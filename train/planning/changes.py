@@ -21,7 +21,6 @@ from train.contracts.values import RESULT, ModelIdentity
 from train.identity import fields_of_settings, settings_of, settings_that_matter
 from train.planning.trainings import TRAININGS, TrainingChoice
 from train.settings.kinds import DURATION, RESUMABLE
-from train.settings.moved import MOVED
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan
@@ -86,8 +85,6 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
     allowed = tuple(part.strip().removeprefix("train.") for name in names for part in name.split(","))
     for name in allowed:
         if name not in safe:
-            if name in MOVED:
-                raise UsageError(f"--allow-change {name}: it has moved", f"expected {MOVED[name]}")
             known = "is not a key of [train]" if name not in fields_of_settings() else "is not safe to change"
             raise UsageError(
                 f"--allow-change {name}: it {known}",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardmill.epoch_plan import num_streams_for
 from shardmill.errors import UsageError
 from shardmill.words import counted
 from train.planning.auto import AUTO, resolve
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import check_spread
 from train.planning.record import PlanRecord, record_of
-from train.planning.trainings import check_streams
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -31,8 +31,15 @@ def plan_training(
     Before there is a `dataset`, nothing follows from its size. `begun`: how an earlier attempt was planned. Raises
     UsageError for what cannot work, and for more ranks than streams of `begun`; nothing is imported that trains.
     """
-    if begun and begun.num_streams and not asked.num_streams:
-        check_streams(asked, begun.num_streams)
+    if begun and not asked.num_streams:
+        if (num_ranks := asked.num_ranks_asked) > begun.num_streams:
+            other = num_streams_for(asked.global_batch_size, num_ranks)
+            raise UsageError(
+                f"{num_ranks} ranks for a training that began with train.num_streams = {begun.num_streams}",
+                "each rank owns at least one stream, and a resumed training keeps its streams",
+                f"set train.num_workers = {begun.num_streams} or less; or train from the beginning with --fresh or "
+                f"train.num_streams = {other}",
+            )
         plan = resolve(asked.model_copy(update={"num_streams": begun.num_streams}), spark, dataset)
         plan = replace(plan, asked=asked, streams_reason=_AS_BEGUN.format(begun.num_streams))
     else:

@@ -37,7 +37,7 @@ class TrainingPlan:
     """Ranks, strategy, launcher, backend, streams, and, once the memory was looked at, microbatches and precision."""
 
     asked: TrainConfig
-    """The config as the user wrote it; a training that began by former rules has theirs."""
+    """The config as the user wrote it."""
     spread: TrainConfig
     """The config with all decisions that do not depend on memory."""
     strategy_reason: str

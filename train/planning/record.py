@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"
 """The `PlanRecord` of a training, in its folder."""
-FORMER_CHOICE, FORMER_MEMORY = "chosen.json", "memory.json"
-"""Names of the two older records, before there was a single one."""
 _ADVICE = "delete it: `auto` is then resolved again, and numbers may differ by rounding"
 
 
@@ -33,8 +31,7 @@ class PlanRecord(Section):
     launcher: str
     launcher_reason: str
     num_workers: int
-    num_streams: int = 0
-    """0 in a record of before it was kept: the number is then among the settings of the training."""
+    num_streams: int
     local_devices: int
     devices: str
     spark_master: str
@@ -67,13 +64,7 @@ def read_plan(store: Store, folders: Sequence[str]) -> PlanRecord | None:
 
     Raises IntegrityError for a record that was altered.
     """
-    for folder in folders:
-        if (found := read_kept(store, [folder], PLAN, PlanRecord, _ADVICE)) is not None:
-            return found
-        if (former := read_kept(store, [folder], FORMER_CHOICE, PlanRecord, _ADVICE)) is not None:
-            memory = read_kept(store, [folder], FORMER_MEMORY, MemoryRecord, _ADVICE)
-            return former.model_copy(update={"memory": memory})
-    return None
+    return read_kept(store, folders, PLAN, PlanRecord, _ADVICE)
 
 
 def keep_plan(store: Store, training_dir: str, plan: TrainingPlan, spark: SparkConfig) -> None:

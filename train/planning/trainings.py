@@ -13,8 +13,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from shardmill.epoch_plan import num_streams_for
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError
 from shardmill.section import Section
 from shardmill.storage import Store
 from shardmill.values import DatasetPin, Nonce
@@ -64,10 +63,6 @@ class TrainingChoice:
     discarded: tuple[Discarded, ...]
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
-    recipe_version: int
-    """Version of the training's rules: those of the config, or the first ones if it began with them."""
-    num_streams: int
-    """Number of streams, if it is part of the training's id; 0 if the plan has it."""
 
     resumes: str = ""
     """The checkpoint of an unfinished training with other settings, from which this one continues."""
@@ -89,22 +84,12 @@ class TrainingChoice:
         """Whether there is a checkpoint to resume from: its own, or that of a shorter training."""
         return self.continues is not None or next(complete_checkpoints(store, self.training_dir), None) is not None
 
-    def by_its_rules(self, config: TrainConfig) -> TrainConfig:
-        """`config`, with the recipe of this training, and with its streams if they name it.
-
-        Raises UsageError for more ranks than streams.
-        """
-        check_streams(config, self.num_streams)
-        return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": self.num_streams})
-
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report facts about other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
             dataset = f"{self.dataset.uri}@{version}"
             fields = {"rank": 0, "version": version, "dataset": dataset, "trains": self.dataset.version}
             observer.event("unfinished", fields)
-        if self.recipe_version != config.recipe_version:
-            observer.event("first_recipe", {"rank": 0, "training_dir": self.training_dir})
         for each in self.discarded:
             fields = {"rank": 0, "path": each.training_dir, "reason": each.reason}
             observer.event("training_discarded", fields)
@@ -139,19 +124,6 @@ class TrainingChoice:
         )
 
 
-def check_streams(config: TrainConfig, num_streams: int) -> None:
-    """Raises UsageError if a training that was begun with so many streams has too few for the ranks; 0: any number."""
-    num_ranks = config.num_ranks_asked
-    if num_streams and num_ranks > num_streams:
-        other = num_streams_for(config.global_batch_size, num_ranks)
-        raise UsageError(
-            f"{num_ranks} ranks for a training that began with train.num_streams = {num_streams}",
-            "each rank owns at least one stream, and a resumed training keeps its streams",
-            f"set train.num_workers = {num_streams} or less; or train from the beginning with --fresh or "
-            f"train.num_streams = {other}",
-        )
-
-
 def training_id(config: TrainConfig, dataset_uri: str, model_source_sha256: str) -> str:
     """16 hex digits over the dataset's root, the model's source and all settings that decide what a step does."""
     content = json.dumps([dataset_uri, model_source_sha256, settings_that_matter(config)], sort_keys=True)
@@ -169,31 +141,8 @@ def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fres
     """Choose what to do on exactly this version: nothing, resume, or start. `fresh_for`: a run that wants a new
     training.
 
-    The newest of several trainings that were asked for counts. If there is none by the rules of `config`, one resumes
-    that was begun by former rules.
+    The newest of several trainings that were asked for counts.
     """
-    choice = _choose_by_rules(store, config, dataset, fresh_for)
-    if fresh_for or choice.has_begun(store):
-        return choice
-    for former in _former_rules(config):
-        begun = _choose_by_rules(store, config.model_copy(update=former), dataset, "")
-        if begun.has_begun(store):
-            return begun
-    return choice
-
-
-def _former_rules(config: TrainConfig) -> list[dict[str, int]]:
-    """The rules that earlier versions applied to the same settings.
-
-    Before `train.num_streams` could be left open, the training's name contained the usual number. Before there were
-    recipes, a training used the first one.
-    """
-    streams = {"num_streams": config.num_streams or num_streams_for(config.global_batch_size)}
-    found = [] if config.num_streams else [streams]
-    return found if config.is_first_recipe else [*found, {**streams, "recipe_version": 1}]
-
-
-def _choose_by_rules(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str) -> TrainingChoice:
     source = source_sha256(config.model)
     first = training_dir(config, dataset, source)
     folder = _newest_attempt(store, first, fresh_for)
@@ -209,8 +158,6 @@ def _choose_by_rules(store: Store, config: TrainConfig, dataset: DatasetPin, fre
         continues=continues,
         discarded=discarded,
         unfinished_versions=_unfinished_versions(first, paths),
-        recipe_version=config.recipe_version,
-        num_streams=config.num_streams,
     )
 
 

@@ -19,9 +19,7 @@ def check_unused(config: TrainConfig) -> None:
             for name, field in type(given).model_fields.items()
             if getattr(given, name) != getattr(defaults, name) and not (may_stay and EXECUTION in field.metadata)
         ]
-        # In the first recipe those of a schedule were ignored.
-        is_ignored = config.is_first_recipe and options.chosen_by == "train.schedule"
-        if set_here and chosen != options.name and not is_ignored:
+        if set_here and chosen != options.name:
             raise UsageError(
                 f"{', '.join(set_here)} with {options.chosen_by} = {chosen!r}",
                 "which does not use it",

@@ -45,9 +45,8 @@ def build_optimizer(config: TrainConfig, model: Any, compiled_optimizer: Any | N
         if create is None:
             raise not_in(name, "keras")
         optimizer = create(config)
-        if not config.is_first_recipe:
-            weights = model.trainable_variables
-            optimizer.exclude_from_weight_decay([each for each in weights if not is_decayed(each.path, each.ndim)])
+        weights = model.trainable_variables
+        optimizer.exclude_from_weight_decay([each for each in weights if not is_decayed(each.path, each.ndim)])
     if config.mixed_precision == "float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if not optimizer.built:
@@ -82,14 +81,10 @@ def _check_unused(config: TrainConfig) -> None:
 
 def sgd(config: TrainConfig) -> Any:
     """Stochastic gradient descent with `train.momentum` and L2 regularization by `train.weight_decay`."""
-    import keras
-
     from train.backends.keras.sgd import Sgd
 
-    momentum, limit = momentum_of(config), config.gradient_clip_norm or None
-    if config.is_first_recipe:
-        return keras.optimizers.SGD(config.base_learning_rate, momentum=momentum, global_clipnorm=limit)
-    return Sgd(config.base_learning_rate, momentum, weight_decay_of(config), limit)
+    limit = config.gradient_clip_norm or None
+    return Sgd(config.base_learning_rate, momentum_of(config), weight_decay_of(config), limit)
 
 
 def adam(config: TrainConfig) -> Any:

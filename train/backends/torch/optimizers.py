@@ -23,14 +23,11 @@ def parameter_groups(config: TrainConfig, weights: list[Any], model: Any, update
     `updated`: what is updated of each weight.
     """
     of_weight = {id(weight): each for weight, each in zip(weights, updated, strict=True)}
-    groups: list[dict[str, Any]] = [{"params": weights}]
-    if not config.is_first_recipe:
-        decayed = {id(weight) for weight in _decayed(model)}
-        left_alone = [weight for weight in weights if id(weight) not in decayed]
-        groups = [
-            {"params": [weight for weight in weights if id(weight) in decayed]},
-            {"params": left_alone, "weight_decay": 0.0},
-        ]
+    decayed = {id(weight) for weight in _decayed(model)}
+    groups: list[dict[str, Any]] = [
+        {"params": [weight for weight in weights if id(weight) in decayed]},
+        {"params": [weight for weight in weights if id(weight) not in decayed], "weight_decay": 0.0},
+    ]
     return [
         {**group, "params": params}
         for group in groups
