@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import BinaryIO
 
 from etl.sources.containers import Containers, damaged, gone
@@ -14,12 +15,12 @@ from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of, listed_table
 from etl.sources.mask_places import in_member
-from etl.sources.member_signs import MemberSigns, with_found, with_listed_signs
-from etl.sources.names import is_utf8
+from etl.sources.names import is_image_name, is_utf8
 from etl.sources.packing import reading
 from etl.sources.stored_file import open_file
 from etl.sources.tar import ArchiveMember
 from etl.sources.tar_samples import FOLDER_LABELS, TarImage, TarLayout, TarReject, read_samples
+from etl.sources.unused_labels import FilesBeside
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.typed_columns import MASK
@@ -73,24 +74,20 @@ class Archives:
         takes_folders = folders.takes_labels and layout.label_field == FOLDER_LABELS
         # Labels that are no classes come as a column.
         takes_none = layout.label_field in ("", FOLDER_LABELS) and self._extra.target is None
-        signs = (
-            MemberSigns(self._format.head, looks_at_folders=not layout.label_field)
-            if folders.takes_labels and takes_none
-            else None
-        )
+        beside = FilesBeside(looks_at_folders=not layout.label_field) if folders.takes_labels and takes_none else None
         splits = splits_of(archive.path for archive in found.containers)
-        batches = batches_of(self._entries(found.containers, layout, signs, splits), lambda: self._extra.types)
-        if signs is not None:
-            batches = with_found(with_listed_signs(batches), lambda: signs.found)
+        batches = batches_of(self._entries(found.containers, layout, beside, splits), lambda: self._extra.types)
+        if beside is not None:
+            batches = beside.noting(batches)
         batches = with_folder_labels(batches, replace(folders, takes_labels=takes_folders))
         yield from with_warnings(batches, splits.look_alikes)
 
     def _entries(
-        self, archives: Sequence[StoredFile], layout: TarLayout, signs: MemberSigns | None, splits: FileSplits
+        self, archives: Sequence[StoredFile], layout: TarLayout, beside: FilesBeside | None, splits: FileSplits
     ) -> Iterator[SourceImage | Rejection]:
         for archive in archives:
             try:
-                yield from self._list(archive, layout, splits.of[archive.path], signs)
+                yield from self._list(archive, layout, splits.of[archive.path], beside)
             except FileNotFoundError:
                 yield gone(archive)
 
@@ -104,7 +101,7 @@ class Archives:
                 return
 
     def _list(
-        self, archive: StoredFile, layout: TarLayout, split: str | None, signs: MemberSigns | None
+        self, archive: StoredFile, layout: TarLayout, split: str | None, beside: FilesBeside | None
     ) -> Iterator[SourceImage | Rejection]:
         """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
         num_images = 0
@@ -115,8 +112,8 @@ class Archives:
                     is_packed = file is not stream
                     block_images = self._format.packed_block_images if is_packed else BLOCK_IMAGES
                     members = self._format.members(file, archive, is_packed)
-                    if signs is not None:
-                        members = signs.noting(members, file, archive.path)
+                    if beside is not None:
+                        members = self._looking(members, file, archive.path, beside)
                     for found in read_samples(members, file, layout):
                         entry = _entry(found, archive, num_images // block_images, split)
                         yield _with_extra(entry, found, self._extra, layout) if self._extra.has_values else entry
@@ -125,6 +122,17 @@ class Archives:
             except IntegrityError as error:
                 detail = f"{error}; the {num_images} images before that are listed"
                 yield damaged(archive, detail)
+
+    def _looking(
+        self, members: Iterable[ArchiveMember], file: BinaryIO, archive: str, beside: FilesBeside
+    ) -> Iterator[ArchiveMember]:
+        """The same members."""
+        for member in members:
+            if member.is_file and is_image_name(member.name):
+                beside.image(member.name)
+            elif member.is_file:
+                beside.other(f"{archive}\0{member.name}", partial(self._format.head, file, member))
+            yield member
 
 
 def _entry(found: TarImage | TarReject, archive: StoredFile, block: int, split: str | None) -> SourceImage | Rejection:

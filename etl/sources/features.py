@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from etl.sources.class_texts import joined
 from etl.sources.class_values import class_of, single_text, text_of
 from etl.sources.columns import choose_column
-from etl.sources.label_signs import named_signs
+from etl.sources.unused_labels import named_signs
 from etl.sources.value_text import EXACT_FLOATS, whole_text
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FeatureList

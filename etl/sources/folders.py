@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from etl.sources.files import FileReader
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of
-from etl.sources.member_signs import with_listed_signs, with_table_signs
 from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
+from etl.sources.unused_labels import FilesBeside
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -40,7 +40,8 @@ class FolderSource:
         """Raises UsageError if there is no folder, or more than one level that may name the classes."""
         rule, batches = FolderRule.of(self._config, is_innermost=False), batches_of(self._found())
         if rule.takes_labels:
-            batches = with_table_signs(with_listed_signs(batches), open_store(self.uri))
+            store = open_store(self.uri)
+            batches = FilesBeside().noting(batches, lambda key, num_bytes: store.read_range(key, 0, num_bytes))
         return with_folder_labels(batches, rule)
 
     def _found(self) -> Iterator[SourceImage | Rejection]:

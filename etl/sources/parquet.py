@@ -28,7 +28,6 @@ from etl.sources.columns import (
 from etl.sources.containers import ContainerReader, Containers, damaged, gone, refused_if_large
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
-from etl.sources.label_signs import column_signs
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import PARQUET_SUFFIXES
@@ -36,6 +35,7 @@ from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column
 from etl.sources.parquet_rows import Blocks, BytesRows
 from etl.sources.row_columns import row_columns
 from etl.sources.stored_file import open_file
+from etl.sources.unused_labels import column_signs
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error

@@ -25,13 +25,13 @@ from etl.sources.columns import (
 from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import look_alikes, with_warnings
-from etl.sources.label_signs import column_signs
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.path_style import PathStyle, beside, without_dots
 from etl.sources.row_columns import column_of, row_columns
 from etl.sources.table_columns import LABEL_COLUMNS, ColumnChoice, TableColumns
 from etl.sources.table_rows import read_rows
+from etl.sources.unused_labels import column_signs
 from etl.sources.uris import UriReader, uri_problems
 from etl.sources.value_text import are_inexact, value_texts, whole_texts
 from shardmill.storage import Store, StoredFile

@@ -55,6 +55,12 @@ def read_rows(
             ) from None
 
 
+def first_rows(head: bytes, table: str) -> pa.Table | None:
+    """Those in the beginning of a table of text. Raises UsageError or ArrowException if it is none."""
+    rows = _READERS[table.lower().rpartition(".")[2]](io.BytesIO(head), table, {})
+    return next((each for each in rows if isinstance(each, pa.Table)), None)
+
+
 def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     parquet = open_columns(stream)
     schema = parquet.schema_arrow

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
+from shardmill.errors import AccessDenied
 from shardmill.formats.tf_example import FeatureValue
+from shardmill.stores.local import LocalStore
 from tests.etl.building import images_of, list_images
-from tests.etl.labelled_sources import KINDS, Kind, found, refuses, source_of
+from tests.etl.labelled_sources import KINDS, Kind, found, refuses, source_of, source_with
 from tests.etl.source_files import idx, labels, picture, reasons, write_pair, write_records, write_tar
+from tests.services.s3 import s3_client
 
 
 def test_a_class_member_behind_the_first_thousand_or_in_another_archive_is_not_lost(tmp_path: Path):
@@ -146,3 +149,91 @@ def test_folders_of_shards_and_splits_with_texts_are_no_classes(names: tuple[str
     assert list_images(write_tar(tmp_path / "a.tar", sidecars(*names))).class_names == ()
     one_each = {f"{name}/{own}": picture(0) for name in names for own in ("image.png", "caption.txt")}
     assert list_images(write_tar(tmp_path / "a.tar", one_each)).class_names == ()
+
+
+NAMED = b"file,emotion\n1.jpg,glad\n2.jpg,sad\n3.jpg,sad\n"
+
+
+def images(*names: str) -> dict[str, bytes]:
+    return {name: picture(place) for place, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["train.csv", "data.tsv"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("1.jpg", "2.jpg", "3.jpg"),
+        ("train/1.jpg", "train/2.jpg", "test/3.jpg"),
+        ("images/1.jpg", "images/2.jpg", "images/3.jpg"),
+        ("train/images/1.jpg", "train/images/2.jpg", "test/images/3.jpg"),
+    ],
+)
+def test_a_table_that_names_the_images_is_not_lost(kind: Kind, name: str, names: tuple[str, ...], tmp_path: Path):
+    text = NAMED.replace(b",", b"\t") if name.endswith(".tsv") else NAMED
+    source = source_with(kind, tmp_path, {**images(*names), name: text})
+    refuses(source, f"{name}.* names the images, with 'emotion' for each")
+    if "images/" in names[0]:
+        assert list_images(source.model_copy(update={"label_level": 1})).class_names == ("images",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"x,y\n1,0\n2,4\n3,0\n",
+        b"x;y\r\n1;0\r\n2;4\r\n3;0\r\n",
+        b"1.jpg,cat\n2.jpg,dog\n",
+        b"id_code,diagnosis\n2,1\n",
+        b"Image Index,finding,width\n7.png,none,64\n",
+        "uri,kind\n1.jpg,cat\n".encode("utf-16"),
+        NAMED + b"4.jpg,sad\n" * 20_000 + b"5.jpg",
+    ],
+)
+def test_the_column_of_names_is_known_by_its_values(text: bytes, tmp_path: Path):
+    refuses(source_with("folders", tmp_path, {**images("1.jpg", "2.jpg", "3.jpg"), "train.csv": text}), "train.csv")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"file\n1.jpg\n",
+        b"file,width,height\n1.jpg,64,64\n2.jpg,64,64\n",
+        b"epoch,loss\n10,0.5\n20,0.25\n",
+        b"file,caption\n" + b"".join(b"%d.jpg,text %d\n" % (place, place) for place in range(9)),
+        picture(3) + b"\0,\0\n",
+    ],
+)
+def test_other_tables_end_nothing(kind: Kind, text: bytes, tmp_path: Path):
+    source = source_with(kind, tmp_path, {**images("1.jpg", "2.jpg", "3.jpg"), "notes.csv": text})
+    assert list_images(source).num_images == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_beside_class_folders_ends_nothing(kind: Kind, tmp_path: Path):
+    source = source_with(kind, tmp_path, {**images("cat/1.jpg", "dog/2.jpg"), "train.csv": NAMED})
+    assert list_images(source).class_names == ("cat", "dog")
+
+
+def test_one_class_folder_without_signs_is_a_class(tmp_path: Path):
+    assert list_images(source_with("folders", tmp_path, images("cat/1.jpg", "cat/2.jpg"))).class_names == ("cat",)
+
+
+def test_a_table_in_a_bucket_is_looked_at(tmp_path: Path, s3_bucket: str, s3_server: str):
+    for name, data in {**images("pile/images/1.jpg", "pile/images/2.jpg"), "pile/train.csv": NAMED}.items():
+        s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=name, Body=data)
+    refuses(SourceConfig(uri=f"{s3_bucket}/pile"), "train.csv.* names the images")
+
+
+def test_a_table_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read_range = LocalStore.read_range
+
+    def refuse(store: LocalStore, path: str, start: int, num_bytes: int) -> bytes:
+        if path == "train.csv":
+            raise AccessDenied("no permission")
+        return read_range(store, path, start, num_bytes)
+
+    source = source_with("folders", tmp_path, {**images("1.jpg", "2.jpg"), "train.csv": NAMED})
+    monkeypatch.setattr(LocalStore, "read_range", refuse)
+    assert list_images(source).num_images == 2
