@@ -25,7 +25,6 @@ from shardmill.stores.local import LocalStore
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.config import TrainConfig
-from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.launching.inline import INLINE
@@ -37,10 +36,8 @@ from train.reporting.trackers.sent import SentTracker
 from train.schedules import STEP
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective, SingleCollective
-from train.strategies.exchanges import Assumed, Exchanged, Work
 from train.strategies.held import Held, num_bytes
 from train.strategies.member import Member
-from train.strategies.network import all_gather, reduce_scatter
 from train.strategies.replicated import replicated
 from train.strategies.sharded.device_mesh import device_mesh_of
 from train.strategies.sharded.member import ShardedMember, Sharding
@@ -129,28 +126,13 @@ def held_by_new_shared(config: TrainConfig, module: Any) -> Held:
     return Held(shapes, shapes, module, gathered_bytes=2 * whole)
 
 
-def gathers_at_once(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
-    """All weights before the forward pass, all gradients behind the backward pass."""
-    if mesh.fsdp == 1:
-        return Exchanged(exposed=assumed.allreduce_seconds(mesh, "data", work.gradient_bytes))
-    group = assumed.group(mesh, "fsdp")
-    of_shards = assumed.allreduce_seconds(mesh, "data", work.gradient_bytes / mesh.fsdp)
-    gathered, scattered = all_gather(group, work.weight_bytes), reduce_scatter(group, work.gradient_bytes)
-    return Exchanged(exposed=gathered + scattered + of_shards)
-
-
 NEW_SHARED_STRATEGY = Strategy(
     backends=("torch",),
     synchronous=True,
     exact_resume=True,
     max_world_size=None,
     join=join_new_shared,
-    shared_model=SharedModel(axes=("fsdp",), held=held_by_new_shared, exchanges=gathers_at_once),
-)
-# Its ranks divide layers, and it names no other strategy.
-NEW_LAYERS_STRATEGY = replace(
-    NEW_SHARED_STRATEGY,
-    shared_model=SharedModel(axes=("tensor",), held=held_by_new_shared, exchanges=gathers_at_once),
+    shared_model=SharedModel(axes=("fsdp",), held=held_by_new_shared),
 )
 NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
 NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new, join=replicated(join_new))

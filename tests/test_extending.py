@@ -28,9 +28,6 @@ from shardmill.registry import Entry, OneOf, Registry, install_hint, load_object
 from tests.lab.commands import ENVIRONMENT, in_process
 from tests.lab.datasets import write_images
 from tests.quick_start import FOLDER
-from train.contracts.mesh_shape import MeshShape
-from train.planning.scaling_run import drawn_strategy
-from train.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENDING = ROOT / "docs" / "extending.md"
@@ -174,18 +171,6 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     run("train", dataset, "--workdir", "work", "--run-id", "shared", *options)
     summary = json.loads((tmp_path / "work/runs/shared/summary.json").read_text())
     assert summary["train"]["strategy"] == "new_shared" and summary["train"]["world_size"] == 2
-
-
-def test_a_new_strategy_says_whose_curve_its_report_draws(monkeypatch: pytest.MonkeyPatch):
-    """The report names no strategy: one process under another name draws what several would exchange, and a strategy
-    that divides layers and says nothing has a curve only where it divides them."""
-    for name in ("NEW_STRATEGY", "NEW_LAYERS_STRATEGY"):
-        monkeypatch.setitem(STRATEGIES.entries, name.lower(), Entry(f"{ENTRIES}:{name}", "added by a test"))
-    alone = train.config.TrainConfig(strategy="new_strategy", backend="keras")
-    assert drawn_strategy(alone, MeshShape()) == "horovod"
-    layers = train.config.TrainConfig(strategy="new_layers_strategy", backend="torch")
-    meshes = (MeshShape(), MeshShape(data=2), MeshShape(tensor=2))
-    assert [drawn_strategy(layers, mesh) for mesh in meshes] == [None, None, "new_layers_strategy"]
 
 
 def test_a_users_own_objects_need_no_entry(tmp_path: Path):

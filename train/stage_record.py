@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -14,7 +14,6 @@ from train.contracts.values import TrainResult
 from train.evaluation.evaluate import evaluation_section
 from train.initialization.match_weights import Initialized
 from train.planning.memory import model_size
-from train.planning.scaling_run import scaling_of_run
 from train.rank.initialize import read_initialized
 from train.restarts import Restart
 
@@ -67,7 +66,6 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
         detail={
             "history": plain["history"],
             "evaluation": plain["evaluation"],
-            "scaling": _scaling(outcome),
         },
     )
 
@@ -78,8 +76,3 @@ def _reason(outcome: TrainOutcome) -> str:
     available = outcome.plan.fitted.available if outcome.plan.fitted else ""
     within = f"; a rank may use {available}" if available else ""
     return f"{outcome.plan.reason}; {size}{within}" if size else outcome.plan.reason
-
-
-def _scaling(outcome: TrainOutcome) -> dict[str, Any] | None:
-    store, result = open_store(outcome.models_uri), outcome.result
-    return scaling_of_run(outcome.plan.config, outcome.rank_times, store, result.last_checkpoint, result.blocks)

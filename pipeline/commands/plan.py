@@ -19,20 +19,8 @@ if TYPE_CHECKING:
 WorldSize = Annotated[
     int | None, typer.Option(metavar="N", help="Number of ranks, instead of train.num_workers.", min=1)
 ]
-Bandwidth = Annotated[
-    float, typer.Option(metavar="GBIT", help="Network bandwidth between two ranks, in Gbit/s.", min=0.001)
-]
 Memory = Annotated[
     str, typer.Option(metavar="SIZE", help="Compare strategies by memory: that of a rank's device, such as 80GB.")
-]
-Scaling = Annotated[bool, typer.Option("--scaling", help="Predict steps of 1 to 10,000 ranks of the strategy.")]
-Assume = Annotated[
-    list[str],
-    typer.Option(
-        metavar="NAME=VALUE",
-        help="Implies --scaling, which then assumes it: latency_us, ranks_per_host, within_gbit, within_latency_us, "
-        "overlap (0 to 1), allreduce or step_ms, which is measured otherwise.",
-    ),
 ]
 
 
@@ -41,17 +29,12 @@ def plan(
     context: typer.Context,
     dataset: DatasetArgument,
     world_size: WorldSize = None,
-    bandwidth: Bandwidth = 10.0,
     memory: Memory = "",
-    scaling: Scaling = False,
-    assume: Assume = [],  # noqa: B006  typer copies it
 ) -> None:
     from pipeline.config import after_etl, load_for_dataset
     from train.tree import TrainTree
 
     common: Common = context.obj
-    if memory and (scaling or assume):
-        raise UsageError("--memory with --scaling or --assume", "expected one of the two tables", "call plan for each")
     memory_bytes = parse_bytes(memory) if memory else 0
     ranks = (f"train.num_workers={world_size}",) if world_size else ()
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
@@ -59,14 +42,14 @@ def plan(
         if memory:
             _compare(tree.part(TrainTree), memory_bytes, common)
         else:
-            _estimate(tree.part(TrainTree), bandwidth, assume if scaling or assume else None, common)
+            _estimate(tree.part(TrainTree), common)
 
 
-def _estimate(tree: TrainTree, bandwidth: float, assumptions: list[str] | None, common: Common) -> None:
+def _estimate(tree: TrainTree, common: Common) -> None:
     from train.planning.estimate import estimate_training
 
     sys.stderr.write("plan: loading the framework, building the model and measuring some steps\n")
-    estimate = estimate_training(tree, bandwidth, assumptions)
+    estimate = estimate_training(tree)
     print_result(common, estimate.document(), estimate.rows(), title="plan")
 
 

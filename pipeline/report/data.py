@@ -72,5 +72,3 @@ class ReportData:
     """Also that for which a version was refused."""
     history: tuple[EpochRecord, ...] = ()
     evaluation: Evaluation | None = None
-    scaling: dict[str, Any] | None = None
-    """What `train.planning.scaling_run` has predicted from the run's own steps."""

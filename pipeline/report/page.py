@@ -19,7 +19,6 @@ from pipeline.report.charts import (
     share_bar,
     side_by_side_chart,
 )
-from pipeline.report.scaling_chart import scaling_chart
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
 from shardmill.printable import without_surrogates
 from shardmill.words import counted
@@ -123,7 +122,6 @@ def _charts(data: ReportData) -> dict[str, Markup]:
         "class_balance": _class_balance(data),
         "rejects": bar_chart(rejects, part_names=["inputs"], title="rejects by reason"),
         "time_shares": _time_shares((data.summary.get("train") or {}).get("time_shares") or {}),
-        "scaling": scaling_chart(data.scaling) if data.scaling else None,
         **_size_charts(data.sizes),
         **_training_charts(data),
     }

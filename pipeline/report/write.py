@@ -72,7 +72,6 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
         "stages": stages,
         "history": history,
         "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
-        "scaling": detail.get("train", {}).get("scaling"),
         "drift": _drift(summary, detail),
     }
     failed_build = detail.get("etl", {}).get("ledger")

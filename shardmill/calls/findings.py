@@ -4,10 +4,9 @@ out, as functions. They return it whatever it is: `ok` says what the command's e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from shardmill.calls.calling import Folder, Place, call, flags, named, repeated, value_of, without_settings
+from shardmill.calls.calling import Folder, Place, call, flags, named, value_of, without_settings
 from shardmill.calls.data_findings import (
     Difference,
     DriftResult,
@@ -108,14 +107,14 @@ def lineage(model: Place, /, *, quiet: bool = False) -> Lineage:
 
 
 def plan(
-    dataset_or_config: Place, /, *, world_size: int | None = None, bandwidth: float = 10.0, assume: Sequence[str] = (),
-    scaling: bool = False, workdir: Folder = DEFAULT_WORKDIR, quiet: bool = False, **settings: Any,
+    dataset_or_config: Place, /, *, world_size: int | None = None, workdir: Folder = DEFAULT_WORKDIR,
+    quiet: bool = False, **settings: Any,
 ) -> TrainingEstimate:  # fmt: skip
     """What `train` would do and cost, as the command `shardmill plan`: the choices of `auto`, memory, and the speed
-    measured here. Steps at other numbers of ranks (`scaling`) are in its `document`.
+    measured here.
     """
-    options = [*named(workdir=workdir, world_size=world_size, bandwidth=bandwidth), *flags(scaling=scaling)]
-    document = call("plan", [dataset_or_config], [*options, *repeated("--assume", assume)], settings, quiet=quiet)
+    options = named(workdir=workdir, world_size=world_size)
+    document = call("plan", [dataset_or_config], options, settings, quiet=quiet)
     return value_of(TrainingEstimate, {**document, "document": document})
 
 

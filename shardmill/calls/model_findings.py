@@ -83,8 +83,6 @@ class TrainingEstimate(Shown):
     steps_per_epoch: int
     needed_bytes: int
     """Memory on the device of a rank."""
-    exchange_seconds: float
-    """Of one step."""
     images_per_second: float
     host: str
     """Where seconds and bytes were measured."""

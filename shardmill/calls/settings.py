@@ -16,7 +16,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _ARGUMENTS = (
     "workdir", "run_id", "replace_source", "fresh", "allow_change", "quiet", "rollback", "require_promotion",
     "replace_current", "out", "top", "layer", "engine", "against", "max_drift", "keep", "older_than", "delete",
-    "max_bytes", "world_size", "bandwidth", "assume", "scaling", "rehearse",
+    "max_bytes", "world_size", "rehearse",
 )  # fmt: skip
 
 

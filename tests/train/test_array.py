@@ -34,12 +34,10 @@ from train.checkpoints.checkpoint import FoundCheckpoint, complete_checkpoints
 from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, WholeModel, read_index, read_whole_model
 from train.checkpoints.state import load_arrays
 from train.config import TrainConfig
-from train.contracts.values import Blocks, TrainResult
+from train.contracts.values import TrainResult
 from train.planning.memory import model_size
-from train.planning.scaling_run import scaling_of_run
 from train.published.export import export_training
-from train.reporting.rank_times import RankRow
-from train.strategies import STRATEGIES, mesh_of
+from train.strategies import STRATEGIES
 
 pytestmark = pytest.mark.starts("ranks")
 
@@ -206,26 +204,3 @@ def test_every_rank_records_its_steps(trained):
     if trained.row.strategy == "horovod":
         exchanges = json.loads((profile / "rank-0/horovod_timeline.json").read_text())
         assert "ALLREDUCE" in {each.get("name") for each in exchanges}
-
-
-def test_the_report_has_the_curve_of_a_model_of_blocks(trained):
-    """Its own number of ranks computes as long as it did, and one rank with the whole model as long as all parts."""
-    row, config, mesh = trained.row, trained.config, mesh_of(trained.config)
-    if row.training != "vit":
-        return
-    # Each hands on 64 tokens of 32 numbers.
-    assert trained.result.blocks == Blocks(2, 64 * 32 * 4, 64 * 32 * 4)
-    times = [RankRow(rank, "", 100, {"compute": 10.0, "allreduce": 2.5}) for rank in range(mesh.num_ranks)]
-    store = open_store(trained.models)
-    document = scaling_of_run(config, times, store, trained.left.path, trained.result.blocks)
-    assert document is not None and document["this_run"] == {"num_ranks": mesh.num_ranks, "efficiency": 0.8}
-    [here] = [step for step in document["steps"] if step["num_ranks"] == mesh.num_ranks]
-    assert here["compute_seconds"] == pytest.approx(0.1) and here["global_batch_size"] == 24
-    alone = {each["name"]: each["value"] for each in document["inputs"]}["a step of one rank"]
-    images = 24 // mesh.data_size
-    assert alone == f"{100 * mesh.shape.tensor * mesh.shape.pipeline:.1f} ms of {images} images"
-    idle = here["bubble_seconds"] / (here["bubble_seconds"] + here["compute_seconds"])
-    assert (idle > 0) == (mesh.shape.pipeline > 1)
-    if config.accumulation_steps == 2:
-        # Two passes of six microbatches, each of which fills and drains two stages.
-        assert idle == pytest.approx(1 / 7)

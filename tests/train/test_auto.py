@@ -13,14 +13,12 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from tests.train.test_divide import CASES as DIVISION_CASES
-from tests.train.test_verdict import EXCHANGE_CASES
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import why_no_places
 from train.planning.auto import choose, choose_ranks, resolve, strategy_rules
 from train.planning.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, Facts
 from train.planning.divide import division_rules
-from train.planning.exchange import EXCHANGE_RULES
 from train.planning.memory_fit import FIT_RULES, MemoryFacts, fit
 from train.strategies import STRATEGIES
 
@@ -251,12 +249,12 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     table = (Path(__file__).parents[2] / "docs" / "auto.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     of_ranks = {rule.choice for rule in RANKS_RULES}
-    tables = (RANKS_RULES, strategy_rules(), LAUNCHER_RULES, division_rules(), FIT_RULES, EXCHANGE_RULES)
+    tables = (RANKS_RULES, strategy_rules(), LAUNCHER_RULES, division_rules(), FIT_RULES)
     assert rows == [rule.choice for table in tables for rule in table]
     reached = {case[1] for case in RANKS_CASES}
     assert reached == of_ranks
     reached |= {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
-    reached |= {case[1] for case in (*DIVISION_CASES, *FIT_CASES)} | {case[2] for case in EXCHANGE_CASES}
+    reached |= {case[1] for case in (*DIVISION_CASES, *FIT_CASES)}
     assert reached == set(rows)
     never = re.search(r"(.*) are never chosen", table)
     assert never is not None and set(re.findall(r"`(\w+)`", never[1])) == ALL - reached

@@ -16,25 +16,21 @@ from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
-from tests.train.learners import learner
 from tests.train.ranks import VIT, kill_on_ranks, train_on_ranks
 from tests.train.training import StepWatcher, check_terms, task_of
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.torch.chain import cut, cut_for
 from train.config import TrainConfig
-from train.contracts.values import Blocks
 from train.labels import LabelSpec
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.planning.build_model import build
 from train.planning.memory_fit import decided
-from train.planning.scaling_run import work_of
 from train.planning.trial_build import BuildTask
 from train.strategies.sharded.pipeline_schedules import (
     Action,
     PipelineOptions,
     idle_share,
-    idle_share_alike,
     idle_share_of,
     most_kept,
     num_microbatches_of,
@@ -64,23 +60,9 @@ def test_the_idle_share_of_one_stage_on_each_rank_is_that_of_the_formula(num_ran
     # Two stages on a rank, of half the cost each: half as long until all have begun.
     assert shares["interleaved_1f1b"] == pytest.approx((num_ranks - 1) / (2 * num_microbatches + num_ranks - 1))
     assert shares["zero_bubble"] < shares["interleaved_1f1b"]
-    for name, share in shares.items():
-        assert idle_share_alike(schedule_named(name, num_ranks), num_ranks, num_microbatches) == pytest.approx(share)
     # The first rank waits half of the time for the second, and once until that has begun and once until it has ended.
     uneven = idle_share(orders(schedule_named("gpipe", 2), 2, num_microbatches), (1, 2))
     assert uneven == pytest.approx(1 - 9 * num_microbatches / (2 * (6 * num_microbatches + 3)))
-
-
-def test_the_idle_share_of_a_long_pipeline_is_known_at_once():
-    """Listing its orders would take minutes: ranks with as many microbatches each wait as 16 of them do."""
-    shares = {
-        name: idle_share_alike(schedule_named(name, 4096), 4096, 4 * 4096)
-        for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-    }
-    assert shares["gpipe"] == shares["1f1b"] == pytest.approx(0.2, abs=0.001)
-    assert shares["interleaved_1f1b"] == pytest.approx(1 / 9, abs=0.001)
-    # As listed for 32 ranks, 0.0388, and for 64, 0.0394.
-    assert shares["zero_bubble"] == pytest.approx(0.039, abs=0.002)
 
 
 @pytest.mark.parametrize(
@@ -206,16 +188,6 @@ def test_a_model_that_cannot_be_cut_is_refused_where_it_is_tried(model):
     config = resolve(config_of(model=model, num_workers=num_workers, global_batch_size=24), SparkConfig()).config
     with pytest.raises(UsageError, match=said):
         build(BuildTask(decided(config, 1, to_bfloat16=False), SPEC, source_sha256(config.model)))
-
-
-def test_what_crosses_a_border_is_counted_without_repeated_blocks():
-    blocks = learner("torch", f"{CHAINS}:stateful_chain").blocks
-    # Behind the first convolution.
-    assert blocks == Blocks(1, 0, 4 * 8 * 7 * 7)
-    config = resolve(config_of(model="vit", global_batch_size=24), SparkConfig()).config
-    assert work_of(config, 1.0, 100, blocks).block_bytes == 24 * blocks.border_bytes
-    divided = config.model_copy(update={"strategy": "tensor_parallel"})
-    assert work_of(divided, 1.0, 100, blocks).block_bytes == 0, "none of its layers is summed"
 
 
 def test_a_keras_model_is_refused():

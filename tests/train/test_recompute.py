@@ -143,7 +143,7 @@ def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path
     config, _, _, _ = choice_of(tmp_path, tree)
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
     # As if an image took that much.
-    cost = StepCost(1, 4, 4, 4, 16, GIB, step_seconds=0.1, process_bytes=GIB, image_bytes=GIB, base_bytes=0)
+    cost = StepCost(1, 4, 4, 16, GIB, step_seconds=0.1, process_bytes=GIB, image_bytes=GIB, base_bytes=0)
     short = Limit("a machine", 2 * GIB)
     record = considered(short, task, cost, config, facts_for(config))
     found = fit(facts_of(record, config, 0, SparkConfig()))

@@ -21,7 +21,7 @@ from train.contracts.values import StepReport
 from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
 from train.planning.auto import resolve
-from train.planning.exchange import ExchangeFacts, FirstSteps, weigh
+from train.planning.exchange import FirstSteps, weighed
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, RankRow, RankTimes, StragglerWatch, straggler_among
 from train.reporting.run_log import RunLog
@@ -178,8 +178,8 @@ EXCHANGE_CASES = [
 
 @pytest.mark.parametrize(("step_ms", "exchange_ms", "choice", "words"), EXCHANGE_CASES)
 def test_exchange(step_ms: float, exchange_ms: float, choice: str, words: str):
-    found = weigh(ExchangeFacts(step_ms / 1000, exchange_ms / 1000, 4, "measured here"))
-    assert found.choice == choice and words in found.reason
+    found, _, reason = weighed(step_ms / 1000, exchange_ms / 1000, 4, "measured here")
+    assert found == choice and words in reason
 
 
 def test_the_exchange_is_weighed_once_by_the_first_steps_of_several_ranks():

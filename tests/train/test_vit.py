@@ -23,12 +23,11 @@ from train.layers.sample_bits import drawing, number_layers, sample_keys
 from train.models import MODELS, MODULES
 from train.planning.auto import resolve
 from train.planning.trial_build import try_build
-from train.strategies.exchanges import exchanges_nothing
 from train.strategies.held import holds_all
 from train.strategies.shared_model import SharedModel
 from train.strategies.single import SINGLE
 
-SHARES_NOTHING = SharedModel(axes=(), held=holds_all, exchanges=exchanges_nothing)
+SHARES_NOTHING = SharedModel(axes=(), held=holds_all)
 NEEDS_MODULE = replace(SINGLE, backends=("torch",), shared_model=SHARES_NOTHING)
 """A strategy whose one rank holds all parts of a module."""
 STRATEGY = f"{__name__}:NEEDS_MODULE"

@@ -21,7 +21,6 @@ from shardmill.values import Batch
 from train.backends.class_weights import class_weights
 from train.checkpoints.stored_arrays import ArrayLike, WeightFile
 from train.contracts.step_outcome import StepOutcome
-from train.contracts.values import Blocks
 from train.contracts.world import World
 from train.labels import LabelSpec
 
@@ -143,8 +142,6 @@ class Learner(Protocol):
 
     export_backend: str
     """The backend that exports this kind of model, from the same arrays."""
-    blocks: Blocks | None
-    """Of an `nn.Module`; None for any other model, and on a rank that builds it without numbers."""
 
     @property
     def learning_rate(self) -> float:

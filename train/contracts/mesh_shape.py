@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 AXES = ("pipeline", "data", "fsdp", "tensor")
 """From the outermost to the innermost: neighbouring ranks are of one tensor group."""
@@ -26,9 +26,6 @@ class MeshShape:
     """Ranks that share the weights of a copy, and read rows of their own (arXiv:1910.02054, stage 3)."""
     tensor: int = 1
     """Ranks that share each layer (arXiv:1909.08053)."""
-    _: KW_ONLY
-    num_servers: int = 0
-    """Processes that only hold variables; not counted in `num_ranks`."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -45,9 +42,9 @@ class MeshShape:
         return self.data * self.fsdp
 
     @property
-    def divides_layers(self) -> bool:
-        """Whether several ranks compute with the same rows."""
-        return any(self.sizes[axis] > 1 for axis in AXES_OF_LAYERS)
+    def num_dividing(self) -> int:
+        """Number of ranks that compute with the same rows."""
+        return math.prod(self.sizes[axis] for axis in AXES_OF_LAYERS)
 
     def stride(self, axis: str) -> int:
         """How far apart two neighbours along that axis are: the ranks along all axes inside it."""

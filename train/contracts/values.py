@@ -169,18 +169,6 @@ class TimeShares:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """The repeated parts of a PyTorch module, which strategies gather, divide or place one by one."""
-
-    num_blocks: int = 1
-    """1 if it has none."""
-    image_bytes: int = 0
-    """What the widest hands to the next one for an image, in float32; 0 without blocks."""
-    border_bytes: int = 0
-    """Likewise of any two modules in a row between which a pipeline may cut it; 0 if it is no chain."""
-
-
-@dataclass(frozen=True, slots=True)
 class TrainResult:
     """The result of a finished training; stored beside its checkpoints as `RESULT`."""
 
@@ -224,10 +212,8 @@ class TrainResult:
     """Hosts and devices of the last attempt's ranks, in rank order."""
     caution: str = ""
     """Why the gate must not let this model pass by itself; most often empty."""
-    mixed_precision: str = ""
-    """The precision that it was computed in, as `train.mixed_precision` names it; empty in older results."""
-    blocks: Blocks | None = None
-    """Those of the model, as rank 0 has seen them; None for a Keras model, and in older results."""
+    mixed_precision: str = "off"
+    """The precision that it was computed in, as `train.mixed_precision` names it."""
 
 
 @dataclass(frozen=True, slots=True)

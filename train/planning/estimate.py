@@ -5,8 +5,7 @@ trains.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,8 @@ from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.words import counted
 from train.backends.backend import model_spec
 from train.config import TrainConfig
-from train.contracts.mesh_shape import MeshShape
-from train.contracts.values import Blocks
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
-from train.planning.exchange import ExchangeFacts, Weighed, weigh
 from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, limit_of, ranks_here
 from train.planning.input_memory import input_bytes
 from train.planning.make import plan_training
@@ -33,20 +29,15 @@ from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.planning.rank_part import RankParts
-from train.planning.scaling_run import work_of
-from train.planning.scaling_step import Step, predict
-from train.planning.scaling_table import Planned, ScalingTable, assumptions_of, check_scaling, scaling_table
 from train.planning.state_bytes import StateBytes
-from train.strategies import has_chief, mesh_of
-from train.strategies.exchanges import Assumed, Work
-from train.strategies.network import Link, Network
-from train.strategies.options import ParameterServerOptions, silos_of
+from train.strategies import mesh_of
+from train.strategies.options import silos_of
 from train.tree import TrainTree
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The plan of a training and its cost. Seconds and work are measured here; the rest is arithmetic."""
+    """The plan of a training and its cost, measured here in one process; no exchange between ranks is predicted."""
 
     dataset: str
     strategy: str
@@ -60,49 +51,32 @@ class Estimate:
     """Local batch size of the rank with most streams."""
     window_bytes_per_rank: int
     cost: StepCost
-    step: Step
-    """Predicted at the given bandwidth, of ranks that each compute their part of it."""
-    link_bytes: float
-    """What passes a rank's link in a step; 0 for one worker, and with servers what one worker reads and sends."""
+    num_dividing: int
+    """Number of ranks that compute each step of a model together."""
     speed: Speed
     host: str
     fit: Fit | None
     """Into the memory that a rank may use here; None if that is not known."""
-    exchange: Weighed | None
-    """Share of the exchange in a step; None for one worker, and with servers."""
     mesh: dict[str, int]
     """Numbers of ranks along the axes."""
-    scaling: ScalingTable | None = None
-    """Steps at other numbers of ranks, if they are asked for."""
 
     @property
     def needed_bytes(self) -> int:
         """Memory needed on the device of a rank."""
         return self.cost.state_bytes + self.cost.work_bytes
 
-    @property
-    def exchange_seconds(self) -> float:
-        """All exchanges of its strategy in a step."""
-        return self.step.exchange_seconds
-
     def document(self) -> dict[str, Any]:
         """The document of `--json`."""
         return {
-            **asdict(replace(self, scaling=None)),
-            "scaling": self.scaling.document() if self.scaling else None,
+            **asdict(self),
             "needed_bytes": self.needed_bytes,
-            "exchange_seconds": self.exchange_seconds,
             "images_per_second": self.speed.images_per_second,
         }
 
     def rows(self) -> list[tuple[str, str]]:
         """The rows for people."""
-        cost, step = self.cost, self.step
-        idle = f", idle {1000 * step.bubble_seconds:.1f} ms" if step.bubble_seconds else ""
-        exchange = f", exchange {1000 * step.exchange_seconds:.1f} ms ({size_of(int(self.link_bytes))} by each rank)"
-        exchange = exchange if step.exchange_seconds else ""
+        cost, parts = self.cost, self.num_dividing
         whole = 1000 * cost.step_seconds
-        parts = round(cost.step_seconds / step.compute_seconds)
         of_whole = f", a part of {parts} of the {whole:.1f} ms of one rank" if parts > 1 else ""
         return [
             ("dataset", self.dataset),
@@ -117,33 +91,21 @@ class Estimate:
                 f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's device; "
                 f"{size_of(self.window_bytes_per_rank)} of read windows in its host's memory"
             )),
-            ("step", (
-                f"{1000 * step.compute_seconds:.1f} ms computation{of_whole}{idle}{exchange} (measured on {self.host})"
-            )),
+            ("step", f"{whole / parts:.1f} ms computation{of_whole} (measured on {self.host})"),
             ("speed", str(self.speed)),
             *([("fit", self.fit.reason)] if self.fit else []),
-            *([("exchange", self.exchange.reason)] if self.exchange else []),
-            *(self.scaling.rows() if self.scaling else []),
         ]  # fmt: skip
 
 
-def estimate_training(
-    tree: TrainTree, network_gbit: float = 10.0, assumptions: Sequence[str] | None = None
-) -> Estimate:
-    """Plan, check and measure. Raises UsageError for what cannot run.
-
-    `assumptions`: what the prediction for other numbers of ranks assumes (`NAME=VALUE`); None: none is wanted.
-    """
+def estimate_training(tree: TrainTree) -> Estimate:
+    """Plan, check and measure. Raises UsageError for what cannot run."""
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     plan = with_room(plan_training(tree.train, tree.spark, dataset), tree.spark, dataset)
     config = plan.config
     check_initial(config)
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
-    windows, mesh = window_memory(config, dataset), _mesh(config)
-    if assumptions is not None:
-        assumptions_of(assumptions)
-        check_scaling(config.strategy, mesh)
+    windows, mesh = window_memory(config, dataset), mesh_of(config).shape
     local_batch_size = mesh_of(config).largest_share(config.global_batch_size)
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
     # The same rank with random images, whose bytes and seconds are counted.
@@ -151,10 +113,6 @@ def estimate_training(
     part_of = RankParts(lambda config: model_spec(dataset.manifest, config))
     _check_host(paced.config, part_of.whole_of(config), local_batch_size)
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
-    work = _work(config, cost)
-    step = _step(config.strategy, work, mesh, network_gbit)
-    link_bytes = step.exchange_seconds * network_gbit * _BYTES_PER_GBIT
-    planned = Planned(config.strategy, work, _MEASURED, mesh, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
     return Estimate(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
@@ -168,44 +126,11 @@ def estimate_training(
         local_batch_size=local_batch_size,
         window_bytes_per_rank=windows.bytes_per_rank,
         cost=cost,
-        step=step,
-        link_bytes=link_bytes,
-        speed=speed_of(paced, epoch, step, cost),
+        num_dividing=mesh.num_dividing,
+        speed=speed_of(paced, epoch, mesh, cost),
         host=socket.gethostname(),
         fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset, part_of),
-        exchange=_weighed(config, step, link_bytes, network_gbit),
         mesh=mesh.sizes,
-        scaling=None if assumptions is None else scaling_table(planned, assumptions),
-    )
-
-
-_MEASURED = "measured here, in one process with its share of the processors"
-
-
-_BYTES_PER_GBIT = 1e9 / 8
-
-
-def _step(strategy: str, work: Work, mesh: MeshShape, network_gbit: float) -> Step:
-    """At that bandwidth alone: without latency, and with rings."""
-    link = Link(0.0, network_gbit * _BYTES_PER_GBIT)
-    return predict(strategy, work, mesh, Assumed(Network(link, link), allreduce="ring"))
-
-
-def _mesh(config: TrainConfig) -> MeshShape:
-    servers = config.options(ParameterServerOptions).num_servers if has_chief(config) else 0
-    return replace(mesh_of(config).shape, num_servers=servers)
-
-
-def _work(config: TrainConfig, cost: StepCost) -> Work:
-    blocks = Blocks(cost.num_blocks, cost.block_bytes, cost.border_bytes)
-    work = work_of(config, cost.step_seconds, cost.weights_bytes, blocks)
-    return replace(
-        work,
-        # Each of a chief's workers takes a whole batch.
-        local_batch_size=config.global_batch_size if has_chief(config) else work.local_batch_size,
-        gradient_bytes=cost.sent_bytes,
-        # Without gradients.
-        state_bytes=cost.state_bytes - cost.weights_bytes,
     )
 
 
@@ -234,12 +159,3 @@ def _fit(
         return None
     record = measured(limit, config, dataset, spark, input_bytes(config, dataset), part_of(config))
     return Memory(record, spark, partial(input_bytes, dataset=dataset), part_of=part_of).fitted(config).fit
-
-
-def _weighed(config: TrainConfig, step: Step, link_bytes: float, network_gbit: float) -> Weighed | None:
-    """None if nothing is exchanged between equal ranks."""
-    if config.num_workers == 1 or has_chief(config):
-        return None
-    of_link = f"{size_of(int(link_bytes))} by each rank at {network_gbit:g} Gbit/s"
-    how = f"computed for {of_link}, without overlap with computation"
-    return weigh(ExchangeFacts(step.seconds, step.exchange_seconds, config.num_workers, how))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from shardmill.jobs.observer import FieldValue
 from train.planning.memory_fit import size_of
@@ -11,59 +10,21 @@ from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeFacts:
-    """All facts that the rules read; seconds of one step."""
+def weighed(step_seconds: float, exchange_seconds: float, num_ranks: int, measured: str) -> tuple[str, float, str]:
+    """-> choice, share of the exchange in a step, and the reason for people.
 
-    step_seconds: float
-    """Mean over the ranks; with the exchange."""
-    exchange_seconds: float
-    """Exchange time of the last rank, which waited for none; only the part that computation did not hide."""
-    num_ranks: int
-    measured: str
-    """Source of the measurement, in words."""
-
-    @property
-    def share(self) -> float:
-        return self.exchange_seconds / self.step_seconds if self.step_seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeRule:
-    """One row of the table in docs/auto.md; the first row that applies counts."""
-
-    choice: str
-    applies: Callable[[ExchangeFacts], bool]
-    because: str
-
-
-EXCHANGE_RULES = (
-    ExchangeRule("exchange_small", lambda facts: facts.share < NOTABLE_SHARE, "a change would gain nothing"),
-    ExchangeRule(
-        "exchange_large",
-        lambda facts: True,
-        "unchanged: a step exchanges once, for any number of microbatches. These would help, but only you can choose "
-        "them: fewer ranks (now {num_ranks}), or a new run with a larger train.global_batch_size or with "
-        "train.local_sgd.local_steps",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """The decision of a rule."""
-
-    choice: str
-    reason: str
-    """Reason with numbers, for people."""
-
-
-def weigh(facts: ExchangeFacts) -> Weighed:
-    """The first row that applies, and why."""
-    rule = next(rule for rule in EXCHANGE_RULES if rule.applies(facts))
-    exchange, step = 1000 * facts.exchange_seconds, 1000 * facts.step_seconds
-    numbers = f"{exchange:.1f} ms of a step of {step:.1f} ms ({facts.share:.0%}), {facts.measured}"
-    return Weighed(rule.choice, f"{numbers}: {rule.because.format(num_ranks=facts.num_ranks)}")
+    `step_seconds`: mean over the ranks, with the exchange. `exchange_seconds`: of the last rank, which waited for none,
+    and only what computation did not hide. `measured`: how, in words.
+    """
+    share = exchange_seconds / step_seconds if step_seconds else 0.0
+    numbers = f"{1000 * exchange_seconds:.1f} ms of a step of {1000 * step_seconds:.1f} ms ({share:.0%}), {measured}"
+    if share < NOTABLE_SHARE:
+        return "exchange_small", share, f"{numbers}: a change would gain nothing"
+    return "exchange_large", share, (
+        f"{numbers}: unchanged: a step exchanges once, for any number of microbatches. These would help, but only you "
+        f"can choose them: fewer ranks (now {num_ranks}), or a new run with a larger train.global_batch_size or with "
+        "train.local_sgd.local_steps"
+    )  # fmt: skip
 
 
 class FirstSteps(StepSums):
@@ -86,10 +47,10 @@ class FirstSteps(StepSums):
             return
         seconds = sum(times.total for times in self._ranks.values()) / len(self._ranks)
         measured = f"measured in {num_steps} of its first steps{self._of_gradients}"
-        facts = ExchangeFacts(seconds / num_steps, self._exchange_seconds / num_steps, len(self._ranks), measured)
-        found = weigh(facts)
-        self._is_reported, self.reason = True, f"exchange: {found.reason}"
-        self._emit("train.exchange", {"rank": 0, "choice": found.choice, "share": facts.share, "reason": self.reason})
+        of_exchange = self._exchange_seconds / num_steps
+        choice, share, reason = weighed(seconds / num_steps, of_exchange, len(self._ranks), measured)
+        self._is_reported, self.reason = True, f"exchange: {reason}"
+        self._emit("train.exchange", {"rank": 0, "choice": choice, "share": share, "reason": self.reason})
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         super().event(name, fields)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from train.config import TrainConfig
 from train.strategies import STRATEGIES, has_chief, mesh_of
 from train.strategies.options import LocalSgdOptions, MirroredOptions
-from train.strategies.sharded.pipeline_schedules import PipelineOptions, num_microbatches_of
 
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
@@ -25,9 +24,3 @@ def most_microbatches(config: TrainConfig, num_gpus: int = 0) -> int:
         config.options(MirroredOptions).num_devices if STRATEGIES[config.strategy].devices_per_rank == "all" else 1
     )
     return max(1, of_rank // config.options(LocalSgdOptions).local_steps // max(1, num_gpus, num_devices))
-
-
-def pipeline_microbatches(config: TrainConfig) -> int:
-    """Of one pass through a pipeline, of which a step has `accumulation_steps`, on the rank with most streams."""
-    num_rows, num_stages = -(-images_at_once(config) // config.num_accumulated), mesh_of(config).shape.pipeline
-    return num_microbatches_of(config.options(PipelineOptions), num_rows, num_stages) if num_stages > 1 else 1

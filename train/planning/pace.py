@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from train.backends.backend import Learner
     from train.contracts.mesh_shape import MeshShape
     from train.planning.probe import StepCost
-    from train.planning.scaling_step import Step
 
 MEASURED_SECONDS = 6.0
 """Duration of measured steps, over as many epochs as needed; the same limit applies to validation."""
@@ -48,7 +47,7 @@ PREFETCHED_BATCHES = 2
 
 COUNTED = (
     "including reading, augmentation, the compilation of the first step and validation; excluding the start of the "
-    "ranks, checkpoints, the final evaluation and the export"
+    "ranks, their exchanges and waits for each other, checkpoints, the final evaluation and the export"
 )
 
 
@@ -72,11 +71,10 @@ class Shares:
     """With the time in which the stages of a pipeline wait."""
 
     @classmethod
-    def of(cls, mesh: MeshShape, step: float) -> Shares:
-        """`step`: without the time in which it waits for others."""
+    def of(cls, mesh: MeshShape) -> Shares:
         # A batch goes through P stages in P parts, which takes 2 P - 1 of them.
         in_turn = (2 * mesh.pipeline - 1) / mesh.pipeline**2
-        return cls(step, in_turn / mesh.tensor)
+        return cls(1 / mesh.num_dividing, in_turn / mesh.tensor)
 
 
 WHOLE = Shares()
@@ -107,15 +105,13 @@ class Pace:
         """Part of a step that its input costs."""
         return max(0.0, 1 - self.cached_step_seconds / self.step_seconds)
 
-    def training_seconds(
-        self, num_epochs: int, steps_per_epoch: float, waiting_seconds: float, shares: Shares = WHOLE
-    ) -> float:
-        """Return the time of so many epochs, counted like `train.seconds` but without checkpoints.
+    def training_seconds(self, num_epochs: int, steps_per_epoch: float, shares: Shares = WHOLE) -> float:
+        """Return the time of so many epochs, counted like `train.seconds` but without checkpoints and exchanges.
 
-        `waiting_seconds`: of a step, for other ranks. `shares`: of the computation; all ranks read.
+        `shares`: of the computation; all ranks read.
         """
         computing = min(self.step_seconds, self.cached_step_seconds)
-        step_seconds = self.step_seconds - (1 - shares.step) * computing + waiting_seconds
+        step_seconds = self.step_seconds - (1 - shares.step) * computing
         validation_seconds = self.validation_seconds - (1 - shares.validation) * self.validation_computing_seconds
         epoch_seconds = steps_per_epoch * step_seconds + validation_seconds
         return self.compile_seconds + num_epochs * epoch_seconds + self.first_validation_seconds
@@ -129,7 +125,7 @@ class Speed:
     num_rows: int
     """Number of rows of the train split."""
     computed_images_per_second: float
-    """Speed of computation and exchange alone."""
+    """Speed of computation alone."""
     pace: Pace | None
     """The pace; None with silos, each of which reads its own dataset."""
     training_seconds: float | None
@@ -137,7 +133,7 @@ class Speed:
 
     @property
     def images_per_second(self) -> float:
-        """Speed of the whole training; with silos, of computation and exchange alone."""
+        """Speed of the whole training; with silos, of computation alone."""
         if self.training_seconds is None:
             return self.computed_images_per_second
         return self.num_epochs * self.num_rows / self.training_seconds
@@ -145,7 +141,7 @@ class Speed:
     def __str__(self) -> str:
         speed = f"{self.images_per_second:,.0f} images/s"
         if self.training_seconds is None or self.pace is None:
-            return f"{speed} for computation and exchange only, excluding reading, augmentation and validation"
+            return f"{speed} for computation only, excluding reading, augmentation, validation and exchanges"
         pace = self.pace
         step, wait, cached = (
             1000 * each for each in (pace.step_seconds, pace.input_wait_seconds, pace.cached_step_seconds)
@@ -157,18 +153,16 @@ class Speed:
         )
 
 
-def speed_of(task: PaceTask, epoch: EpochPlan, step: Step, cost: StepCost) -> Speed:
-    """Measure the pace of a rank, and what follows for all epochs. `step`: predicted from `cost`, which is that of the
-    whole model. Raises what `pace_of` raises."""
+def speed_of(task: PaceTask, epoch: EpochPlan, mesh: MeshShape, cost: StepCost) -> Speed:
+    """Measure the pace of a rank, and what follows for all epochs. `cost`: of the whole model. Raises what `pace_of`
+    raises."""
     config = task.config
     # Each worker of a parameter server takes a whole batch of its own.
     batches_at_once = config.num_workers if has_chief(config) else 1
-    computed = config.global_batch_size * batches_at_once / step.seconds
+    computed = config.global_batch_size * batches_at_once * mesh.num_dividing / cost.step_seconds
     pace = None if silos_of(config) else pace_of(task)
     steps_in_turn = epoch.num_steps / batches_at_once
-    waiting = step.seconds - step.compute_seconds
-    shares = Shares.of(mesh_of(config).shape, step.compute_seconds / cost.step_seconds)
-    seconds = pace.training_seconds(config.epochs, steps_in_turn, waiting, shares) if pace else None
+    seconds = pace.training_seconds(config.epochs, steps_in_turn, Shares.of(mesh)) if pace else None
     return Speed(config.epochs, epoch.num_rows, computed, pace, seconds)
 
 

@@ -14,12 +14,12 @@ from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import Learner, ModelSpec, StatePart, synthetic_batch
 from train.config import TrainConfig
-from train.contracts.values import Blocks, to_json
+from train.contracts.values import to_json
 from train.contracts.world import World
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask
-from train.strategies.compression import remembered_bytes, sent_bytes
+from train.strategies.compression import remembered_bytes
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6
@@ -59,8 +59,6 @@ class StepCost:
     """Likewise."""
     weights_bytes: int
     """Size of the trainable weights, which equals that of all gradients."""
-    sent_bytes: int
-    """Bytes that a rank sends in one exchange of gradients."""
     state_bytes: int
     """Weights, gradients, optimizer and the rank's own state, with what a compression remembers."""
     work_bytes: int
@@ -74,12 +72,6 @@ class StepCost:
     """Part of `work_bytes` per image computed at a time."""
     base_bytes: int
     """The other part, which does not grow with the images."""
-    num_blocks: int = 1
-    """Of a PyTorch module; 1 for any other model."""
-    block_bytes: int = 0
-    """`Blocks.image_bytes`."""
-    border_bytes: int = 0
-    """`Blocks.border_bytes`."""
 
 
 def probe(task: ProbeTask) -> StepCost:
@@ -100,9 +92,7 @@ def measure(task: ProbeTask) -> StepCost:
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
     learner = backend.build(config, task.spec)
     sizes = {part: sum(array.nbytes for array in learner.arrays(part)) for part in StatePart}
-    gradients = learner.arrays(StatePart.WEIGHTS)
-    sent, remembered = sent_bytes(gradients, config), remembered_bytes(gradients, config)
-    del gradients
+    remembered = remembered_bytes(learner.arrays(StatePart.WEIGHTS), config)
     model = learner.named_weights().arrays().values()
     _forget_peak()
     before_bytes = _peak_bytes()
@@ -115,21 +105,16 @@ def measure(task: ProbeTask) -> StepCost:
     num_images, num_few = (-(-num // config.num_accumulated) for num in (task.local_batch_size, num_few))
     grown_bytes = _peak_bytes() - before_bytes - of_few_bytes
     image_bytes = max(math.prod(task.spec.image_shape_HWC) * 4, grown_bytes // max(1, num_images - num_few))
-    blocks = learner.blocks or Blocks()
     return StepCost(
         num_weights=sum(array.size for array in model),
         model_bytes=sum(array.nbytes for array in model),
         weights_bytes=sizes[StatePart.WEIGHTS],
-        sent_bytes=sent,
         state_bytes=sum(sizes.values()) + sizes[StatePart.WEIGHTS] + remembered,
         work_bytes=work_bytes,
         step_seconds=statistics.median(seconds[1:]),
         process_bytes=before_bytes,
         image_bytes=image_bytes,
         base_bytes=max(0, work_bytes - image_bytes * num_images),
-        num_blocks=blocks.num_blocks,
-        block_bytes=blocks.image_bytes,
-        border_bytes=blocks.border_bytes,
     )
 
 

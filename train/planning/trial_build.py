@@ -55,7 +55,7 @@ class Built:
 def may_not_build(config: TrainConfig) -> bool:
     """Whether there is anything to try: our own models build, unless something is asked for that they may not have."""
     is_asked = config.freeze or config.sync_batch_norm or config.memory.activation_checkpointing == "on"
-    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked) or mesh_of(config).shape.divides_layers
+    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked) or mesh_of(config).shape.num_dividing > 1
 
 
 def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -> Built | None:

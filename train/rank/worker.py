@@ -162,7 +162,6 @@ def _result(
         num_overflowed_steps=progress.num_overflowed,
         placement=session.world.placement,
         mixed_precision=task.config.mixed_precision,
-        blocks=member.learner.blocks,
     )
 
 

@@ -12,7 +12,6 @@ from train.contracts.world import Role
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
-    from train.strategies.exchanges import Exchanges
     from train.strategies.strategy import Strategy
 
 STRATEGIES: Registry[Strategy] = Registry(
@@ -119,12 +118,6 @@ def axes_of(strategy: str) -> tuple[str, ...]:
     """Axes that it has beside `data`."""
     found = declared(strategy)
     return found.axes if found else ()
-
-
-def exchanges_of(strategy: str) -> Exchanges | None:
-    """What its ranks exchange in a step; None if nobody has said it."""
-    found = declared(strategy)
-    return found.exchanges if found else None
 
 
 def mesh_of(config: TrainConfig) -> Mesh:

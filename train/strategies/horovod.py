@@ -24,7 +24,6 @@ from train.contracts.mesh import DataIndex
 from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.exchanges import sums_gradients
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.member import MemberStep
 from train.strategies.replicated import ReplicatedMember, replicated
@@ -163,7 +162,6 @@ HOROVOD = Strategy(
     leaves_out_batches=True,
     max_world_size=None,
     join=replicated(join_horovod, _sum_in_step, HorovodMember),
-    replica_exchanges=sums_gradients,
     timeline=timeline,
     # The binding's operations do not take bfloat16.
     compressions=("none", "fp16"),

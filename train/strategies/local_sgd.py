@@ -27,7 +27,6 @@ from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
 from train.contracts.world import Gather, World, alone
 from train.strategies.collective import AnnouncedCollective, Collective
-from train.strategies.exchanges import averages_state
 from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.local_sgd_check import check_local_sgd
 from train.strategies.member import Member, MemberStep, SiloIndex
@@ -236,8 +235,6 @@ LOCAL_SGD = Strategy(
     exact_resume=True,
     max_world_size=None,
     join=join_local_sgd,
-    replica_exchanges=averages_state,
-    times_exchanges=False,
     check=check_local_sgd,
     may_lose=ranks_that_may_be_lost,
     secondary_error=re.compile(f"{HOROVOD.secondary_error.pattern}|{TORCH_DDP.secondary_error.pattern}", re.IGNORECASE),

@@ -22,7 +22,6 @@ from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import World, alone
 from train.strategies.collective import SingleCollective
-from train.strategies.exchanges import sums_gradients
 from train.strategies.member import Member
 from train.strategies.options import MirroredOptions
 from train.strategies.replicated import ReplicatedMember
@@ -183,7 +182,5 @@ MIRRORED = Strategy(
     devices_per_rank="all",
     leaves_out_batches=False,
     join=join_mirrored,
-    replica_exchanges=sums_gradients,
-    times_exchanges=False,
     check=check_mirrored,
 )

@@ -21,7 +21,6 @@ from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
-from train.strategies.exchanges import sums_gradients
 from train.strategies.grpc_port import reserved_port
 from train.strategies.member import Member
 from train.strategies.replicated import ReplicatedMember
@@ -161,7 +160,6 @@ MULTI_WORKER_MIRRORED = Strategy(
     syncs_batch_norm=True,
     max_world_size=None,
     join=join_multi_worker,
-    replica_exchanges=sums_gradients,
     check=_check,
     secondary_error=re.compile(
         r"Collective ops is aborted|tensorflow\.WorkerService|Connection reset by peer|Socket closed"

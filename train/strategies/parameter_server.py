@@ -30,7 +30,6 @@ from train.contracts.values import Reporter
 from train.contracts.world import Role, World, alone
 from train.schedules import learning_rate_at
 from train.strategies.collective import SingleCollective
-from train.strategies.exchanges import asks_servers
 from train.strategies.member import Member, MemberStep
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
@@ -211,8 +210,6 @@ PARAMETER_SERVER = Strategy(
     roles=roles,
     serve=serve,
     reads_all=True,
-    replica_exchanges=asks_servers,
-    times_exchanges=False,
     recomputes=False,
     leaves_out_batches=False,
 )

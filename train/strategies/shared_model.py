@@ -1,4 +1,4 @@
-"""How the ranks of a strategy hold one PyTorch module together: what plans, predictions and `auto` ask a strategy."""
+"""How the ranks of a strategy hold one PyTorch module together: what plans and `auto` ask a strategy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
-    from train.strategies.exchanges import Exchanges
     from train.strategies.held import Held
 
 
@@ -27,8 +26,6 @@ class SharedModel:
     """(config, module whose tensors have shapes and no numbers) -> what the rank that holds most has of it. Called in a
     process that stands for one rank of as many as there are, and exchanges nothing
     (train/backends/torch/imagined_ranks.py). Raises as `check_learner` does."""
-    exchanges: Exchanges
-    """What they exchange in a step, by numbers alone: predictions for ranks that do not exist."""
     check_learner: Callable[[TrainConfig, Any], None] = takes_any
     """Raises UsageError for a learner whose module its ranks cannot divide; called by the process that tries a model
     (train/planning/trial_build.py). `join` refuses the same, for a training that nobody has tried."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh
-from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import Role, World
 from train.strategies.held import Held, holds_all
@@ -23,7 +22,6 @@ from train.strategies.shared_model import SharedModel
 
 if TYPE_CHECKING:
     from train.contracts.task import WorkerTask
-    from train.strategies.exchanges import Exchanges
 
 
 class Build(Protocol):
@@ -47,10 +45,6 @@ class Join(Protocol):
 
 def _loses_none(config: TrainConfig) -> frozenset[int]:
     return frozenset()
-
-
-def _its_own(config: TrainConfig, mesh: MeshShape) -> str:
-    return config.strategy
 
 
 def all_members(config: TrainConfig) -> tuple[Role, ...]:
@@ -116,14 +110,6 @@ class Strategy:
     """Run by a process without the training loop until the driver ends it; raises any error."""
     timeline: Callable[[Path], AbstractContextManager[None]] = _has_none
     """Records the exchange during `train.log.profile_steps` into a file of that folder, if supported."""
-    replica_exchanges: Exchanges | None = None
-    """What ranks with the whole model exchange in a step, for predictions of other numbers of ranks. None: it is not
-    known; a plan counts a sum of gradients, and draws no curve."""
-    times_exchanges: bool = True
-    """A rank times the exchanges of each step, so that a run's report can draw a curve of scaling from them."""
-    curve_of: Callable[[TrainConfig, MeshShape], str] = _its_own
-    """The name of the strategy whose curve a run's report draws, where the ranks of that mesh divide nothing and
-    several would do something else."""
     reads_all: bool = False
     """One process reads all rows and hands them out."""
     shared_model: SharedModel | None = None
@@ -133,11 +119,6 @@ class Strategy:
     def needs_module(self) -> bool:
         """Whether its ranks hold parts of an `nn.Module`."""
         return self.shared_model is not None
-
-    @property
-    def exchanges(self) -> Exchanges | None:
-        """What its ranks exchange in a step; None if it is not known."""
-        return self.shared_model.exchanges if self.shared_model else self.replica_exchanges
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.compression import sent_bytes
-from train.strategies.exchanges import sums_gradients
 from train.strategies.member import Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.options import TorchDdpOptions
@@ -243,7 +242,6 @@ TORCH_DDP = Strategy(
     leaves_out_batches=True,
     max_world_size=None,
     join=join_ddp,
-    replica_exchanges=sums_gradients,
     compressions=tuple(SUMS),
     check=check,
     secondary_error=re.compile(

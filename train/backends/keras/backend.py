@@ -40,7 +40,6 @@ class KerasLearner:
     """`train.backends.backend.Learner` of a Keras model."""
 
     export_backend = "keras"
-    blocks = None
 
     def __init__(self, config: TrainConfig, built: BuiltModel, chosen: ChosenOptimizer, spec: ModelSpec) -> None:
         self.config_sha256 = built.config_sha256

@@ -46,7 +46,6 @@ class TorchLearner:
         self.config_sha256, self.outputs_are_logits = built.config_sha256, built.outputs_are_logits
         # A Keras model is exported by Keras on TensorFlow, from the same arrays.
         self.export_backend = "keras" if built.is_keras else "torch"
-        self.blocks = built.blocks
         # Before anything is computed, and before the optimizer exists.
         creates(config)
         self._config, self._built, self._spec = config, built, spec

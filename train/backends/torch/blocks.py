@@ -5,8 +5,7 @@ between which a pipeline may cut it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.backends.torch.runtime import import_torch
@@ -54,19 +53,3 @@ def links_of(module: Any) -> list[Any]:
         return [link for each in module.stages() for link in links(each)]
     found = links(module)
     return [] if found == [module] else found
-
-
-@contextmanager
-def sizes_handed_on(blocks: Sequence[Any]) -> Iterator[list[int]]:
-    """-> the bytes of each tensor that one of `blocks` returns inside."""
-    sizes: list[int] = []
-
-    def note(block: Any, inputs: Any, output: Any) -> None:
-        sizes.append(getattr(output, "nbytes", 0))
-
-    hooks = [block.register_forward_hook(note) for block in blocks]
-    try:
-        yield sizes
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -22,12 +22,10 @@ from train.backends.batch_norms import largest_momentum
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.output_form import Probe, are_logits
 from train.backends.torch.batch_norms import limit_momentum
-from train.backends.torch.blocks import blocks_of, links_of, sizes_handed_on
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.meta import built_without_numbers
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
-from train.contracts.values import Blocks
 from train.labels import check_labels
 from train.models import MODELS
 from train.models.modules import models_of, no_module
@@ -53,8 +51,6 @@ class BuiltModule:
     why_whole: str = ""
     """Why it has numbers of its own, though rank 0's were to be given to it; empty if it has none, or was to have
     them."""
-    blocks: Blocks | None = None
-    """None for a Keras model, and for a module without numbers, which was not called."""
 
     def parts_of_state(self) -> tuple[list[Any], list[Any]]:
         """The tensors of `StatePart.WEIGHTS` and, but for generators, of `StatePart.OWN`."""
@@ -96,17 +92,13 @@ def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = Tr
 
         check_pixels(config, model)
     classifier = classifier_of(model.to(device()), is_keras=is_keras, spec=spec)
-    parts, links = ([], []) if is_keras else (blocks_of(model), links_of(model))
-    with sizes_handed_on(parts) as sizes, sizes_handed_on(links[:-1]) as borders:
-        _check_outputs(config.model, classifier, spec)
-    widest, widest_border = (max(each, default=0) // NUM_TRIED_IMAGES for each in (sizes, borders))
-    blocks = None if is_keras else Blocks(max(1, len(parts)), widest, widest_border)
+    _check_outputs(config.model, classifier, spec)
     if is_keras:
         _refuse_compiled(config, model)
     outputs_are_logits = are_logits(config, spec.labels.kind, spec.image_shape_HWC, _probe(classifier))
     frozen, identity = freeze(config, model, is_keras), _identity(model, is_keras)
     _limit_momentum(config, model, spec, is_keras)
-    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity, why_whole, blocks)
+    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity, why_whole)
 
 
 def _limit_momentum(config: TrainConfig, model: Any, spec: ModelSpec, is_keras: bool) -> None:

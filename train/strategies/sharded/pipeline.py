@@ -17,14 +17,12 @@ from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.exchanges import Assumed, Exchanged, Work
 from train.strategies.held import Held, Shape, holds_all, num_bytes
 from train.strategies.member import Member
 from train.strategies.sharded.device_mesh import device_mesh_of
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.sharded.pipeline_schedules import (
     PipelineOptions,
-    idle_share_alike,
     idle_share_of,
     most_kept,
     num_microbatches_of,
@@ -180,20 +178,4 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
         # Copies add up gradients as one flat tensor.
         update_bytes=held_bytes if mesh.data_size > 1 else 0,
         activation_share=kept_bytes / num_bytes(shapes.values()) / num_microbatches,
-    )
-
-
-def hands_on_activations(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
-    """`train.strategies.shared_model.SharedModel.exchanges`: activations of a microbatch go to the next stage and their
-    gradients back, and each slot of the schedule waits for them."""
-    summed = assumed.allreduce_seconds(mesh, "data", work.gradient_bytes / mesh.pipeline)
-    if mesh.pipeline == 1:
-        return Exchanged(hideable=summed)
-    link = assumed.group(mesh, "pipeline").slowest
-    schedule = schedule_named(work.schedule, mesh.pipeline)
-    slots = work.num_passes * (work.num_microbatches * schedule.stages_per_rank + mesh.pipeline - 1)
-    return Exchanged(
-        hideable=summed,
-        exposed=2 * slots * link.seconds(1, work.block_bytes / work.num_passes / work.num_microbatches),
-        idle_share=idle_share_alike(schedule, mesh.pipeline, work.num_microbatches),
     )

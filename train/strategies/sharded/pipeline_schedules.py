@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,7 +21,7 @@ from train.settings.kinds import EXECUTION
 
 # As many microbatches for each rank leave a share of about 1/5 idle (arXiv:1811.06965, section 2.3).
 MICROBATCHES_PER_RANK = 4
-MOST_LISTED_RANKS, MOST_LISTED_FOR_RANK = 16, 8
+MOST_LISTED_FOR_RANK = 8
 
 
 class PipelineOptions(Section):
@@ -195,19 +194,6 @@ def idle_share_of(schedule: Schedule, num_ranks: int, num_microbatches: int, cos
     ends = [number * busy / (1 - idle_share(orders(schedule, num_ranks, number), costs)) for number in listed]
     pace = (ends[1] - ends[0]) / (listed[1] - listed[0])
     return 1 - num_microbatches * busy / (ends[1] + (num_microbatches - listed[1]) * pace)
-
-
-@cache
-def idle_share_alike(schedule: Schedule, num_ranks: int, num_microbatches: int) -> float:
-    """`idle_share` of stages of one cost, at once for any number of ranks.
-
-    PyTorch takes the square of ranks and microbatches to list the orders of zero bubble: a pipeline of few ranks, with
-    as many microbatches for each, stands for a longer one (64 ranks and 256 microbatches: 0.038 instead of 0.039).
-    """
-    if not schedule.is_v:
-        return (num_ranks - 1) / (schedule.stages_per_rank * num_microbatches + num_ranks - 1)
-    few = min(num_ranks, MOST_LISTED_RANKS)
-    return idle_share(orders(schedule, few, max(1, num_microbatches * few // num_ranks)))
 
 
 def most_kept(schedule: Schedule, num_ranks: int, num_microbatches: int, sizes: Sequence[float]) -> float:

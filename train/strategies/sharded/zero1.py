@@ -7,21 +7,17 @@ rank updates some rows of every weight, and the ranks exchange what they have up
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from train.backends.torch.boxes import Box, whole_box
 from train.backends.torch.layout import WholeTensors
 from train.config import TrainConfig
-from train.contracts.mesh_shape import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.exchanges import Assumed, Exchanged, Work, sums_gradients
 from train.strategies.held import Held, holds_all, num_bytes
 from train.strategies.member import Member
-from train.strategies.network import all_gather
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.strategy import Build
 from train.strategies.torch_ddp import TorchCollective
@@ -105,14 +101,6 @@ def held_by_zero1(config: TrainConfig, module: Any) -> Held:
     # All gradients as one flat tensor; then the rows of every rank, and this one's twice.
     update_bytes = 2 * num_bytes(whole.weights.values()) + (2 * num_bytes(most.values()) if num_ranks > 1 else 0)
     return Held(whole.weights, most, module, update_bytes=update_bytes)
-
-
-def gathers_updates(work: Work, mesh: MeshShape, assumed: Assumed) -> Exchanged:
-    """`SharedModel.exchanges`: the allreduce of data parallelism, then every rank's updated rows."""
-    if mesh.data == 1:
-        return Exchanged()
-    summed = sums_gradients(work, mesh, assumed)
-    return replace(summed, exposed=all_gather(assumed.group(mesh, "data"), work.weight_bytes))
 
 
 def _leave_whole(module: Any, kept: Collection[Any]) -> None:
