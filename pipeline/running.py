@@ -95,8 +95,7 @@ def dataset_of_run(run: Run, stages: Sequence[str] = ("etl", "verify")) -> str:
     if split_version(run.tree.dataset.uri)[1] is not None:
         return run.tree.dataset.uri
     records = [read_stage_record(run.record.workdir, run.id, stage) for stage in stages]
-    # An older shardmill's check does not say of which version it was.
-    ended = [each for each in records if each is not None and each.status != "failed" and "dataset" in each.sections]
+    ended = [each for each in records if each is not None and each.status != "failed"]
     if not ended:
         return run.tree.dataset.uri
     dataset = max(ended, key=lambda each: each.started).sections["dataset"]

@@ -153,16 +153,15 @@ class ImageSample:
     channel_square_sums: tuple[int, ...]
     notes: tuple[str, ...] = ()
     source_height: int = 0
-    """Height of the upright source, before it was cropped and resized; 0 if unknown, in a row of an older shardmill."""
+    """Height of the upright source, before it was cropped and resized; 0 without an image."""
     source_width: int = 0
     source_bytes: int = 0
     """Size as read; a listing may not have known it."""
     laplacian_square_sum: int | None = None
-    """Sum of the squared Laplacian of the normalized pixels' luma: little in a blurred image. None if unknown, in a row
-    of an older shardmill.
-    """
+    """Sum of the squared Laplacian of the normalized pixels' luma: little in a blurred image. None without an
+    image."""
     difference_hash: int | None = None
-    """`shardmill.images.look.difference_hash`, as a signed 64-bit number; None if unknown, or too plain to have one."""
+    """`shardmill.images.look.difference_hash`, as a signed 64-bit number; None if it is too plain for one."""
     orientation: int = 1
     """EXIF's, by which the source was turned upright. A row does not keep it."""
 

@@ -102,7 +102,7 @@ def _count(manifest: Manifest, note: str) -> tuple[int, int]:
 def _enlarged(manifest: Manifest) -> Iterator[str]:
     """Most images, by their longer sides, which are counted between powers of two."""
     options, sizes = manifest.normalize, manifest.sizes
-    if sizes is None or options.resize_mode == "none" or not options.enlarges or options.image_size <= IMAGE_SIZES[-1]:
+    if options.resize_mode == "none" or not options.enlarges or options.image_size <= IMAGE_SIZES[-1]:
         return
     num_sides = options.image_size.bit_length() - 1
     num_smaller, num_known = sum(sizes.source.by_longer_side[:num_sides]), sum(sizes.source.by_longer_side)

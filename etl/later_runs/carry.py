@@ -63,7 +63,7 @@ def _stays_whole(parent: Manifest, changes: Changes, task: UnitTask) -> bool:
     is_untouched = all(shard.is_whole and shard.restated is None for shard in changes.shards)
     num_rows = sum(len(shard.is_kept_N) for shard in changes.shards)  # without those of lost shards
     has_its_classes = parent.class_names == task.row_schema.class_names
-    return is_untouched and num_rows == parent.counts.accepted and has_its_classes and parent.sizes is not None
+    return is_untouched and num_rows == parent.counts.accepted and has_its_classes
 
 
 def _result_of_version(parent: Manifest, changes: Changes, store: Store) -> UnitResult:
@@ -94,7 +94,7 @@ def _split_sums(parent: Manifest, name: str) -> SplitSums:
         num_pixels=sums.num_pixels if is_train else 0,
         channel_sums=sums.sums if is_train else nothing,
         channel_square_sums=sums.square_sums if is_train else nothing,
-        sizes=parent.sizes if is_first and parent.sizes is not None else ImageSizes(),
+        sizes=parent.sizes if is_first else ImageSizes(),
     )
 
 

@@ -85,15 +85,12 @@ def _described(
 def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
     """The groups of images that look alike if a number of bits is given, else all that `--quality` shows."""
     from pipeline.output import data_faults as output
-    from pipeline.output.progress import reading_bar
     from shardmill.data_faults.equal_bytes import find_equal_bytes
     from shardmill.data_faults.looks import read_looks
     from shardmill.data_faults.near_duplicates import find_near_duplicates
     from shardmill.data_faults.quality import find_faults
 
-    # What an older shardmill wrote is decoded, which takes its time.
-    with reading_bar("inspect") as on_progress:
-        looks = read_looks(dataset, on_progress)
+    looks = read_looks(dataset)
     if near_duplicates is not None:
         found = output.near_duplicates_document(find_near_duplicates(looks, near_duplicates))
         return found, output.near_duplicate_rows(found)

@@ -120,10 +120,8 @@ def _content_rows(facts: dict[str, Any]) -> Rows:
     return [("stored", f"{image['encoding']}, {shape}{', with ' if beside else ''}{' and '.join(beside)}")]
 
 
-def _described_sizes(sizes: ImageSizes | None) -> dict[str, Any] | None:
-    """Before and after: images in each bucket that has any, and bytes. None if no build has counted them."""
-    if sizes is None:
-        return None
+def _described_sizes(sizes: ImageSizes) -> dict[str, Any]:
+    """Before and after: images in each bucket that has any, and bytes."""
     return {when: size_document(counts) for when, counts in (("source", sizes.source), ("stored", sizes.stored))}
 
 

@@ -150,8 +150,8 @@ class EqualBytes:
     """Images in these groups."""
     conflicting_label: int
     """Those of them in groups of several classes."""
-    leaked_content: int | None
-    """Those of them in groups in several splits; None in a version of an older shardmill."""
+    leaked_content: int
+    """Those of them in groups in several splits."""
     groups: tuple[SimilarImages, ...]
     """Those in several splits first."""
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from statistics import NormalDist
 
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ChannelSums, SizeCounts
+from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ChannelSums
 from shardmill.dataset.versions import read_manifest
 from shardmill.printable import printable
 from shardmill.section import Section
@@ -143,7 +143,7 @@ def _class_counts(manifest: Manifest) -> Mapping[str, int]:
 
 def _of_sizes(older: Manifest, newer: Manifest) -> tuple[AspectDrift, AspectDrift]:
     """As the sources were, upright and before any resizing."""
-    before, after = (SizeCounts() if each.sizes is None else each.sizes.source for each in (older, newer))
+    before, after = older.sizes.source, newer.sizes.source
     why_not = "a version has no recorded sizes"
 
     def of(aspect: Aspect, names: Sequence[str], *counts: Sequence[int]) -> AspectDrift:

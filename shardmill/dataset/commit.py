@@ -23,7 +23,6 @@ from shardmill.dataset.index import has_all_files, write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
-    DIGEST_RULE,
     Counts,
     Manifest,
     SplitInfo,
@@ -152,7 +151,6 @@ def _draft(
         operation=build.operation,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         parent_version=parent_version or None,
-        digest_rule=DIGEST_RULE,
         content_digest=content,
         layout_digest=layout.digest(content, build.class_names, classes),
         columns=build.columns,

@@ -105,12 +105,10 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
             sums = (pixels.sum(axis=(0, 1)).tolist(), (pixels**2).sum(axis=(0, 1)).tolist())
             same = sums == (row["channel_sums"], row["channel_square_sums"])
             require(same, f"{where}: the pixels of {row['source']!r} do not match the channel sums")
-            # Null: an older shardmill did not measure it.
-            if row["laplacian_square_sum"] is not None:
-                luma_HW = luma(image_HWC)
-                look = (laplacian_square_sum(luma_HW), difference_hash(luma_HW))
-                same = look == (row["laplacian_square_sum"], row["difference_hash"])
-                require(same, f"{where}: the pixels of {row['source']!r} do not match their sharpness and hash")
+            luma_HW = luma(image_HWC)
+            look = (laplacian_square_sum(luma_HW), difference_hash(luma_HW))
+            same = look == (row["laplacian_square_sum"], row["difference_hash"])
+            require(same, f"{where}: the pixels of {row['source']!r} do not match their sharpness and hash")
 
 
 def _is_same(stored: Value, expected: Value) -> bool:

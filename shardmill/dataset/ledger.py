@@ -41,8 +41,6 @@ LEDGER_SCHEMA = pa.schema(
         ("source_block", pa.int64()),
     ]
 )
-_LATER = {"source_container": "", "source_place": 0, "source_block": 0}
-
 
 # Of a `Rejection`, in the order of the columns behind its key.
 _FIELDS = (
@@ -63,9 +61,7 @@ def read_rejections(store: Store, manifest: Manifest) -> Iterator[Rejection]:
     Raises IntegrityError, when it is read, for a ledger that is missing or altered.
     """
     for segment in manifest.ledger_segments:
-        yield from rejections_of_table(
-            read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected, later=_LATER)
-        )
+        yield from rejections_of_table(read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected))
 
 
 def read_ledger(uri: str) -> list[Rejection]:
@@ -84,7 +80,7 @@ def read_ledger(uri: str) -> list[Rejection]:
         expected = f"expected a file named {file.sha256[:32]}.parquet"
         raise IntegrityError(f"{uri} was altered, or is not a ledger", expected)
     # No manifest counted its rows; a row takes at least a byte.
-    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data), later=_LATER))
+    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
 
 
 def ledger_digest(rejections: Iterable[Rejection]) -> str:

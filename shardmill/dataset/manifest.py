@@ -21,8 +21,6 @@ from shardmill.values import PredictedBy
 
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
-DIGEST_RULE = 2
-"""Rule by which the digests of a new version cover its classes (see `digested_classes`)."""
 
 Operation = Literal["full", "incremental", "append", "compact", "expire", "rollback"]
 """The operation that created a version: a `full` build of its source, an `incremental` build of its changes, an
@@ -55,11 +53,10 @@ class Counts(Section):
     by_split: dict[str, int]
     duplicate_content: int = Field(ge=0)
     """Accepted inputs whose bytes another accepted input had already."""
-    conflicting_label: int = Field(default=0, ge=0)
+    conflicting_label: int = Field(ge=0)
     """Accepted inputs whose bytes another accepted input has under another class."""
-    leaked_content: int | None = Field(default=None, ge=0)
-    """Accepted inputs whose bytes another accepted input has in another split; content hashes never put them there.
-    None in a version that an older shardmill committed."""
+    leaked_content: int = Field(ge=0)
+    """Accepted inputs whose bytes another accepted input has in another split; content hashes never put them there."""
     by_note: dict[str, int]
 
 
@@ -117,8 +114,6 @@ class Manifest(Section):
     """For a rollback: the version whose files this one refers to."""
     expired_versions: tuple[VersionRange, ...] = ()
     """All versions that had expired when this one was committed: their manifests stay, their files may be deleted."""
-    digest_rule: Literal[1, 2] = 1
-    """Rule by which both digests cover the classes; 1 in a version from an older shardmill."""
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")
     layout_digest: str = Field(pattern="^[0-9a-f]{64}$")
     columns: dict[str, str]
@@ -129,8 +124,8 @@ class Manifest(Section):
     splits: dict[str, SplitInfo]
     counts: Counts
     channel_sums: ChannelSums
-    sizes: ImageSizes | None = None
-    """Image sizes of all splits; None in a version from an older shardmill."""
+    sizes: ImageSizes
+    """Image sizes of all splits."""
     normalize: NormalizeOptions
     normalization_fingerprint: str
     decoder_id: str
@@ -157,12 +152,12 @@ class Manifest(Section):
     @property
     def digested_classes(self) -> tuple[str, ...]:
         """The classes that its digests cover."""
-        return digested_classes(self.class_names, self.splits, self.digest_rule)
+        return digested_classes(self.class_names, self.splits)
 
     @property
     def empty_classes(self) -> tuple[str, ...]:
         """Classes of the label map of which no split has an image."""
-        used = set(digested_classes(self.class_names, self.splits))
+        used = set(self.digested_classes)
         return tuple(name for name in self.class_names if name not in used)
 
     @property
@@ -209,9 +204,7 @@ class Manifest(Section):
 
         def visible(each: Manifest) -> tuple[object, ...]:
             digests = (each.content_digest, each.layout_digest, each.ledger_digest)
-            # Equal content leaks equally; an older shardmill has not counted it.
-            counts = each.counts.model_copy(update={"leaked_content": None})
-            return (*digests, sorted(each.formats), counts, each.expired_versions, each.predicted_by)
+            return (*digests, sorted(each.formats), each.counts, each.expired_versions, each.predicted_by)
 
         return visible(self) == visible(other)
 
@@ -224,10 +217,7 @@ def manifest_path(version: int) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical bytes of a manifest, its own SHA-256 among them; no envelope of `shardmill.checksummed`, as people
     compare manifests line by line, and a pin is the SHA-256 of the whole file."""
-    # Older versions of shardmill read the manifest of a dataset that uses nothing of this.
-    used = {"predicted_by": bool(manifest.predicted_by), "normalize": bool(manifest.normalize.more_formats)}
-    unused = {"predicted_by": True, "normalize": {"more_formats"}}
-    body = manifest.model_dump(mode="json", exclude={name: unused[name] for name in used if not used[name]})
+    body = manifest.model_dump(mode="json")
     body["manifest_digest"] = canonical_digest(body)
     return _canonical(body)
 
@@ -269,17 +259,13 @@ def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def digested_classes(
-    class_names: Sequence[str], splits: dict[str, SplitInfo], rule: int = DIGEST_RULE
-) -> tuple[str, ...]:
-    """The classes that the digests cover, sorted by name: by rule 2 those that have an image in any split.
+def digested_classes(class_names: Sequence[str], splits: dict[str, SplitInfo]) -> tuple[str, ...]:
+    """The classes that the digests cover, sorted by name: those that have an image in any split.
 
-    A class that has lost its last image stays in the label map, and a full build of the same source never sees it: by
-    rule 1, which covers the whole label map, the two had equal rows and different digests.
+    A class that has lost its last image stays in the label map, and a full build of the same source never sees it.
     """
     counts = [split.class_counts for split in splits.values()]
-    is_empty = [not any(of_split[label] for of_split in counts) for label in range(len(class_names))]
-    return tuple(sorted(name for name, empty in zip(class_names, is_empty, strict=True) if rule == 1 or not empty))
+    return tuple(sorted(name for label, name in enumerate(class_names) if any(each[label] for each in counts)))
 
 
 def content_digest(

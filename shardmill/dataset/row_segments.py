@@ -34,9 +34,9 @@ ROWS_SCHEMA = pa.schema(
 )
 
 
-# What the source was when it was read; an older shardmill wrote none of it.
+# What the source was when it was read.
 SOURCE_COLUMNS = {"source_height": pa.int32(), "source_width": pa.int32(), "source_read_bytes": pa.int64()}
-# What the normalized pixels look like (`shardmill.images.look`); null in rows of an older shardmill.
+# What the normalized pixels look like (`shardmill.images.look`); null without pixels, the hash also of a plain image.
 LOOK_COLUMNS = {"laplacian_square_sum": pa.int64(), "difference_hash": pa.int64()}
 
 
@@ -60,8 +60,7 @@ def read_rows(store: Store, shard: ShardFile, schema: RowSchema, columns: Collec
     wanted = rows_schema(schema)
     if columns is not None:
         wanted = pa.schema([field for field in wanted if field.name in columns])
-    later = dict.fromkeys(SOURCE_COLUMNS, 0) | dict.fromkeys(LOOK_COLUMNS)
-    return read_segment(store, rows_file(shard), wanted, shard.num_rows, later=later)
+    return read_segment(store, rows_file(shard), wanted, shard.num_rows)
 
 
 def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:

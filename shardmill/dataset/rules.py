@@ -142,9 +142,7 @@ class RecordRules:
         by_note = Counter(note for notes in self.column("notes") for note in notes.split(",") if note)
         require(dict(by_note) == counts.by_note, f"notes are {dict(by_note)}, counted {counts.by_note}")
         found = count_duplicates(self._contents())
-        # An older shardmill has not counted leaks.
-        leaked = found.leaked if counts.leaked_content is None else counts.leaked_content
-        counted = DuplicateCounts(counts.duplicate_content, counts.conflicting_label, leaked)
+        counted = DuplicateCounts(counts.duplicate_content, counts.conflicting_label, counts.leaked_content)
         require(found == counted, f"{found}, counted {counted}")
         return f"{by_note.total()} notes, {found.duplicates} duplicates"
 
@@ -163,9 +161,8 @@ class RecordRules:
         num_pixels = sum(count_pixels(self.rows_of(shard), manifest.row_schema) for shard in self._shards_of("train"))
         found = ChannelSums(num_pixels=num_pixels, sums=sums, square_sums=square_sums)
         require(found == manifest.channel_sums, f"channels add up to {found}, counted {manifest.channel_sums}")
-        if manifest.sizes is not None:
-            sizes = add_sizes(self._sizes_of(shard) for shard in self._shards_of(None))
-            require(sizes == manifest.sizes, f"sizes of images are {sizes}, counted {manifest.sizes}")
+        sizes = add_sizes(self._sizes_of(shard) for shard in self._shards_of(None))
+        require(sizes == manifest.sizes, f"sizes of images are {sizes}, counted {manifest.sizes}")
         return f"{found.num_pixels} pixels of train"
 
     def _sizes_of(self, shard: ShardInfo) -> ImageSizes:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,48 +55,27 @@ def rows_file(shard: ShardFile) -> ChecksummedFile:
     return ChecksummedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
 
 
-def read_segment(
-    store: Store,
-    file: ChecksummedFile,
-    schema: pa.Schema,
-    max_rows: int,
-    *,
-    later: Mapping[str, int | str | None] = MappingProxyType({}),
-) -> pa.Table:
+def read_segment(store: Store, file: ChecksummedFile, schema: pa.Schema, max_rows: int) -> pa.Table:
     """The columns of `schema` from a verified segment; `max_rows` is what the record that names it counted.
 
-    `later`: columns that an older shardmill did not write, with their value in its segments. Further columns are not
-    read: an older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks
-    a column or is larger than it may be.
+    Raises IntegrityError if the segment is missing, altered, lacks a column or is larger than it may be.
     """
-    table = read_coded_segment(store, file, schema, max_rows, later=later)
-    columns = [
-        _plain(table.column(field.name))
-        if field.name in table.column_names
-        else pa.repeat(pa.scalar(later[field.name], field.type), table.num_rows)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
+    table = read_coded_segment(store, file, schema, max_rows)
+    return pa.table([_plain(table.column(field.name)) for field in schema], schema=schema)
 
 
-def read_coded_segment(
-    store: Store, file: ChecksummedFile, schema: pa.Schema, max_rows: int, *, later: Collection[str] = ()
-) -> pa.Table:
-    """As `read_segment`, with texts as places in dictionaries, and without the columns of `later` that are not there:
-    a text that repeats is compared and copied as a number.
-    """
+def read_coded_segment(store: Store, file: ChecksummedFile, schema: pa.Schema, max_rows: int) -> pa.Table:
+    """As `read_segment`, with texts as places in dictionaries: one that repeats is compared and copied as a number."""
     data = read_checksummed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
     try:
         footer = pq.read_metadata(pa.BufferReader(data))
-        absent = set(later).difference(footer.schema.names)
-        stored = pa.schema([field for field in schema if field.name not in absent])
-        _check_footer(footer, stored, max_rows, len(data), where)
+        _check_footer(footer, schema, max_rows, len(data), where)
         # As dictionaries first: a long text that repeats is small until it is written out for each row. They must be
         # there. And `read_table` would look for a dataset in each of thousands of small files.
-        texts = [field.name for field in stored if pa.types.is_string(field.type)]
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
         parquet = pq.ParquetFile(pa.BufferReader(data), metadata=footer, read_dictionary=texts, pre_buffer=False)
-        table = parquet.read(columns=stored.names, use_threads=False)
+        table = parquet.read(columns=schema.names, use_threads=False)
         # Places in dictionaries, UTF-8.
         table.validate(full=True)
         # A bound comes first: for an index, the sum itself takes as long as reading.

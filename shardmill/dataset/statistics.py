@@ -75,7 +75,7 @@ class ImageSizes(Section):
     """Sizes of the images of a version, or of a part of it, before and after normalization."""
 
     source: SizeCounts = SizeCounts()
-    """Upright, before they were cropped and resized. Rows that a shardmill without these counts wrote are not in it."""
+    """Upright, before they were cropped and resized."""
     stored: SizeCounts = SizeCounts()
 
 

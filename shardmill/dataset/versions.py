@@ -79,7 +79,7 @@ def check_recorded(store: Store, version: int) -> str:
     try:
         data = store.read(path)
     except FileNotFoundError:
-        return "not recorded: the commit was interrupted, or written by an older version of shardmill"
+        return "not recorded: the commit was interrupted"
     where = join_uri(store.uri, path)
     verified_body(data, where, fix="restore it from a copy")
     if data != _record_of(version, read_manifest_bytes(store, version)):

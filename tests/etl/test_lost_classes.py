@@ -15,17 +15,12 @@ import pytest
 from etl.config import SourceConfig
 from etl.job import build_dataset
 from etl.outcome import BuildOutcome
-from shardmill.dataset.index import read_shards
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.manifest import Manifest, encode_manifest, manifest_path
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.verify import verify_dataset
-from shardmill.dataset.versions import record_commit
-from shardmill.errors import IntegrityError
-from shardmill.ids import canonical_digest
 from shardmill.stores import open_store
 from tests.etl.incremental import build, opened, paint, tree_for
 from tests.lab.datasets import write_images
@@ -178,61 +173,3 @@ def test_a_layout_tells_label_maps_apart_that_give_its_classes_other_numbers(tmp
     assert len({each.content_digest for each in manifests}) == 1
     assert len({each.layout_digest for each in manifests}) == len(maps)
     assert build(tmp_path, "found").manifest.layout_digest == manifests[0].layout_digest
-
-
-def as_older_shardmill_wrote_it(manifest: Manifest, root: Path) -> Manifest:
-    """Digests over the whole label map, and no word about the rule."""
-    splits = {name: [split.num_rows, split.row_digest_sum] for name, split in manifest.splits.items()}
-    content = canonical_digest(
-        {
-            "columns": manifest.columns,
-            "class_names": sorted(manifest.class_names),
-            "normalization": manifest.normalization_fingerprint,
-            "splits": splits,
-        }
-    )
-    chunks: dict[str, list[str]] = {}
-    for shard in read_shards(open_store(root), manifest):
-        if shard.format == manifest.formats[0]:
-            texts = [f"{chunk.num_rows}:{chunk.image_bytes}:{chunk.content_sha256}" for chunk in shard.chunks]
-            chunks.setdefault(shard.split, []).extend(texts)
-    names = list(manifest.class_names)
-    numbers = {} if names == sorted(names) else {"class_names": names}
-    layout = canonical_digest({"content": content, "chunks": chunks, **numbers})
-    old = manifest.model_copy(update={"digest_rule": 1, "content_digest": content, "layout_digest": layout})
-    body = json.loads(encode_manifest(old))
-    del body["digest_rule"], body["manifest_digest"]
-    body["manifest_digest"] = canonical_digest(body)
-    data = json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
-    (root / manifest_path(old.version)).write_bytes(data)
-    record_commit(open_store(root), old.version, data)
-    return old
-
-
-@pytest.mark.parametrize("change", [delete_class, rename_to_sort_first], ids=lambda change: change.__name__)
-def test_a_version_with_an_empty_class_of_an_older_shardmill_is_whole_and_its_successors_equal_full_builds(
-    tmp_path: Path, change: Callable[[Path], None]
-):
-    write_images(tmp_path / "images", num_images=60)
-    build(tmp_path)
-    change(tmp_path / "images")
-    root = tmp_path / "dataset"
-    new = build(tmp_path).manifest
-    old = as_older_shardmill_wrote_it(new, root)
-    assert old.content_digest != new.content_digest
-    verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
-    assert build(tmp_path).skipped
-
-    compacted = compact_dataset(opened(tmp_path), "compacting").manifest
-    assert (compacted.content_digest, compacted.version) == (old.content_digest, old.version + 1)
-    verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
-    paint(tmp_path / "images" / "class_2" / "later.png", random.Random(1))
-    same_as_full(tmp_path, build(tmp_path).manifest)
-
-    # The rule is a part of what a manifest vouches for.
-    wrong = new.model_copy(update={"digest_rule": 1})
-    data = encode_manifest(wrong)
-    (root / manifest_path(wrong.version)).write_bytes(data)
-    record_commit(open_store(root), wrong.version, data)
-    with pytest.raises(IntegrityError, match="content digest"):
-        verify_dataset(open_dataset(f"{root}@{wrong.version}")).raise_if_failed()

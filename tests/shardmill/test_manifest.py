@@ -20,7 +20,7 @@ from shardmill.dataset.manifest import (
     manifest_path,
     parse_manifest,
 )
-from shardmill.dataset.statistics import ChannelSums
+from shardmill.dataset.statistics import ChannelSums, ImageSizes
 from shardmill.errors import IntegrityError, SecurityRefusal
 from shardmill.formats.rows import NO_IMAGES
 from shardmill.ids import canonical_digest
@@ -28,12 +28,11 @@ from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import ExtraColumn
 
 ZERO = "0" * 64
-COUNTS = Counts(listed=0, accepted=0, rejected=0, by_reason={}, by_split={}, duplicate_content=0, by_note={})
+COUNTS = Counts(
+    listed=0, accepted=0, rejected=0, by_reason={}, by_split={}, duplicate_content=0, conflicting_label=0,
+    leaked_content=0, by_note={},
+)  # fmt: skip
 SOURCE = SourceRef(uri="/images", kind="folder", listing_fingerprint="f", key_sum=ZERO)
-OPTIONAL = {
-    "operation": "full", "restored_version": None, "expired_versions": (), "digest_rule": 1, "sizes": None,
-    "other_sources": (), "predicted_by": None, "schema_version": 1,
-}  # fmt: skip
 
 
 def split(*class_counts: int, num_rows: int = 1) -> SplitInfo:
@@ -42,13 +41,14 @@ def split(*class_counts: int, num_rows: int = 1) -> SplitInfo:
 
 
 def manifest(**given: Any) -> Manifest:
-    """Valid, and of a version that an older shardmill might have committed; but for what is `given`."""
+    """Valid, but for what is `given`."""
     plain: dict[str, Any] = {
         "version": 3, "commit_id": "c", "run_id": "r", "created_at": "2026-11-28T12:00:00+00:00", "parent_version": 2,
         "content_digest": ZERO, "layout_digest": ZERO, "columns": {"image": "binary", "label": "int64"},
         "formats": ("parquet",), "class_names": ("a", "b", "c"), "splits": {"train": split(1, 0, 2)},
-        "counts": COUNTS, "channel_sums": ChannelSums(), "normalize": NormalizeOptions(encoding="png"),
-        "normalization_fingerprint": "n", "decoder_id": "d", "config": {"etl": "é"}, "config_fingerprint": "f",
+        "counts": COUNTS, "channel_sums": ChannelSums(), "sizes": ImageSizes(),
+        "normalize": NormalizeOptions(encoding="png"), "normalization_fingerprint": "n", "decoder_id": "d",
+        "config": {"etl": "é"}, "config_fingerprint": "f",
         "source": SOURCE, "index_segments": (), "ledger_segments": (), "ledger_digest": "l",
     }  # fmt: skip
     return Manifest(**plain | given)
@@ -72,27 +72,7 @@ def test_a_manifest_is_read_as_it_was_written_a_line_for_each_field():
     assert parse_manifest(data, 3, "u") == written
     assert data == encoded(body_of(written)) and b'\n "commit_id": "c",\n' in data and "é".encode() in data
     assert body_of(written)["schema_version"] == 1
-    # Older versions read what uses nothing new.
-    assert "predicted_by" not in body_of(written) and "more_formats" not in body_of(written)["normalize"]
-    more = manifest(normalize=NormalizeOptions(more_formats=("heic",)))
-    assert (
-        body_of(more)["normalize"]["more_formats"] == ["heic"] and parse_manifest(encode_manifest(more), 3, "u") == more
-    )
     assert manifest_path(12) == "manifests/00000012.json"
-
-
-def test_what_an_older_manifest_does_not_say_has_its_older_meaning():
-    body = {
-        name: value for name, value in body_of(manifest()).items() if name not in OPTIONAL or name == "schema_version"
-    }
-    for part in ("conflicting_label", "leaked_content"):
-        del body["counts"][part]
-    for part in ("parts", "names_splits"):
-        del body["source"][part]
-    found = parse_manifest(encoded(body), 3, "u")
-    assert {name: getattr(found, name) for name in OPTIONAL} == OPTIONAL
-    assert (found.counts.conflicting_label, found.counts.leaked_content) == (0, None)
-    assert (found.source.parts, found.source.names_splits) == ({}, False)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +131,11 @@ def test_a_segment_lies_inside_the_dataset(kind):
 
 
 def test_digests_cover_the_classes_that_have_an_image():
-    """By rule 1 all of the label map; sorted by name in either, so that the order of the map does not count."""
+    """Sorted by name, so that the order of the map does not count."""
     splits = {"train": split(0, 1, 0), "test": split(2, 0, 0)}
     assert digested_classes(("b", "a", "c"), splits) == ("a", "b")
-    assert digested_classes(("b", "a", "c"), splits, 1) == ("a", "b", "c")
-    found = manifest(splits=splits, class_names=("b", "a", "c"), digest_rule=2)
+    found = manifest(splits=splits, class_names=("b", "a", "c"))
     assert (found.digested_classes, found.empty_classes) == (("a", "b"), ("c",))
-    assert manifest(splits=splits).digested_classes == ("a", "b", "c")
 
 
 def test_the_content_digest_depends_on_all_that_it_is_given():
@@ -207,7 +185,7 @@ def test_versions_expire_in_ranges_with_both_ends():
     ("change", "is_equivalent"),
     [
         ({"version": 4, "commit_id": "d", "run_id": "s", "created_at": "later", "config": {}}, True),
-        ({"formats": ("parquet",), "counts": COUNTS.model_copy(update={"leaked_content": 3})}, True),
+        ({"counts": COUNTS.model_copy(update={"leaked_content": 3})}, False),
         ({"content_digest": "1" * 64}, False),
         ({"layout_digest": "1" * 64}, False),
         ({"ledger_digest": "other"}, False),

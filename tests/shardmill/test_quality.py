@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 
 from etl.checks.data_faults import fault_warnings
-from etl.checks.drift import NO_LIMIT
 from etl.config import EtlConfig
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.quality import Fault, find_faults
-from shardmill.dataset import row_segments
 from shardmill.dataset.open import open_dataset
 from shardmill.loader.samples import Samples
-from tests.etl.appending import build as append
 from tests.etl.incremental import build as build_version
 from tests.etl.incremental import opened
 from tests.lab.commands import in_process
@@ -78,43 +75,6 @@ def found(dataset) -> dict[str, set[Fault]]:
 @pytest.mark.parametrize("mode", ["crop", "longer"])
 def test_planted_faults_are_found_and_no_others(photos: Path, tmp_path: Path, encoding: str, mode: str):
     assert found(build(photos, tmp_path / "dataset", encoding=encoding, resize_mode=mode)) == PLANTED
-
-
-# The second: one that measures less than this one.
-@pytest.mark.parametrize("num_columns", [0, 1])
-def test_rows_of_an_older_shardmill_are_decoded(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_columns: int
-):
-    with monkeypatch.context() as older:
-        older.setattr(row_segments, "LOOK_COLUMNS", dict([*row_segments.LOOK_COLUMNS.items()][:num_columns]))
-        build(photos, tmp_path / "older", encoding="png")
-    older = open_dataset(str(tmp_path / "older"))
-    looks = read_looks(older)
-    # Without sharpness, nothing is said.
-    assert bool([*fault_warnings(older.store, older.manifest)]) == (num_columns > 0)
-    newer = read_looks(build(photos, tmp_path / "newer", encoding="png"))
-    assert looks.rows.equals(newer.rows)
-    np.testing.assert_array_equal(looks.sharpness_N, newer.sharpness_N)
-
-
-def test_shards_of_this_shardmill_are_not_decoded_beside_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for folder, seed in (("first", 0), ("more", 100)):
-        for number in range(8):
-            write(tmp_path / folder, f"cat/{seed + number}.png", photo(seed + number))
-    with monkeypatch.context() as older:
-        older.setattr(row_segments, "LOOK_COLUMNS", {})
-        # It looked for no faults behind a build.
-        older.setattr("etl.job.fault_warnings", lambda *_: ())
-        append(tmp_path, "first", max_drift=NO_LIMIT)
-    old_paths = {file.name for file in (tmp_path / "dataset").rglob("*.parquet")}
-    append(tmp_path, "more", max_drift=NO_LIMIT)
-    both = opened(tmp_path)
-    expected = read_looks(both)
-    new = {shard.path for split in both.manifest.splits for shard in both.shards_of(split)}
-    new = {path for path in new if Path(path).name not in old_paths}
-    for path in new:
-        (tmp_path / "dataset" / path).unlink()
-    assert new and len(expected.sources) == 16 and read_looks(both).rows.equals(expected.rows)
 
 
 def test_a_copied_row_keeps_its_look(tmp_path: Path):

@@ -18,8 +18,8 @@ from shardmill.dataset.index import INDEX_SCHEMA, index_table
 from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.row_segments import ROWS_SCHEMA, read_rows
-from shardmill.dataset.segment import put_segment, read_segment, rows_file
+from shardmill.dataset.row_segments import read_rows
+from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError
@@ -251,20 +251,3 @@ def test_a_manifest_that_was_lost_is_named_and_its_number_is_not_given_away(data
     (dataset_root / "manifests" / "00000001.json").unlink()
     with pytest.raises(IntegrityError, match=r"00000001.json is missing"):
         open_dataset(str(dataset_root))
-
-
-def test_row_segments_with_the_columns_of_an_older_version_still_verify(dataset_root: Path):
-    dataset = open_dataset(str(dataset_root))
-
-    def with_older_columns(shard: ShardInfo) -> ShardInfo:
-        table = read_segment(dataset.store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
-        places = pa.array(range(shard.num_rows), pa.int64())
-        older = table.add_column(9, "record_start", places).add_column(10, "record_bytes", places)
-        file = put_segment(dataset.store, "rows/older", older)
-        return replace(shard, rows_path=file.path, rows_bytes=file.size_bytes, rows_sha256=file.sha256)
-
-    # It counted no sizes either, and no leaks.
-    counts = dataset.manifest.counts.model_copy(update={"leaked_content": None})
-    recommit(dataset_root, dataset.manifest.model_copy(update={"sizes": None, "counts": counts}))
-    with_index(dataset_root, with_older_columns)
-    verify_dataset(open_dataset(str(dataset_root)), deep=True).raise_if_failed()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -10,12 +9,8 @@ import cv2
 import numpy as np
 import pytest
 
-from etl.outcome import BuildOutcome
-from shardmill.dataset import row_segments
-from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts, add_sizes, count_sizes
 from shardmill.dataset.verify import verify_dataset
-from shardmill.ids import canonical_digest
 from shardmill.images.process import process_image
 from shardmill.kernel import resolve_kernel
 from shardmill.options import NormalizeOptions
@@ -126,32 +121,3 @@ def test_a_child_version_counts_what_a_full_build_does(mode: str, tmp_path: Path
     child = build(tmp_path, **options).manifest
     assert (child.operation, child.sizes) == ("incremental", build(tmp_path, "whole", **options).manifest.sizes)
     verify_dataset(opened(tmp_path)).raise_if_failed()
-
-
-def test_rows_of_an_older_shardmill_have_no_size_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    grow(tmp_path, random.Random(1), "", 30)
-    with monkeypatch.context() as older:
-        older.setattr(row_segments, "SOURCE_COLUMNS", {})
-        # It looked for no faults behind a build.
-        older.setattr("etl.job.fault_warnings", lambda *_: ())
-        build(tmp_path)
-    change(tmp_path, random.Random(2))
-    child = build(tmp_path)
-    whole = build(tmp_path, "whole").manifest
-    sizes = child.manifest.sizes
-    assert sizes is not None and whole.sizes is not None
-    assert (sizes.stored, sizes.source.num_images) == (whole.sizes.stored, 4)
-    assert child.manifest.content_digest == whole.content_digest
-    verify_dataset(opened(tmp_path)).raise_if_failed()
-    _check_manifest_of_an_older_shardmill(child)
-
-
-def _check_manifest_of_an_older_shardmill(outcome: BuildOutcome) -> None:
-    body = json.loads(encode_manifest(outcome.manifest))
-    del body["sizes"], body["counts"]["leaked_content"], body["manifest_digest"]
-    body["manifest_digest"] = canonical_digest(body)
-    data = json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
-    older = parse_manifest(data, outcome.manifest.version, "u")
-    counts = outcome.manifest.counts.model_copy(update={"leaked_content": None})
-    assert older == outcome.manifest.model_copy(update={"sizes": None, "counts": counts})
-    assert older.is_equivalent_to(outcome.manifest)

@@ -83,7 +83,7 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
 
 
 def load_saved_model(folder: Path) -> ServedModel:
-    """Load its functions images_NHWC uint8 -> NumPy arrays; exports of older versions have no logits."""
+    """Load its functions images_NHWC uint8 -> NumPy arrays."""
     tf = import_tensorflow()
     loaded = tf.saved_model.load(str(folder))
     outputs = loaded.signatures["serving_default"].structured_outputs

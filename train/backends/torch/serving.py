@@ -73,8 +73,7 @@ def load_program(folder: Path) -> ServedModel:
     torch = import_torch()
     from torch.export.passes import move_to_device_pass
 
-    # Left as it is by programs of older versions, which do not say it.
-    extra_files = {ARE_LOGITS: "false"}
+    extra_files = {ARE_LOGITS: ""}
     with warnings.catch_warnings():
         # That the file's bytes, which nothing writes to, are read-only.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
