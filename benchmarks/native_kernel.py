@@ -1,4 +1,5 @@
-"""Compares the optional native kernel with the wheels: pixels, speed of the kernel, and speed of whole jobs.
+"""Compares the optional native kernel with the wheels: pixels, speed of the kernel, and speed of whole jobs; and
+photographs with a colour profile (Adobe RGB) with the same ones without it.
 
 python benchmarks/native_kernel.py --images DIR [--num-images 5000] [--rounds 3] [--image-size 256] [--quality 95]
 
@@ -16,23 +17,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from contestants import CONTESTANTS, NUM_WORKERS, Job
+from contestants import CONTESTANTS, NUM_WORKERS, Job, prepare
 from results import hardware
 from whole_process import Usage, run_measured
 from workloads import WORKLOADS, find_photos
 
 from shardmill.images.jpeg import decode_jpeg
+from shardmill.images.jpeg_markers import find_end, read_header, strip_metadata
 from shardmill.images.normalize import normalize
 from shardmill.images.process import process_image
 from shardmill.kernel import NATIVE_ID
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, Rejection, SourceImage
+from tests.shardmill.images.make import rgb_profile, with_profile
 from tests.shardmill.images.reference import normalize_reference, psnr, ssim
 
 Kernels = dict[str, NormalizeOptions]
+# What is compared: for each side the same photographs.
+Sides = dict[str, list[tuple[bytes, NormalizeOptions]]]
 
 
 def main() -> None:
@@ -58,13 +64,31 @@ def main() -> None:
         for name in ("wheels", "native")
     }
     _print_fidelity(jpegs, kernels)
+    by_kernel = {name: [(data, options) for data in jpegs] for name, options in kernels.items()}
+    by_profile = _with_and_without_profile(jpegs, kernels["native"])
     for title, work in (("decode and shrink", _decode), ("process_image", _process)):
-        _print_ratio(title, "ms CPU an image", [_in_turns(work, jpegs, kernels) for _ in range(arguments.rounds)])
+        for sides in (by_kernel, by_profile):
+            _print_ratio(title, "ms CPU an image", [_in_turns(work, sides) for _ in range(arguments.rounds)])
     if arguments.num_images:
+        prepare(CONTESTANTS["local"])
         with tempfile.TemporaryDirectory(prefix="native-kernel-", dir=arguments.scratch) as folder:
-            images = WORKLOADS["photos"].files(photos, arguments.scratch or Path(folder), arguments.num_images)
-            job = Job(images, Path(folder) / "out", arguments.image_size, arguments.quality)
-            _print_jobs(job, arguments.num_images, arguments.rounds)
+            scratch, out = arguments.scratch or Path(folder), Path(folder) / "out"
+            images = WORKLOADS["photos"].files(photos, scratch, arguments.num_images)
+            job = Job(images, out, arguments.image_size, arguments.quality)
+            jobs = {"wheels": (job, "local_wheels"), "native": (job, "local")}
+            _print_jobs(jobs, arguments.num_images, arguments.rounds)
+            jobs = {
+                name: (replace(job, images=_written(side, Path(folder) / name, arguments.num_images)), "local")
+                for name, side in by_profile.items()
+            }
+            _print_jobs(jobs, arguments.num_images, arguments.rounds)
+
+
+def _written(side: list[tuple[bytes, NormalizeOptions]], folder: Path, num_images: int) -> Path:
+    folder.mkdir()
+    for number, (data, _) in enumerate(side):
+        (folder / f"{number % 100}_{number}.jpg").write_bytes(data)
+    return WORKLOADS["photos"].files(find_photos(folder), folder, num_images)
 
 
 def _print_fidelity(jpegs: list[bytes], kernels: Kernels) -> None:
@@ -98,24 +122,35 @@ def _process(data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
     return process_image(SourceImage("x.jpg", len(data)), data, options)
 
 
-def _in_turns(
-    work: Callable[[bytes, NormalizeOptions], object], jpegs: list[bytes], kernels: Kernels
-) -> dict[str, float]:
-    """CPU milliseconds that an image takes with each kernel."""
-    seconds = dict.fromkeys(kernels, 0.0)
-    for number, data in enumerate(jpegs):
-        for name in list(kernels)[:: -1 if number % 2 else 1]:
+def _with_and_without_profile(jpegs: list[bytes], options: NormalizeOptions) -> Sides:
+    """The photographs in colour that shrink, without other metadata."""
+    sides: Sides = {"profile": [], "no profile": []}
+    for data in jpegs:
+        header = read_header(data, options)
+        if header.num_components == 3 and min(header.height, header.width) > options.image_size:
+            bare = strip_metadata(data, header, find_end(data, header.scan_start))
+            sides["profile"].append((with_profile(bare, rgb_profile()), options))
+            sides["no profile"].append((bare, options))
+    return sides
+
+
+def _in_turns(work: Callable[[bytes, NormalizeOptions], object], sides: Sides) -> dict[str, float]:
+    """CPU milliseconds that an image takes on each side."""
+    seconds = dict.fromkeys(sides, 0.0)
+    num_images = len(next(iter(sides.values())))
+    for number in range(num_images):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
             started = time.process_time()
-            work(data, kernels[name])
+            work(*sides[name][number])
             seconds[name] += time.process_time() - started
-    return {name: 1e3 * total / len(jpegs) for name, total in seconds.items()}
+    return {name: 1e3 * total / num_images for name, total in seconds.items()}
 
 
-def _print_jobs(job: Job, num_images: int, rounds: int) -> None:
+def _print_jobs(jobs: dict[str, tuple[Job, str]], num_images: int, rounds: int) -> None:
     clock: list[dict[str, float]] = []
     cpu: list[dict[str, float]] = []
     for number in range(rounds):
-        usages = {name: _run_job(job, name) for name in ("wheels", "native")[:: -1 if number % 2 else 1]}
+        usages = {name: _run_job(*jobs[name]) for name in list(jobs)[:: -1 if number % 2 else 1]}
         clock.append({name: 1e3 * usage.wall_seconds / num_images for name, usage in usages.items()})
         cpu.append({name: 1e3 * usage.cpu_seconds / num_images for name, usage in usages.items()})
     title = f"whole job, {num_images:,} images, {NUM_WORKERS} processes"
@@ -123,21 +158,23 @@ def _print_jobs(job: Job, num_images: int, rounds: int) -> None:
     _print_ratio(title, "ms CPU an image", cpu)
 
 
-def _run_job(job: Job, kernel: str) -> Usage:
+def _run_job(job: Job, engine: str) -> Usage:
     shutil.rmtree(job.out, ignore_errors=True)
-    contestant = CONTESTANTS[{"native": "local", "wheels": "local_wheels"}[kernel]]
-    log = Path(tempfile.gettempdir()) / f"native-kernel-{kernel}.log"
+    contestant = CONTESTANTS[engine]
+    log = Path(tempfile.gettempdir()) / f"native-kernel-{engine}.log"
     usage = run_measured(contestant.command(job), contestant.process_environment, 900.0, log)
-    print(f"{kernel}: {usage.wall_seconds:.1f} s, {usage.cpu_seconds:.1f} s CPU", file=sys.stderr, flush=True)
+    print(f"{engine}: {usage.wall_seconds:.1f} s, {usage.cpu_seconds:.1f} s CPU", file=sys.stderr, flush=True)
     return usage
 
 
 def _print_ratio(title: str, unit: str, rounds: list[dict[str, float]]) -> None:
-    wheels, native = (statistics.median(each[name] for each in rounds) for name in ("wheels", "native"))
-    ratios = [each["wheels"] / each["native"] for each in rounds]
+    """The first round ran in the order that the sides are named in."""
+    first, second = rounds[0]
+    medians = {name: statistics.median(each[name] for each in rounds) for name in (first, second)}
+    ratios = [each[first] / each[second] for each in rounds]
     print(
-        f"{title}: wheels {wheels:.3f}, native {native:.3f} {unit}; ratio {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}, {len(rounds)} rounds)",
+        f"{title}: {first} {medians[first]:.3f}, {second} {medians[second]:.3f} {unit}; "
+        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(rounds)} rounds)",
         flush=True,
     )
 

@@ -39,7 +39,15 @@ from shardmill.dataset.segment import rows_file
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.formats.parquet import column_types
 from shardmill.formats.rows import RowSchema
-from shardmill.images.decoder_id import EQUAL_SUFFIXES, decoder_id, normalization_fingerprint, rules_of
+from shardmill.images.decoder_id import (
+    BEFORE_COLOURS,
+    EQUAL_SUFFIXES,
+    NOT_OF_JPEG,
+    decoder_id,
+    normalization_fingerprint,
+    rules_of,
+)
+from shardmill.images.icc import CONVERTED_NOTE
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
@@ -310,6 +318,8 @@ def _equal_suffixes(plan: BuildPlan, parent: Manifest) -> frozenset[str] | None:
     """What the names of files end with of which `parent` has the pixels that they would have now; None for all."""
     rules = rules_of(plan.build.normalize, parent.normalization_fingerprint) if plan.task.mapping is None else None
     suffixes = frozenset[str]() if rules is None else EQUAL_SUFFIXES[rules]
+    if BEFORE_COLOURS in parent.decoder_id and parent.counts.by_note.get(CONVERTED_NOTE):
+        suffixes = NOT_OF_JPEG if suffixes is None else suffixes & NOT_OF_JPEG
     names_tell = not parent.counts.by_note.get("extension_mismatch") and not plan.task.source.has_key_fields()
     return suffixes if suffixes is None or names_tell else frozenset()
 

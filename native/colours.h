@@ -16,7 +16,21 @@ typedef struct {
 /* Whether no colour leads out of 32 bits. */
 int colour_tables_are_valid(colour_tables tables);
 
-/* In place. */
-void convert_colours(uint8_t *pixels, size_t num_pixels, colour_tables tables);
+typedef int32_t colour_lights __attribute__((vector_size(16)));
+
+/* The tables multiplied out: each level's share of the three lights (and a fourth, of nothing), and the level of any sum
+   of them, so that nothing is left to compare. */
+typedef struct {
+    colour_lights shares[COLOUR_CHANNELS][COLOUR_LEVELS];
+    uint8_t *memory;
+    const uint8_t *levels; /* at 0; sums of shares may be less */
+} colour_converter;
+
+/* Of valid tables; NULL if memory ran out. */
+colour_converter *colour_make(colour_tables tables);
+void colour_free(colour_converter *converter);
+
+/* In place; a pixel begins every `stride` (3 or 4) bytes. */
+void convert_colours(const colour_converter *converter, uint8_t *pixels, size_t num_pixels, size_t stride);
 
 #endif

@@ -103,6 +103,12 @@ static void read_row(shrink_work *work) {
     if (jpeg_read_scanlines(&work->decoder, &row, 1) != 1) fail(work, DECLINED);
 }
 
+/* The same, and in the colours that are asked for from `place` on. */
+static void read_kept_row(shrink_work *work, const shrink_request *request, size_t place) {
+    read_row(work);
+    if (request->colours) convert_colours(request->colours, work->rows[1] + place, request->kept_width, PIXEL_LANES);
+}
+
 static void skip_to(shrink_work *work, size_t row) {
     JDIMENSION num_rows = (JDIMENSION)row - work->decoder.output_scanline;
     if (num_rows && jpeg_skip_scanlines(&work->decoder, num_rows) != num_rows) fail(work, DECLINED);
@@ -122,7 +128,7 @@ static void shrink(shrink_work *work, const shrink_request *request) {
     for (size_t i = 0; i < rows.new_length; i++) {
         size_t first = area_first(rows, i), end = area_end(rows, i);
         /* The first row may be the last one of the stored row above, and is there then. */
-        for (; num_read < first + 2 && num_read < end; num_read++) read_row(work);
+        for (; num_read < first + 2 && num_read < end; num_read++) read_kept_row(work, request, place);
         const uint8_t *last = work->rows[1] + place, *before = work->rows[0] + place;
         if (end - first == 1)
             area_start_rows(work->sums, last, area_weight(rows, i, first), last, 0, num_lanes, bias);
@@ -130,7 +136,7 @@ static void shrink(shrink_work *work, const shrink_request *request) {
             area_start_rows(work->sums, before, area_weight(rows, i, first), last, area_weight(rows, i, first + 1),
                             num_lanes, bias);
         for (size_t k = first + 2; k < end; k++, num_read++) {
-            read_row(work);
+            read_kept_row(work, request, place);
             area_add_row(work->sums, work->rows[1] + place, area_weight(rows, i, k), num_lanes);
         }
         uint8_t *stored = request->pixels + i * request->new_width * (size_t)request->num_channels;

@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "colours.h"
+
 typedef struct {
     const uint8_t *data;
     size_t num_bytes;
@@ -18,6 +20,8 @@ typedef struct {
     uint8_t *pixels;
     size_t new_height, new_width;
     int num_channels;
+    /* By which each pixel is converted before it is averaged with others; NULL: as they are. A window never is. */
+    const colour_converter *colours;
 } shrink_request;
 
 typedef enum { SHRUNK, DECLINED, NO_MEMORY } shrink_outcome;

@@ -15,7 +15,7 @@
 #include "sums.h"
 
 /* Numbers the arithmetic: another one may give other pixels. */
-#define KERNEL_VERSION "1"
+#define KERNEL_VERSION "2"
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
 
@@ -32,6 +32,41 @@ static int request_is_valid(const shrink_request *request) {
            request->width <= JPEG_MAX_DIMENSION &&
            side_is_valid(request->top, request->kept_height, request->new_height, request->height, scale) &&
            side_is_valid(request->left, request->kept_width, request->new_width, request->width, scale);
+}
+
+/* The contents of a C-contiguous array of exactly so many items of that size; the buffer is to be released if it is 1. */
+static int get_array(PyObject *array, Py_buffer *buffer, Py_ssize_t item_bytes, Py_ssize_t count) {
+    if (PyObject_GetBuffer(array, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) return 0;
+    if (buffer->itemsize == item_bytes && buffer->len == item_bytes * count) return 1;
+    PyBuffer_Release(buffer);
+    PyErr_SetString(PyExc_ValueError, "tables of int32 3 x 256, int32 3 x 3 and uint8 16385");
+    return 0;
+}
+
+static colour_converter *converter_of_tables(colour_tables tables) {
+    if (!colour_tables_are_valid(tables)) {
+        PyErr_SetString(PyExc_ValueError, "light from 0 to 1, and rows of the matrix that add up to less than 4");
+        return NULL;
+    }
+    colour_converter *converter = colour_make(tables);
+    if (!converter) PyErr_NoMemory();
+    return converter;
+}
+
+/* Of the arrays `linear`, `matrix` and `levels`; NULL with an exception. */
+static colour_converter *converter_of(PyObject *const arrays[3]) {
+    Py_buffer linear, matrix, levels;
+    colour_converter *converter = NULL;
+    if (!get_array(arrays[0], &linear, sizeof(int32_t), COLOUR_CHANNELS * COLOUR_LEVELS)) return NULL;
+    if (get_array(arrays[1], &matrix, sizeof(int32_t), COLOUR_CHANNELS * COLOUR_CHANNELS)) {
+        if (get_array(arrays[2], &levels, 1, COLOUR_ONE + 1)) {
+            converter = converter_of_tables((colour_tables){linear.buf, matrix.buf, levels.buf});
+            PyBuffer_Release(&levels);
+        }
+        PyBuffer_Release(&matrix);
+    }
+    PyBuffer_Release(&linear);
+    return converter;
 }
 
 static PyObject *shrink_into(Py_buffer *pixels, shrink_request *request) {
@@ -54,14 +89,16 @@ static PyObject *shrink_into(Py_buffer *pixels, shrink_request *request) {
 static PyObject *py_shrink_jpeg(PyObject *module, PyObject *arguments) {
     (void)module;
     Py_buffer data, pixels;
-    PyObject *target;
+    PyObject *target, *tables[3] = {Py_None, Py_None, Py_None};
     Py_ssize_t height, width, top, left, kept_height, kept_width;
     int scale;
-    if (!PyArg_ParseTuple(arguments, "y*O(nn)i(nnnn):shrink_jpeg", &data, &target, &height, &width, &scale, &top,
-                          &left, &kept_height, &kept_width))
+    if (!PyArg_ParseTuple(arguments, "y*O(nn)i(nnnn)|OOO:shrink_jpeg", &data, &target, &height, &width, &scale, &top,
+                          &left, &kept_height, &kept_width, &tables[0], &tables[1], &tables[2]))
         return NULL;
     PyObject *result = NULL;
-    if (PyObject_GetBuffer(target, &pixels, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT) == 0) {
+    colour_converter *colours = tables[0] == Py_None ? NULL : converter_of(tables);
+    if ((colours || tables[0] == Py_None) &&
+        PyObject_GetBuffer(target, &pixels, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT) == 0) {
         int is_image = pixels.ndim == 3 && pixels.itemsize == 1;
         if (!is_image || height < 1 || width < 1 || top < 0 || left < 0 || kept_height < 1 || kept_width < 1) {
             PyErr_SetString(PyExc_ValueError, "pixels of uint8 and shape H x W x C, sizes of at least 1");
@@ -76,11 +113,13 @@ static PyObject *py_shrink_jpeg(PyObject *module, PyObject *arguments) {
                 .left = (size_t)left,
                 .kept_height = (size_t)kept_height,
                 .kept_width = (size_t)kept_width,
+                .colours = colours,
             };
             result = shrink_into(&pixels, &request);
         }
         PyBuffer_Release(&pixels);
     }
+    colour_free(colours);
     PyBuffer_Release(&data);
     return result;
 }
@@ -117,49 +156,24 @@ static PyObject *py_channel_sums(PyObject *module, PyObject *image) {
     return result;
 }
 
-/* The contents of a C-contiguous array of exactly so many items of that size; the buffer is to be released if it is 1. */
-static int get_array(PyObject *array, Py_buffer *buffer, Py_ssize_t item_bytes, Py_ssize_t count) {
-    if (PyObject_GetBuffer(array, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) return 0;
-    if (buffer->itemsize == item_bytes && buffer->len == item_bytes * count) return 1;
-    PyBuffer_Release(buffer);
-    PyErr_SetString(PyExc_ValueError, "tables of int32 3 x 256, int32 3 x 3 and uint8 16385");
-    return 0;
-}
-
-static PyObject *convert_with(Py_buffer *pixels, colour_tables tables) {
-    if (pixels->ndim != 3 || pixels->itemsize != 1 || pixels->shape[2] != COLOUR_CHANNELS) {
-        PyErr_SetString(PyExc_ValueError, "pixels of uint8 and shape H x W x 3");
-        return NULL;
-    }
-    if (!colour_tables_are_valid(tables)) {
-        PyErr_SetString(PyExc_ValueError, "light from 0 to 1, and rows of the matrix that add up to less than 4");
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    convert_colours(pixels->buf, (size_t)pixels->len / COLOUR_CHANNELS, tables);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
 static PyObject *py_convert_colours(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *target, *arrays[3];
     if (!PyArg_ParseTuple(arguments, "OOOO:convert_colours", &target, &arrays[0], &arrays[1], &arrays[2])) return NULL;
-    Py_buffer pixels, linear, matrix, levels;
-    PyObject *result = NULL;
+    Py_buffer pixels;
     if (PyObject_GetBuffer(target, &pixels, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT)) return NULL;
-    if (get_array(arrays[0], &linear, sizeof(int32_t), COLOUR_CHANNELS * COLOUR_LEVELS)) {
-        if (get_array(arrays[1], &matrix, sizeof(int32_t), COLOUR_CHANNELS * COLOUR_CHANNELS)) {
-            if (get_array(arrays[2], &levels, 1, COLOUR_ONE + 1)) {
-                result = convert_with(&pixels, (colour_tables){linear.buf, matrix.buf, levels.buf});
-                PyBuffer_Release(&levels);
-            }
-            PyBuffer_Release(&matrix);
-        }
-        PyBuffer_Release(&linear);
+    colour_converter *converter = NULL;
+    if (pixels.ndim != 3 || pixels.itemsize != 1 || pixels.shape[2] != COLOUR_CHANNELS)
+        PyErr_SetString(PyExc_ValueError, "pixels of uint8 and shape H x W x 3");
+    else if ((converter = converter_of(arrays))) {
+        Py_BEGIN_ALLOW_THREADS;
+        convert_colours(converter, pixels.buf, (size_t)pixels.len / COLOUR_CHANNELS, COLOUR_CHANNELS);
+        Py_END_ALLOW_THREADS;
     }
     PyBuffer_Release(&pixels);
-    return result;
+    if (!converter) return NULL;
+    colour_free(converter);
+    Py_RETURN_NONE;
 }
 
 enum { END_OF_IMAGE = 0xD9, START_OF_SCAN = 0xDA };
@@ -237,10 +251,12 @@ static PyObject *py_find_segments(PyObject *module, PyObject *arguments) {
 
 static PyMethodDef methods[] = {
     {"shrink_jpeg", py_shrink_jpeg, METH_VARARGS,
-     "shrink_jpeg(data, pixels_HWC, (height, width), scale, (top, left, kept_height, kept_width)) -> bool\n\n"
-     "Decodes the JPEG `data` of `height` x `width` pixels at 1 / `scale`, and shrinks the kept region of the result\n"
-     "into `pixels_HWC` (uint8, 1 or 3 channels). False, with any pixels, if libjpeg has an objection to the file or\n"
-     "it is neither gray nor YCbCr. Raises MemoryError, and ValueError for a region outside of the image."},
+     "shrink_jpeg(data, pixels_HWC, (height, width), scale, (top, left, kept_height, kept_width),\n"
+     "            [linear, matrix, levels]) -> bool\n\n"
+     "Decodes the JPEG `data` of `height` x `width` pixels at 1 / `scale`, converts its colours as `convert_colours` does\n"
+     "if there are tables for it, and shrinks the kept region of the result into `pixels_HWC` (uint8, 1 or 3 channels).\n"
+     "False, with any pixels, if libjpeg has an objection to the file or it is neither gray nor YCbCr. Raises\n"
+     "MemoryError, and ValueError for a region outside of the image and for other tables."},
     {"decode_jpegs", py_decode_jpegs, METH_VARARGS,
      "decode_jpegs(images, (height, width, channels), places, target, is_done)\n\n"
      "Decodes a window of each JPEG of one size into C-contiguous uint8 pixels. `places` (int64, N x 5) has its top, left,\n"

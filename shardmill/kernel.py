@@ -6,9 +6,14 @@ from typing import Literal
 
 from shardmill.errors import UsageError
 
+# A build of another version gives other pixels, and may lack functions: it counts as none.
+KERNEL_VERSION = 2
+
 try:
     import shardmill_native
 except ImportError:
+    shardmill_native = None
+if shardmill_native is not None and not shardmill_native.KERNEL_ID.startswith(f"native-{KERNEL_VERSION}+"):
     shardmill_native = None
 
 Kernel = Literal["wheels", "native"]
@@ -22,7 +27,7 @@ def resolve_kernel(wish: Literal["auto", "wheels", "native"]) -> Kernel:
     """Resolve `auto` for this machine. Raises UsageError for `native` if it is not installed."""
     if wish == "native" and not NATIVE_ID:
         raise UsageError(
-            "etl.kernel is native, but the package shardmill-native is not installed here",
+            f"etl.kernel is native, but version {KERNEL_VERSION} of the package shardmill-native is not installed here",
             "expected the same kernel on the driver, on every executor, and for predict",
             f"install it ({HOW_TO_INSTALL}), or build with etl.kernel = wheels",
         )

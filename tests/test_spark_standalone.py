@@ -20,6 +20,7 @@ from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
+from shardmill.kernel import KERNEL_VERSION
 from shardmill.stores import open_store
 from tests.lab.commands import BIN, ENVIRONMENT
 from tests.lab.datasets import write_images
@@ -186,7 +187,8 @@ def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(folder: Path, on_
 @pytest.mark.exhaustive
 def test_executors_without_the_drivers_kernel_are_named_before_any_work(folder: Path, on_cluster: list[str]):
     # Modules of the kernel's name: on the driver one that stands for it, on executors one that cannot be imported.
-    for place, text in {"driver": "KERNEL_ID = 'native-drill'", "executors": "raise ImportError('not built')"}.items():
+    driver = f"KERNEL_ID = 'native-{KERNEL_VERSION}+drill'"
+    for place, text in {"driver": driver, "executors": "raise ImportError('not built')"}.items():
         (folder / place).mkdir()
         (folder / place / "shardmill_native.py").write_text(text)
     elsewhere = [f"dataset.uri={folder}/refused", f"spark.etl.conf.spark.executorEnv.PYTHONPATH={folder}/executors"]

@@ -12,8 +12,9 @@ import simplejpeg
 from PIL import features
 
 from shardmill.ids import canonical_digest
+from shardmill.images.extensions import FORMAT_BY_EXTENSION
 from shardmill.images.more_formats import more_decoders_id
-from shardmill.kernel import NATIVE_ID, resolve_kernel
+from shardmill.kernel import KERNEL_VERSION, NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.
@@ -29,6 +30,9 @@ SERVED_RULES = {3: _AVIF, 4: _AVIF, 5: _AVIF, 6: ""}
 # previews or 16 bits, of 4 not what Pillow decodes since.
 _OF_JPEG_AND_WEBP = frozenset({"jpg", "jpeg", "jpe", "jfif", "webp"})
 EQUAL_SUFFIXES = {3: _OF_JPEG_AND_WEBP, 4: _OF_JPEG_AND_WEBP | {"png", "tif", "tiff"}, 5: None, 6: None}
+# The kernel before this one left JPEGs with a profile to the wheels, whose areas are up to a level apart.
+BEFORE_COLOURS = "+native-1+"
+NOT_OF_JPEG = frozenset(each for each, name in FORMAT_BY_EXTENSION.items() if name != "jpeg")
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
     f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}{_AVIF}+shrink-area+enlarge-linear-exact+ipp-off"
@@ -54,8 +58,9 @@ def is_served(options: NormalizeOptions, fingerprint: str) -> bool:
 def rules_of(options: NormalizeOptions, fingerprint: str) -> int | None:
     """The rules by which the decoders of this machine made what has this fingerprint; None if it is of others."""
     here = decoder_id(options)
-    of_rules = {rules: _fingerprint(options, _id_of_rules(rules, here)) for rules in SERVED_RULES}
-    return next((rules for rules, each in of_rules.items() if each == fingerprint), None)
+    kernels = (here, here.replace(f"+native-{KERNEL_VERSION}+", BEFORE_COLOURS))
+    names = ((rules, _id_of_rules(rules, kernel)) for rules in SERVED_RULES for kernel in kernels)
+    return next((rules for rules, name in names if _fingerprint(options, name) == fingerprint), None)
 
 
 def _id_of_rules(rules: int, here: str) -> str:

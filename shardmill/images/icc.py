@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageCms
 
-from shardmill.images.icc_tables import ColourTables, colour_tables
+from shardmill.images.icc_tables import ColourTables, colour_tables, gray_tables
 from shardmill.images.pixels import CMYK_NOTE, cmyk_to_rgb, strips
 from shardmill.kernel import shardmill_native
 
@@ -28,8 +28,6 @@ _INTENT = ImageCms.Intent.RELATIVE_COLORIMETRIC
 _FLAGS = ImageCms.Flags.BLACKPOINTCOMPENSATION
 _MODES_BY_SPACE = {"GRAY": "L", "RGB ": "RGB", "CMYK": "CMYK"}
 _NUM_CHANNELS = {"L": 1, "RGB": 3, "CMYK": 4}
-# A build of the kernel from before it could lacks it.
-_convert_colours = getattr(shardmill_native, "convert_colours", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,13 @@ class Conversion:
     transform: ImageCms.ImageCmsTransform
     is_srgb: bool
     tables: ColourTables | None
-    """The same for the native kernel, at thrice the speed; None without it, or for a profile that is not its kind."""
+    """The same for the native kernel, in a tenth of the time; None without it, for a profile that is not its kind, and
+    for one that is not applied."""
 
     def apply(self, samples_HWC: np.ndarray) -> np.ndarray:
         """Convert pixels; keeps the number of channels, except three for CMYK."""
         if self.mode == "L":
-            return self._gray_levels()[samples_HWC]
+            return _gray_levels(self.transform)[samples_HWC]
         if self.tables is not None:
             return _converted(samples_HWC, self.tables)
         converted_HWC = np.empty((*samples_HWC.shape[:2], 3), dtype=np.uint8)
@@ -54,15 +53,13 @@ class Conversion:
             converted_HWC[rows] = by_littlecms(self.transform, samples_HWC[rows], self.mode)
         return converted_HWC
 
-    def _gray_levels(self) -> np.ndarray:
-        ramp = np.arange(256, dtype=np.uint8).reshape(1, 256, 1)
-        return by_littlecms(self.transform, ramp, self.mode)[0, :, 1]  # neutral: its three channels are equal
 
-
-def changes_pixels(profile: bytes | None, num_channels: int) -> bool:
-    """Whether `to_srgb` converts samples with this profile."""
+def conversion_of(profile: bytes | None, num_channels: int) -> Conversion | None:
+    """By what `to_srgb` converts samples with this profile; None if it leaves them as they are."""
     conversion = read_profile(profile) if profile else None
-    return conversion is not None and not conversion.is_srgb and _NUM_CHANNELS[conversion.mode] == num_channels
+    if conversion is None or conversion.is_srgb or _NUM_CHANNELS[conversion.mode] != num_channels:
+        return None
+    return conversion
 
 
 def to_srgb(samples_HWC: np.ndarray, profile: bytes | None, notes: list[str]) -> np.ndarray:
@@ -109,10 +106,17 @@ def read_profile(profile: bytes) -> Conversion | None:
     except (ImageCms.PyCMSError, OSError, ValueError):
         return None
     is_srgb = mode != "CMYK" and _is_identity(transform, mode)
-    tables = colour_tables(profile, source, srgb) if mode == "RGB" and not is_srgb and _convert_colours else None
-    if tables is not None and not _gives_the_same(tables, transform):
-        tables = None
+    tables = None
+    if shardmill_native is not None and not is_srgb and mode != "CMYK":
+        tables = colour_tables(profile, source, srgb) if mode == "RGB" else gray_tables(_gray_levels(transform))
+        if mode == "RGB" and tables is not None and not _gives_the_same(tables, transform):
+            tables = None
     return Conversion(mode, transform, is_srgb, tables)
+
+
+def _gray_levels(transform: ImageCms.ImageCmsTransform) -> np.ndarray:
+    ramp = np.arange(256, dtype=np.uint8).reshape(1, 256, 1)
+    return by_littlecms(transform, ramp, "L")[0, :, 1]  # neutral: its three channels are equal
 
 
 def _is_identity(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
@@ -135,9 +139,9 @@ def _gives_the_same(tables: ColourTables, transform: ImageCms.ImageCmsTransform)
 
 
 def _converted(samples_HWC: np.ndarray, tables: ColourTables) -> np.ndarray:
-    assert _convert_colours is not None, "there are tables only for it"
+    assert shardmill_native is not None, "there are tables only for it"
     converted_HWC = np.array(samples_HWC, order="C")
-    _convert_colours(converted_HWC, tables.linear, tables.matrix, tables.levels)
+    shardmill_native.convert_colours(converted_HWC, tables.linear, tables.matrix, tables.levels)
     return converted_HWC
 
 

@@ -32,7 +32,7 @@ _Curve = tuple[float, float, float, float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColourTables:
-    """The arguments of `shardmill_native.convert_colours`."""
+    """What `shardmill_native.convert_colours` and `shrink_jpeg` take beside pixels."""
 
     linear: np.ndarray
     """Shape 3 x 256, int32: each stored level as light, in units of 1 / ONE."""
@@ -60,6 +60,13 @@ def colour_tables(data: bytes, source: CmsProfile, srgb: CmsProfile) -> ColourTa
     if np.abs(matrix).sum(axis=1).max() >= 1 << 16 or linear.min() < 0 or linear.max() > ONE:
         return None
     return ColourTables(linear.astype(np.int32), matrix.astype(np.int32), _srgb_levels())
+
+
+def gray_tables(levels: np.ndarray) -> ColourTables:
+    """The tables that make of each gray level the one of `levels`."""
+    step = ONE // 256
+    linear = np.tile(np.arange(256, dtype=np.int32) * step, (3, 1))
+    return ColourTables(linear, np.eye(3, dtype=np.int32) * ONE, np.append(levels.repeat(step), levels[-1:]))
 
 
 def _tags(data: bytes) -> dict[bytes, bytes]:

@@ -13,7 +13,7 @@ import simplejpeg
 
 from shardmill.images.exif import count_mpo_images, orient, read_orientation
 from shardmill.images.geometry import choose_reduction, kept_spans, reduced_length
-from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
+from shardmill.images.icc import CONVERTED_NOTE, cmyk_to_srgb, conversion_of, to_srgb
 from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
 from shardmill.images.jpeg_native import decode_shrunk
 from shardmill.images.jpeg_repair import repair
@@ -64,19 +64,21 @@ def _decode_intact(data: bytes, options: NormalizeOptions) -> DecodedImage:
     shrunk_HWC = None
     shape_HWC = header.height, header.width, header.num_components
     has_stored_shape = shape_HWC == options.one_shape_HWC
-    is_converted = changes_pixels(profile, header.num_components)
-    if options.kernel == "native" and not has_stored_shape and not is_converted:
-        shrunk_HWC = decode_shrunk(data, shape_HWC, scale, orientation, options)
+    conversion = conversion_of(profile, header.num_components)
+    if options.kernel == "native" and not has_stored_shape:
+        shrunk_HWC = decode_shrunk(data, shape_HWC, scale, orientation, options, conversion)
     pixels_HWC = _decode_reduced(data, header, scale) if shrunk_HWC is None else shrunk_HWC
     turned: list[str] = []
     pixels_HWC = orient(pixels_HWC, orientation, turned)
-    if is_converted:
-        # It takes nearly as long as decoding: only what will be kept.
+    if conversion is not None and shrunk_HWC is None:
+        # LittleCMS takes nearly as long as decoding: only what will be kept.
         rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
         pixels_HWC = pixels_HWC[rows.start : rows.end, columns.start : columns.end]
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
         pixels_HWC = cmyk_to_srgb(pixels_HWC, profile, notes, stored_inverted=header.has_adobe)
+    elif conversion is not None and shrunk_HWC is not None:
+        notes.append(CONVERTED_NOTE)
     else:
         pixels_HWC = to_srgb(pixels_HWC, profile, notes)
     notes += turned

@@ -125,7 +125,7 @@ def search_scan_or_end(data: bytes, start: int) -> int:
     return found.start() if found else -1
 
 
-# The kernel's takes a quarter of the time. A build of it from before it had one lacks it.
+# The kernel's takes a quarter of the time.
 _find_scan_or_end = getattr(shardmill_native, "find_scan_or_end", search_scan_or_end)
 # Of plain segments alone, and without those in TABLES; what it does not understand is for `segments`.
 _find_segments = getattr(shardmill_native, "find_segments", None)

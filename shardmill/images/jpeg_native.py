@@ -22,6 +22,7 @@ from shardmill.images.pixels import FLIPS_COLUMNS, FLIPS_ROWS, SWAPS_SIDES
 from shardmill.kernel import shardmill_native
 
 if TYPE_CHECKING:
+    from shardmill.images.icc import Conversion
     from shardmill.options import NormalizeOptions
 
 # What the kernel's 16-bit weights are good for (native/area.h).
@@ -39,20 +40,28 @@ class Shrink:
 
 
 def decode_shrunk(
-    data: bytes, shape_HWC: tuple[int, int, int], scale: int, orientation: int, options: NormalizeOptions
+    data: bytes,
+    shape_HWC: tuple[int, int, int],
+    scale: int,
+    orientation: int,
+    options: NormalizeOptions,
+    conversion: Conversion | None,
 ) -> np.ndarray | None:
     """Return the pixels that `normalize` would compute, gray or RGB, not yet upright; None if the kernel declines.
 
-    `shape_HWC` is what the file's header states; of it, a pixel of each `scale` x `scale` is decoded.
+    `shape_HWC` is what the file's header states; of it, a pixel of each `scale` x `scale` is decoded, and its colour
+    converted by `conversion`.
     """
     height, width, channels = shape_HWC
     assert shardmill_native is not None, "who asked for the kernel native has found it"
     shrink = plan_shrink(reduced_length(height, scale), reduced_length(width, scale), orientation, options)
-    if shrink is None or channels not in (1, 3):
+    tables = conversion.tables if conversion is not None else None
+    if shrink is None or channels not in (1, 3) or (conversion is not None and tables is None):
         return None
     pixels_HWC = np.empty((shrink.height, shrink.width, channels), dtype=np.uint8)
     box = shrink.rows.start, shrink.columns.start, shrink.rows.length, shrink.columns.length
-    is_done = shardmill_native.shrink_jpeg(data, pixels_HWC, (height, width), scale, box)
+    colours = () if tables is None else (tables.linear, tables.matrix, tables.levels)
+    is_done = shardmill_native.shrink_jpeg(data, pixels_HWC, (height, width), scale, box, *colours)
     return pixels_HWC if is_done else None
 
 

@@ -14,7 +14,7 @@ from shardmill.kernel import shardmill_native
 _decode_jpegs = getattr(shardmill_native, "decode_jpegs", None)
 
 CAN_DECODE_WINDOWS = _decode_jpegs is not None
-"""Whether the native kernel is installed, in a version that can."""
+"""Whether the native kernel is installed."""
 
 
 def decode_windows(

@@ -14,7 +14,7 @@ from shardmill.kernel import shardmill_native
 _BLOCKS_PER_SIDE = 32
 # Flatter thumbnails than this have hashes of noise, by which all plain images would look alike.
 _MIN_CONTRAST = 8
-# A build of the kernel from before it had them lacks them. They give the same integers as OpenCV, sooner.
+# The same integers as OpenCV's, sooner.
 _native_square_sum = getattr(shardmill_native, "laplacian_square_sum", None)
 _native_average = getattr(shardmill_native, "average_blocks", None)
 

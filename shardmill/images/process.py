@@ -27,8 +27,6 @@ from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
 # Sources with a shorter side than this are accepted; the note lets one find them.
 TINY_SIDE_PIXELS = 8
-# A build of the kernel from before it had them lacks them.
-_native_sums = getattr(shardmill_native, "channel_sums", None)
 
 
 def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
@@ -97,8 +95,8 @@ def _bytes_to_keep(
 
 def channel_sums(image_HWC: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the values, and of their squares: the same exact integers in any order of addition."""
-    if _native_sums is not None:
-        return _native_sums(np.ascontiguousarray(image_HWC))
+    if shardmill_native is not None:
+        return shardmill_native.channel_sums(np.ascontiguousarray(image_HWC))
     prepare_opencv()
     # OpenCV adds integers up exactly (doubles hold them up to 2^53), much faster than NumPy; one channel best of all.
     planes = cv2.split(image_HWC)

@@ -31,10 +31,12 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, StorageError
 from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, SERVED_RULES
 from shardmill.jobs.observer import FieldValue, SilentObserver
+from shardmill.kernel import NATIVE_ID
 from tests.etl.building import Recorder
 from tests.etl.incremental import build, opened, paint, tree_for
 from tests.lab.datasets import write_images
 from tests.lab.scale import usually
+from tests.shardmill.images.make import jpeg, photo, rgb_profile, with_profile
 
 _SEED = random.SystemRandom().randrange(2**32)
 
@@ -252,6 +254,22 @@ def test_newer_rules_decode_only_what_they_may_change(
     assert later.num_images_read <= 1 + num_again and later.manifest.operation == "incremental"
     assert later.manifest.content_digest == build(tmp_path, "whole").manifest.content_digest
     verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
+
+
+@pytest.mark.skipif(not NATIVE_ID, reason="the native kernel is not built")
+@pytest.mark.parametrize(("has_profile", "num_again"), [(False, 0), (True, 1)])
+def test_a_kernel_that_moves_colours_decodes_again_where_there_are_some(
+    has_profile: bool, num_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_images(tmp_path / "images", num_images=10)
+    data = jpeg(photo(40, 40))
+    (tmp_path / "images/class_0/a.jpg").write_bytes(with_profile(data, rgb_profile()) if has_profile else data)
+    with monkeypatch.context() as older:
+        older.setattr("shardmill.images.decoder_id.NATIVE_ID", re.sub("native-[0-9]+", "native-1", NATIVE_ID))
+        first = build(tmp_path)
+        assert "+native-1+" in first.manifest.decoder_id
+    again = build(tmp_path)
+    assert (again.manifest, again.num_images_read) == (first.manifest, num_again)
 
 
 @pytest.mark.parametrize(

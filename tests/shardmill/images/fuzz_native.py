@@ -24,6 +24,7 @@ def main(folder: str, seed: int, count: int) -> None:
     rng = random.Random(seed)
     jpegs = list(_jpegs(np.random.default_rng(seed)))
     records = b"".join(_record(rng, rng.choice(jpegs)[0]) for _ in range(5))
+    tables = np.full((3, 256), 1 << 14, np.int32), np.full((3, 3), -21845, np.int32), np.zeros((1 << 14) + 1, np.uint8)
     names = (b"image/encoded", b"image/class/label", b"n")
     num_decoded = 0
     for _ in range(count):
@@ -38,7 +39,9 @@ def main(folder: str, seed: int, count: int) -> None:
         scale = rng.choice((1, 2, 4, 8))
         box = _window(rng, -(-height // scale), -(-width // scale))
         new_shape = (rng.randint(-(-box[2] // 64), box[2]), rng.randint(-(-box[3] // 64), box[3]), channels)
-        native.shrink_jpeg(damaged, np.empty(new_shape, np.uint8), (height, width), scale, box)
+        native.shrink_jpeg(
+            damaged, np.empty(new_shape, np.uint8), (height, width), scale, box, *rng.choice((tables, ()))
+        )
         native.find_scan_or_end(damaged, rng.randrange(len(damaged) + 2))
         native.find_segments(damaged, 64)
         native.find_values(_damaged(rng, records), names)

@@ -11,7 +11,16 @@ import pytest
 import simplejpeg
 
 from shardmill.images.geometry import reduced_length
-from tests.shardmill.images.make import gray_jpeg, gray_photo, jpeg, one_of_each_format, photo
+from shardmill.images.icc import Conversion, by_littlecms, read_profile
+from tests.shardmill.images.make import (
+    gray_jpeg,
+    gray_photo,
+    gray_profile,
+    jpeg,
+    one_of_each_format,
+    photo,
+    rgb_profile,
+)
 from tests.shardmill.images.reference import LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS, noise, psnr, resize_reference, ssim
 
 native = pytest.importorskip("shardmill_native", reason="the native kernel is not built (scripts/setup.sh says why)")
@@ -27,8 +36,10 @@ def shrink(data: bytes, shape: tuple[int, int], box: Box, scale: int = 1) -> np.
     return pixels_HWC if native.shrink_jpeg(data, pixels_HWC, (height, width), scale, box) else None
 
 
-def expected(data: bytes, shape: tuple[int, int], box: Box, scale: int = 1) -> np.ndarray:
-    """The same arithmetic in NumPy, on pixels that simplejpeg decoded."""
+def expected(
+    data: bytes, shape: tuple[int, int], box: Box, scale: int = 1, conversion: Conversion | None = None
+) -> np.ndarray:
+    """The same arithmetic in NumPy, on pixels that simplejpeg decoded and LittleCMS converted."""
     height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     decoded_HWC = simplejpeg.decode_jpeg(
         data,
@@ -38,6 +49,8 @@ def expected(data: bytes, shape: tuple[int, int], box: Box, scale: int = 1) -> n
         min_factor=1,
         strict=True,
     )
+    if conversion is not None:
+        decoded_HWC = by_littlecms(conversion.transform, decoded_HWC, conversion.mode)[:, :, : decoded_HWC.shape[2]]
     top, left, kept_height, kept_width = box
     kept_HWC = decoded_HWC[top : top + kept_height, left : left + kept_width].astype(np.uint32) << 8
     by_rows_HWC = _shrink_rows(kept_HWC, shape[0])
@@ -89,6 +102,23 @@ def test_every_subsampling_crop_and_scale_gives_the_promised_bits(subsampling: s
                 shape = -(-box[2] * 2 // 3), max(1, box[3] // 3)
                 case = (height, width, scale, box)
                 assert np.array_equal(shrink(data, shape, box, scale), expected(data, shape, box, scale)), case
+
+
+@pytest.mark.parametrize(
+    ("subsampling", "profile"), [("444", rgb_profile()), ("420", rgb_profile(gamma=1.0)), ("gray", gray_profile(1.8))]
+)
+def test_colours_are_converted_before_they_are_averaged(subsampling: str, profile: bytes) -> None:
+    data, conversion = sampled(noise(97, 120), subsampling), read_profile(profile)
+    assert conversion is not None and conversion.tables is not None
+    tables = conversion.tables.linear, conversion.tables.matrix, conversion.tables.levels
+    for scale, box in ((1, (0, 0, 97, 120)), (1, (20, 31, 71, 70)), (2, (3, 0, 41, 60))):
+        image_HWC = np.empty((33, 29, 1 if subsampling == "gray" else 3), np.uint8)
+        assert native.shrink_jpeg(data, image_HWC, (97, 120), scale, box, *tables)
+        assert np.array_equal(image_HWC, expected(data, (33, 29), box, scale, conversion)), (scale, box)
+        assert not np.array_equal(image_HWC, expected(data, (33, 29), box, scale)), (scale, box)
+    for wrong in (tables[:2], tables[::-1]):
+        with pytest.raises((TypeError, ValueError)):
+            native.shrink_jpeg(data, image_HWC, (97, 120), 1, (0, 0, 97, 120), *wrong)
 
 
 @pytest.mark.parametrize("parameters", [(cv2.IMWRITE_JPEG_PROGRESSIVE, 1), (cv2.IMWRITE_JPEG_RST_INTERVAL, 3)])
