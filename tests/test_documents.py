@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import shardmill
 from pipeline.choices import config_keys
 from pipeline.cli import COMMANDS
 from pipeline.tree import PipelineTree
@@ -105,6 +107,28 @@ def test_pages_that_code_names_exist():
     pages = {page for path in files for page in named.findall(path.read_text(encoding="utf-8", errors="ignore"))}
     assert len(pages) >= 10
     assert [page for page in sorted(pages) if not (ROOT / page).exists()] == []
+
+
+def test_notebooks_and_examples_import_only_public_names():
+    """What `shardmill` offers, and the layers for users' own models."""
+    public = {*(f"shardmill.{name}" for name in shardmill.__all__), "shardmill"}
+    public |= {f"train.layers.{framework}.SampleDropout" for framework in ("keras", "torch")}
+    code = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")}
+    for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code[path.name] = "\n".join("".join(each["source"]) for each in cells if each["cell_type"] == "code")
+    imported = {
+        (name, f"{node.module}.{each.name}" if isinstance(node, ast.ImportFrom) else each.name)
+        for name, text in code.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for each in node.names
+    }
+    ours = {
+        (name, each) for name, each in imported if each.partition(".")[0] in ("shardmill", "etl", "train", "pipeline")
+    }
+    assert {"explore.ipynb", "train.ipynb", "finetune_model.py", "keras_fit.py"} <= {name for name, _ in ours}
+    assert sorted(each for each in ours if each[1] not in public) == []
 
 
 def headings_of(page: Path) -> set[str]:
