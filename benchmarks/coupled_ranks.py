@@ -202,7 +202,7 @@ class Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=tuple(MODELS), default="horovod")
-    parser.add_argument("--compression", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="of ours")
+    parser.add_argument("--compression", choices=("none", "fp16", "bf16"), default="none", help="of ours")
     parser.add_argument("--bucket-bytes", type=int, default=0, help="of ours; 0: the strategy's own")
     parser.add_argument("--model", default="", help="in place of a small one")
     parser.add_argument("--beside", type=lambda each: each.split("=", 1), help="KEY=VALUE of [train]")

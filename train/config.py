@@ -68,9 +68,8 @@ class TrainConfig(_WithOptions):
     global batches stay the same. Empty: equal shares."""
     strategy: Annotated[str, OneOf("train.strategies:STRATEGIES", also=("auto",)), EXECUTION] = "auto"
     """How ranks share the training; docs/auto.md says how `auto` chooses."""
-    compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], DEFAULTED] = "none"
-    """How gradients are sent between ranks: uncompressed, in 16-bit, or (`torch_ddp`) as low-rank matrices, whose
-    approximation error is added to the next step's gradients (arXiv:1905.13727)."""
+    compression: Annotated[Literal["none", "fp16", "bf16"], DEFAULTED] = "none"
+    """How gradients are sent between ranks: uncompressed, or in 16-bit."""
     bucket_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """`horovod` and `torch_ddp` only: bytes of gradients that are exchanged at a time. 0: 128 MiB under `horovod`
     (Horovod's default); under `torch_ddp` 4 MiB on CPUs and 25 MiB on GPUs."""

@@ -19,7 +19,6 @@ from train.contracts.world import World
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask
-from train.strategies.compression import remembered_bytes
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6
@@ -60,7 +59,7 @@ class StepCost:
     weights_bytes: int
     """Size of the trainable weights, which equals that of all gradients."""
     state_bytes: int
-    """Weights, gradients, optimizer and the rank's own state, with what a compression remembers."""
+    """Weights, gradients, optimizer and the rank's own state."""
     work_bytes: int
     """Memory of a step beyond the state: images, activations, scratch. Peak of the process minus the value
     before it.
@@ -92,7 +91,6 @@ def measure(task: ProbeTask) -> StepCost:
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
     learner = backend.build(config, task.spec)
     sizes = {part: sum(array.nbytes for array in learner.arrays(part)) for part in StatePart}
-    remembered = remembered_bytes(learner.arrays(StatePart.WEIGHTS), config)
     model = learner.named_weights().arrays().values()
     _forget_peak()
     before_bytes = _peak_bytes()
@@ -109,7 +107,7 @@ def measure(task: ProbeTask) -> StepCost:
         num_weights=sum(array.size for array in model),
         model_bytes=sum(array.nbytes for array in model),
         weights_bytes=sizes[StatePart.WEIGHTS],
-        state_bytes=sum(sizes.values()) + sizes[StatePart.WEIGHTS] + remembered,
+        state_bytes=sum(sizes.values()) + sizes[StatePart.WEIGHTS],
         work_bytes=work_bytes,
         step_seconds=statistics.median(seconds[1:]),
         process_bytes=before_bytes,

@@ -18,7 +18,6 @@ from train.launching.side_process import answer
 from train.planning.recompute import why_not_recompute
 from train.planning.state_bytes import StateAnswer, StateBytes, StateTask
 from train.strategies import STRATEGIES, mesh_of
-from train.strategies.compression import remembered_bytes
 from train.strategies.held import Held
 
 
@@ -115,7 +114,7 @@ def _counted(config: TrainConfig, module: Any, held: Held, step: _Step, whole: _
     share = held.activation_share
     return StateBytes(
         parameters=weights + own,
-        gradients=weights + remembered_bytes([named[name] for name in held.weights], config),
+        gradients=weights,
         optimizer=optimizer_bytes(config, held.module, held.updated) + (weights if config.ema_decay else 0),
         gathered=held.gathered_bytes,
         update=held.update_bytes,

@@ -49,7 +49,6 @@ STRATEGIES: Registry[Strategy] = Registry(
             "torch.distributed: gradients are summed bucket by bucket during the backward pass",
             extra="torch",
             packages=("torch",),
-            options="train.strategies.options:TorchDdpOptions",
         ),
         "zero1": Entry(
             "train.strategies.sharded.strategies:ZERO1",

@@ -41,14 +41,6 @@ class ParameterServerOptions(Section):
     """Number of processes that hold the variables, in addition to `num_workers` workers and a chief."""
 
 
-class TorchDdpOptions(Section):
-    """Settings of the strategy `torch_ddp`."""
-
-    powersgd_rank: Annotated[int, DEFAULTED] = Field(default=2, ge=1)
-    """With `compression = "powersgd"`: the rank of the matrices that are sent. A higher rank approximates the gradient
-    better and sends more."""
-
-
 def silos_of(config: TrainConfig) -> tuple[str, ...]:
     """The dataset of each rank, if each has one of its own."""
     return config.options(LocalSgdOptions).silos

@@ -7,11 +7,9 @@ buckets leave in one fixed order, and what the backward pass did not reach count
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from shardmill.errors import TrainingError
 from train.config import TrainConfig
@@ -20,6 +18,8 @@ DEFAULT_BYTES = 25 * 2**20
 """PyTorch's default."""
 DEFAULT_BYTES_ON_CPU = 4 * 2**20
 """Faster over Gloo (docs/benchmarks/training.md)."""
+COMPRESSED = {"none": "", "fp16": "float16", "bf16": "bfloat16"}
+"""`train.compression` -> PyTorch's name of the type in which gradients are sent; empty: their own."""
 LAST_SENT_BYTES = 2**20
 """Size of the last bucket: small, because no computation is left to hide its exchange."""
 
@@ -80,20 +80,12 @@ class Bucket:
         if any(weight.requires_grad for weight in self.weights):
             self._work = dist.all_reduce(self._flat, async_op=True)
 
-    def send_rest(self) -> None:
-        """Send data that depends on the sum of earlier sends, after all buckets were sent. The default
-        sends nothing.
-        """
-
     def sums(self) -> list[Any]:
         """Sums in the order of the weights; float32, valid until the next step."""
         if self._work is not None:
             self._work.wait()
         summed = self._flat.float()
         return self._places if summed is self._flat else self._views(summed)
-
-    def settle(self) -> None:
-        """The sums were applied. Here, nothing is remembered of them."""
 
     def _views(self, flat: Any) -> list[Any]:
         parts = flat.split([weight.numel() for weight in self.weights])
@@ -107,9 +99,13 @@ class BucketSums:
     """
 
     def __init__(self, weights: Sequence[Any], config: TrainConfig) -> None:
+        import torch
+
         default_bytes = DEFAULT_BYTES_ON_CPU if weights[0].device.type == "cpu" else DEFAULT_BYTES
         self._layout = layout([_kind_and_bytes(weight) for weight in weights], config.bucket_bytes or default_bytes)
-        self._buckets = [self._new_bucket([weights[index] for index in indices], config) for indices in self._layout]
+        sent = COMPRESSED[config.compression]
+        compressed = getattr(torch, sent) if sent else None
+        self._buckets = [Bucket([weights[index] for index in indices], compressed) for indices in self._layout]
         self._num_sent = 0
         self._collects = False
         # Batch norms sum over ranks during the backward pass, too. When a bucket is complete depends on the weights
@@ -131,33 +127,10 @@ class BucketSums:
         for bucket in self._buckets[self._num_sent :]:
             bucket.take_the_rest()
             bucket.send()
-        for bucket in self._buckets:
-            bucket.send_rest()
         sums = {}
         for indices, bucket in zip(self._layout, self._buckets, strict=True):
             sums |= dict(zip(indices, bucket.sums(), strict=True))
         return [sums[index] for index in range(len(sums))]
-
-    def settle(self) -> None:
-        """The sums of this step were applied. Of one that was not, nothing may be remembered."""
-        for bucket in self._buckets:
-            bucket.settle()
-
-    def state_files(self, rank: int) -> dict[str, list[np.ndarray]]:
-        """Return the state between steps for a checkpoint: of this rank, and on rank 0 of all. The default has none."""
-        return {}
-
-    def files_to_resume(self, rank: int, world_size: int, saved_world_size: int) -> list[str]:
-        """Return the files of a checkpoint of so many ranks that this rank of `world_size` needs."""
-        return []
-
-    def start(self, files: Mapping[str, bytes]) -> None:
-        """Resume from a checkpoint's files, those of `files_to_resume` among them; none for a fresh start."""
-
-    def _new_bucket(self, weights: Sequence[Any], config: TrainConfig) -> Bucket:
-        import torch
-
-        return Bucket(weights, {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.compression])
 
     def _take(self, bucket: Bucket, number: int, _: Any) -> None:
         """The hook of one weight. Earlier microbatches leave their gradients where they are."""

@@ -9,17 +9,16 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardmill.errors import TrainingError, UsageError
+from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends.backend import Learner
-from train.checkpoints.checkpoint import SavedFiles
 from train.config import TrainConfig
 from train.contracts.activities import during, waiting
 from train.contracts.mesh import DataIndex, Mesh
@@ -27,28 +26,17 @@ from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
 from train.contracts.world import Gather, World
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.compression import sent_bytes
 from train.strategies.member import Member, MemberStep
 from train.strategies.nics import nic_with
-from train.strategies.options import TorchDdpOptions
-from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import GLOO_LOST_PEER, Strategy
-from train.strategies.torch_buckets import BucketSums
+from train.strategies.torch_buckets import COMPRESSED, BucketSums
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
 
 # The watchdog finds lost ranks; a timeout here would end a job in which one rank is only slow.
 TIMEOUT = timedelta(hours=1)
-
-SUMS: dict[str, type[BucketSums]] = {
-    "none": BucketSums,
-    "fp16": BucketSums,
-    "bf16": BucketSums,
-    "powersgd": LowRankSums,
-}
-"""Functions that sum gradients, by `train.compression`."""
 
 
 class TorchCollective:
@@ -130,7 +118,7 @@ class DdpMember(ReplicatedMember):
         super().__init__(learner, collective, data, gather_aside)
         self._torch_learner = learner
         self._reporter = reporter
-        self._sums = SUMS[config.compression](learner.weights, config)
+        self._sums = BucketSums(learner.weights, config)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         import torch.distributed as dist
@@ -149,21 +137,7 @@ class DdpMember(ReplicatedMember):
             for work in summing:
                 work.wait()
             exposed_seconds = stopwatch.lap()
-        outcome = self.learner.apply([*sums, figures], learning_rate)
-        if outcome.is_applied:
-            self._sums.settle()
-        return MemberStep(outcome, exposed_seconds)
-
-    def state_files(self) -> dict[str, list[np.ndarray]]:
-        return super().state_files() | self._sums.state_files(self.rank)
-
-    def files_to_resume(self, saved: SavedFiles) -> list[str]:
-        of_sums = self._sums.files_to_resume(self.rank, self.world_size, saved.world_size)
-        return [*super().files_to_resume(saved), *of_sums]
-
-    def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
-        super().start(files, saved_world_size, source)
-        self._sums.start(files)
+        return MemberStep(self.learner.apply([*sums, figures], learning_rate), exposed_seconds)
 
 
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
@@ -173,7 +147,7 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     learner = cast("TorchLearner", build())
     if world.rank == 0 and config.compression != "none":
         sizes = {
-            "sent_bytes": sent_bytes(learner.weights, config),
+            "sent_bytes": sum(2 * weight.numel() for weight in learner.weights),
             "gradient_bytes": sum(weight.nbytes for weight in learner.weights),
         }
         reporter.event("compression", {"rank": 0, "compression": config.compression, **sizes})
@@ -217,23 +191,6 @@ def _meet(world: World) -> Any:
     return open_store(there["host"], there["port"], world.world_size, False, TIMEOUT, wait_for_workers=False)
 
 
-def check(config: TrainConfig) -> None:
-    """`train.strategies.strategy.Strategy.check`."""
-    powersgd_rank = config.options(TorchDdpOptions).powersgd_rank
-    if powersgd_rank != TorchDdpOptions().powersgd_rank and config.compression != "powersgd":
-        raise UsageError(
-            f"train.torch_ddp.powersgd_rank = {powersgd_rank} with train.compression = {config.compression!r}",
-            "this compression sends whole gradients",
-            "set train.compression = 'powersgd', or remove train.torch_ddp.powersgd_rank",
-        )
-    if config.compression == "powersgd" and config.mixed_precision == "float16":
-        raise UsageError(
-            "train.mixed_precision = 'float16' with train.compression = 'powersgd'",
-            "the compression error of a step is added to the next step, whose loss may have another scale",
-            "set train.mixed_precision = 'bfloat16'",
-        )
-
-
 TORCH_DDP = Strategy(
     backends=("torch",),
     synchronous=True,
@@ -242,8 +199,7 @@ TORCH_DDP = Strategy(
     leaves_out_batches=True,
     max_world_size=None,
     join=join_ddp,
-    compressions=tuple(SUMS),
-    check=check,
+    compressions=tuple(COMPRESSED),
     secondary_error=re.compile(
         rf"{GLOO_LOST_PEER}|Dist(Backend|Network|Store)Error|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE
     ),
