@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 # What a chain and its module compute differs by the rounding of other kernels at most.
 TOLERANCE = 1e-4
-# Of cutting a chain, tried in less than a second.
-MOST_WAYS = 50_000
 ANOTHER = "or set train.strategy = 'torch_fsdp', which takes any nn.Module"
 
 
@@ -54,26 +52,26 @@ class Stage:
     """Of one sample: floating point operations of matrices and convolutions, and elements that its blocks return."""
 
 
-def stages_of(config: TrainConfig, learner: TorchLearner, rank_of_stage: Sequence[int]) -> tuple[Stage, ...]:
-    """Cut the learner's module into stages for these ranks, so that the most expensive one costs as little as it can.
+def stages_of(config: TrainConfig, learner: TorchLearner, num_stages: int) -> tuple[Stage, ...]:
+    """Cut the learner's module into stages, so that the most expensive one costs as little as it can.
 
     Raises UsageError for a module that cannot be cut into so many.
     """
     blocks = chain_of(config, learner.module)
     measured = _measured(config, learner, blocks)
-    parts = _divided(config, learner.module, blocks, [each.cost for each in measured], rank_of_stage)
+    parts = _divided(config, learner.module, blocks, [each.cost for each in measured], num_stages)
     return tuple(
         Stage(part.block_indices, tuple(sorted(part.weights)), measured[part.block_indices[-1]].border, part.cost)
         for part in parts
     )
 
 
-def weights_by_stage(config: TrainConfig, module: Any, rank_of_stage: Sequence[int]) -> list[frozenset[str]]:
+def weights_by_stage(config: TrainConfig, module: Any, num_stages: int) -> list[frozenset[str]]:
     """Names of the weights of each stage, cut by numbers of weights: what is near to `stages_of` where the size of
     images is unknown. Raises as it does."""
     blocks = chain_of(config, module)
     costs = [1 + sum(each.numel() for each in block.parameters()) for block in blocks]
-    return [part.weights for part in _divided(config, module, blocks, costs, rank_of_stage)]
+    return [part.weights for part in _divided(config, module, blocks, costs, num_stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +82,10 @@ class _Part:
 
 
 def _divided(
-    config: TrainConfig, module: Any, blocks: Sequence[Any], costs: Sequence[int], rank_of_stage: Sequence[int]
+    config: TrainConfig, module: Any, blocks: Sequence[Any], costs: Sequence[int], num_stages: int
 ) -> list[_Part]:
     names = {id(weight): name for name, weight in module.named_parameters() if weight.requires_grad}
-    units, num_stages = _units(blocks, names), len(rank_of_stage)
+    units = _units(blocks, names)
     if num_stages > len(units):
         raise UsageError(
             f"train.model = {config.model!r} is a chain of {len(units)} blocks with weights, and the pipeline has "
@@ -95,7 +93,7 @@ def _divided(
             "expected at least one such block for each stage",
             f"set train.mesh.pipeline so that there are at most {len(units)} stages, or use a deeper model",
         )
-    firsts = cut_for([sum(costs[index] for index in unit) for unit in units], rank_of_stage)
+    firsts = cut([sum(costs[index] for index in unit) for unit in units], num_stages)
     parts = []
     for first, end in pairwise([*firsts, len(units)]):
         indices = tuple(index for unit in units[first:end] for index in unit)
@@ -105,25 +103,6 @@ def _divided(
     # What no block uses stays somewhere, so that a checkpoint has all weights.
     unused = frozenset(names.values()).difference(*(part.weights for part in parts))
     return [*parts[:-1], replace(parts[-1], weights=parts[-1].weights | unused)]
-
-
-def cut_for(costs: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    """Where each stage begins, so that the most expensive rank costs as little as it can; if there are too many ways to
-    try, the most expensive stage."""
-    num_stages = len(rank_of_stage)
-    if len(set(rank_of_stage)) == num_stages or math.comb(len(costs) - 1, num_stages - 1) > MOST_WAYS:
-        return cut(costs, num_stages)
-    sums = [0, *accumulate(costs)]
-
-    def dearest(firsts: tuple[int, ...]) -> tuple[int, int]:
-        """Rank, and stage."""
-        of_ranks, most = dict.fromkeys(rank_of_stage, 0), 0
-        for rank, first, end in zip(rank_of_stage, firsts, (*firsts[1:], len(costs)), strict=True):
-            of_ranks[rank] += sums[end] - sums[first]
-            most = max(most, sums[end] - sums[first])
-        return max(of_ranks.values()), most
-
-    return list(min(((0, *rest) for rest in combinations(range(1, len(costs)), num_stages - 1)), key=dearest))
 
 
 def cut(costs: Sequence[int], num_parts: int) -> list[int]:

@@ -23,7 +23,6 @@ from train.strategies.sharded.device_mesh import device_mesh_of
 from train.strategies.sharded.member import ShardedMember, Sharding
 from train.strategies.sharded.pipeline_schedules import (
     PipelineOptions,
-    idle_share_of,
     most_kept,
     num_microbatches_of,
     schedule_named,
@@ -69,7 +68,7 @@ def _stages(config: TrainConfig, learner: TorchLearner) -> tuple[Stage, ...]:
 
     num_ranks = mesh_of(config).shape.pipeline
     schedule = schedule_named(config.options(PipelineOptions).schedule, num_ranks)
-    return stages_of(config, learner, schedule.rank_of_stage(num_ranks))
+    return stages_of(config, learner, num_ranks * schedule.stages_per_rank)
 
 
 def _groups(
@@ -97,21 +96,18 @@ def _groups(
 
 
 def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporter) -> None:
-    """How the model was cut, and which share of the time ranks will wait, by counted costs."""
+    """How the model was cut, by counted costs."""
     [num_rows, *_] = _sizes_of_parts(config, mesh)
-    num_microbatches = pipeline.num_microbatches(num_rows)
-    schedule = schedule_named(config.options(PipelineOptions).schedule, mesh.shape.pipeline)
     costs = [stage.cost / sum(stage.cost for stage in pipeline.stages) for stage in pipeline.stages]
     reporter.event(
         "pipeline",
         {
             "rank": 0,
-            "schedule": schedule.name,
+            "schedule": schedule_named(config.options(PipelineOptions).schedule, mesh.shape.pipeline).name,
             "stages": len(pipeline.stages),
             "blocks": ", ".join(str(len(stage.block_indices)) for stage in pipeline.stages),
             "cost": ", ".join(f"{cost:.0%}" for cost in costs),
-            "microbatches": num_microbatches,
-            "idle_share": round(idle_share_of(schedule, mesh.shape.pipeline, num_microbatches, costs), 4),
+            "microbatches": pipeline.num_microbatches(num_rows),
         },
     )
 
@@ -162,7 +158,7 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
     rank_of_stage = schedule.rank_of_stage(num_ranks)
     of_ranks: list[dict[str, Shape]] = [{} for _ in range(num_ranks)]
     stage_bytes: list[int] = []
-    for rank, names in zip(rank_of_stage, weights_by_stage(config, module, rank_of_stage), strict=True):
+    for rank, names in zip(rank_of_stage, weights_by_stage(config, module, len(rank_of_stage)), strict=True):
         of_stage = {name: shapes[name] for name in names}
         of_ranks[rank] |= of_stage
         stage_bytes.append(num_bytes(of_stage.values()))

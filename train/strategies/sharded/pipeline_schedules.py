@@ -1,6 +1,4 @@
-"""The schedules of a pipeline: in which order its ranks compute microbatches, and how long they wait for each other.
-
-Their orders are those of `torch.distributed.pipelining`; nothing here needs PyTorch but `schedule_of` and `orders`.
+"""The schedules of a pipeline, which are those of `torch.distributed.pipelining`: what they take, and what ranks keep.
 
 `gpipe`: Huang et al., arXiv:1811.06965. `1f1b` and `interleaved_1f1b`: Narayanan et al., arXiv:2104.04473.
 `zero_bubble`: Qi et al., arXiv:2401.10241, ZB-V.
@@ -10,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,7 +18,6 @@ from train.settings.kinds import EXECUTION
 
 # As many microbatches for each rank leave a share of about 1/5 idle (arXiv:1811.06965, section 2.3).
 MICROBATCHES_PER_RANK = 4
-MOST_LISTED_FOR_RANK = 8
 
 
 class PipelineOptions(Section):
@@ -113,89 +109,6 @@ def schedule_of(schedule: Schedule, stages: Sequence[Any], num_microbatches: int
     return of_class(given, num_microbatches, loss_fn=loss, scale_grads=False)
 
 
-class Action(NamedTuple):
-    """What a rank computes: `kind` is a key of `DURATIONS`."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-def orders(schedule: Schedule, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """What each rank computes, in its order. Needs no ranks."""
-    if schedule.stages_per_rank == 1:
-        # PyTorch's own lists are wrong for the last rank of 1F1B; these are what its loops do.
-        return [_of_one_stage(schedule, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    rank_of_stage = schedule.rank_of_stage(num_ranks)
-    stages = [
-        SimpleNamespace(
-            stage_index=stage, num_stages=len(rank_of_stage), group_size=num_ranks, group_rank=0, submod=None
-        )
-        for stage, rank in enumerate(rank_of_stage)
-        if rank == 0
-    ]
-    made = schedule_of(schedule, stages, num_microbatches, lambda outputs, places: None)
-    return [
-        [Action(each.computation_type.name, each.stage_index, each.microbatch_index) for each in actions if each]
-        for _, actions in sorted(made.pipeline_order.items())
-    ]
-
-
-def _of_one_stage(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Forward passes until the first gradient can be there, or all of them; then a backward pass before each."""
-    num_first = num_microbatches if schedule.name == "gpipe" else min(num_microbatches, num_ranks - rank)
-    order = [Action("FORWARD", rank, number) for number in range(num_first)]
-    for number in range(num_microbatches):
-        order.append(Action("FULL_BACKWARD", rank, number))
-        if num_first + number < num_microbatches:
-            order.append(Action("FORWARD", rank, num_first + number))
-    return order
-
-
-DURATIONS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
-"""Of one stage, whose backward pass takes as long as two forward passes: the gradients of inputs, and of weights."""
-
-
-def idle_share(of_ranks: Sequence[Sequence[Action]], costs: Sequence[float] = ()) -> float:
-    """The share of all ranks' time in which they wait, if sending costs nothing. `costs`: of each stage; empty if all
-    are alike.
-
-    With one such stage on each of P ranks and M microbatches it is (P - 1) / (M + P - 1).
-    """
-    last = max(action.stage for actions in of_ranks for action in actions)
-
-    def duration(action: Action) -> float:
-        return DURATIONS[action.kind] * (costs[action.stage] if costs else 1)
-
-    ready: dict[tuple[str, int, int], float] = {}
-    """(what it is, its stage, microbatch) -> when it is there: activations of a stage, or the gradient of its input."""
-    now, waiting = [0.0] * len(of_ranks), [list(reversed(actions)) for actions in of_ranks]
-    while any(waiting):
-        num_waiting = sum(map(len, waiting))
-        for rank, actions in enumerate(waiting):
-            while actions and ((needed := _needed(actions[-1], last)) is None or needed in ready):
-                kind, stage, number = action = actions.pop()
-                now[rank] = max(now[rank], ready[needed] if needed else 0.0) + duration(action)
-                if kind != "BACKWARD_WEIGHT":
-                    ready["activations" if kind == "FORWARD" else "gradient", stage, number] = now[rank]
-        assert sum(map(len, waiting)) < num_waiting, "ranks that wait for each other"
-    busy = sum(duration(action) for actions in of_ranks for action in actions)
-    return 1 - busy / (len(of_ranks) * max(now))
-
-
-def idle_share_of(schedule: Schedule, num_ranks: int, num_microbatches: int, costs: Sequence[float]) -> float:
-    """`idle_share` of stages of these costs. Of many microbatches the first are listed; the others take as long as the
-    last of these do (off by less than 0.01, where the schedule is not steady by then)."""
-    listed = [number * num_ranks for number in (MOST_LISTED_FOR_RANK - 2, MOST_LISTED_FOR_RANK)]
-    if num_microbatches <= listed[-1]:
-        return idle_share(orders(schedule, num_ranks, num_microbatches), costs)
-    # Of a rank, on average.
-    busy = sum(DURATIONS[kind] for kind in ("FORWARD", "FULL_BACKWARD")) * sum(costs) / num_ranks
-    ends = [number * busy / (1 - idle_share(orders(schedule, num_ranks, number), costs)) for number in listed]
-    pace = (ends[1] - ends[0]) / (listed[1] - listed[0])
-    return 1 - num_microbatches * busy / (ends[1] + (num_microbatches - listed[1]) * pace)
-
-
 def most_kept(schedule: Schedule, num_ranks: int, num_microbatches: int, sizes: Sequence[float]) -> float:
     """The most that a rank keeps at a time of the activations of all its stages. `sizes`: of each stage, those of one
     microbatch; they are kept until no gradient needs them, that of the weights included.
@@ -261,13 +174,3 @@ _KEPT = {
     "interleaved_1f1b": _kept_by_interleaved,
     "zero_bubble": _kept_by_zero_bubble,
 }
-
-
-def _needed(action: Action, last: int) -> tuple[str, int, int] | None:
-    """What must be there before a rank can compute it, beside what the rank has computed itself."""
-    kind, stage, number = action
-    if kind == "BACKWARD_WEIGHT" or (kind == "FORWARD" and stage == 0):
-        return None
-    if kind == "FORWARD":
-        return "activations", stage - 1, number
-    return ("activations", last, number) if stage == last else ("gradient", stage + 1, number)
