@@ -247,9 +247,15 @@ def streams_by_weight(weights: Sequence[float], num_streams: int) -> list[range]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def window_chunks_within(budget_bytes: int, max_chunk_bytes: int, num_streams: int) -> int:
-    """The largest window with which all streams together fit the budget; one chunk if none does.
+WINDOW_BUDGET_BYTES = 256_000_000
+"""The usual memory for the windows of one rank."""
 
-    It counts all streams, because a plan is the same at every world size; a rank that owns some of them needs less.
+
+def window_bytes_within(budget_bytes: int, streams_of_ranks: Sequence[range]) -> int:
+    """The largest window of a stream with which those of any rank fit its budget, where a plan begins.
+
+    Up to 8 ranks it is that of one rank with all streams: what begins at a usual world size is the same at every other.
+    A plan keeps its window, on however many ranks it goes on.
     """
-    return max(1, budget_bytes // max(1, num_streams * max_chunk_bytes))
+    counts = [len(streams) for streams in streams_of_ranks]
+    return budget_bytes // (sum(counts) if len(counts) <= USUAL_STREAMS else max(counts))

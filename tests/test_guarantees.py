@@ -57,7 +57,12 @@ TESTS: dict[str, list[str]] = {  # The first words of a sentence: functions of t
         "test_an_epoch_has_each_sample_once_at_every_world_size",
         "test_a_resumed_loader_continues_with_the_very_next_batch",
     ],
-    "**The same global batches**": ["test_global_batches_do_not_depend_on_the_world_size"],
+    "**The same global batches**": [
+        "test_global_batches_do_not_depend_on_the_world_size",
+        "test_the_windows_of_a_rank_share_its_budget_and_up_to_eight_ranks_begin_alike",
+        "test_a_loader_keeps_the_window_with_which_its_order_began",
+        "test_a_training_keeps_its_window_on_other_ranks",
+    ],
     "At the same world size": [
         "test_killed_and_resumed_equals_never_killed",
         "test_a_killed_process_resumes_exactly",

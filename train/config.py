@@ -7,13 +7,14 @@ its registry entry names (`options`), those of memory, reading, checkpoints, met
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from shardmill.augment.options import AugmentOptions
 from shardmill.entry_options import with_options_of
-from shardmill.epoch_plan import num_streams_for
+from shardmill.epoch_plan import num_streams_for, window_bytes_within
 from shardmill.registry import OneOf, load_object
 from train.settings.cache import CacheConfig
 from train.settings.checkpoint import CheckpointConfig
@@ -167,17 +168,19 @@ class TrainConfig(_WithOptions):
     first."""
 
     def plan_spec(self, dataset: Dataset) -> PlanSpec:
-        """The plan of every epoch: the same at every world size, because it depends on `num_streams` and not on
-        `num_workers`. Raises ValueError as long as nothing has decided how many streams there are."""
+        """The plan of every epoch: the same at every world size, because its streams and its window are decided once.
+        Raises ValueError as long as nothing has decided how many streams there are."""
         if not self.num_streams:
             raise ValueError("train.num_streams is still open: plan the training first")
-        return dataset.plan_spec(
+        streams_of_ranks = load_object("train.strategies:mesh_of")(self).streams
+        spec = dataset.plan_spec(
             "train",
             seed=self.seed,
             global_batch_size=self.global_batch_size,
             num_streams=self.num_streams,
-            window_budget_bytes=self.reading.window_budget_bytes,
+            window_bytes=window_bytes_within(self.reading.window_budget_bytes, streams_of_ranks),
         )
+        return replace(spec, window_chunks=self.reading.window_chunks or spec.window_chunks)
 
     def num_streams_at(self, num_readers: int) -> int:
         """Return the configured number of streams, or the default for so many ranks that read their own rows (0: for

@@ -105,6 +105,7 @@ def train_model(
     is_new = begun is None and not choice.has_steps(models)
     plan = with_room(plan, tree.spark, dataset) if is_new else plan
     windows = _check(plan, tree, dataset)
+    plan = plan.with_window(windows.window_chunks)
     _try_build(plan, tree.spark, choice, models, dataset, observer)
     memory = look_at_memory(
         plan.config,

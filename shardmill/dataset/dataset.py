@@ -7,7 +7,7 @@ from functools import cached_property
 from shardmill.dataset.index import check_files, read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.split_index import SplitIndex, read_index
-from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
+from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, EpochPlan, PlanSpec, plan_epoch, window_bytes_within
 from shardmill.errors import UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin, ShardInfo
@@ -78,20 +78,24 @@ class Dataset:
 
     def plan_spec(
         self, split: str, *, seed: int, global_batch_size: int, num_streams: int,
-        window_budget_bytes: int = 256_000_000, shuffle: bool = True,
+        window_bytes: int | None = None, shuffle: bool = True,
     ) -> PlanSpec:  # fmt: skip
-        """Return the values that determine every epoch over `split`; equal in every format. Raises UsageError for an
-        impossible plan.
+        """Return the values that determine every epoch over `split`; equal in every format.
+
+        `window_bytes`: the most that a shuffle window of one stream may have, which is one chunk at least; by default
+        those of all streams share the budget of one rank. Raises UsageError for an impossible plan.
         """
         self.require_images()
         index = self.index(split)
+        if window_bytes is None:
+            window_bytes = window_bytes_within(WINDOW_BUDGET_BYTES, [range(num_streams)])
         return PlanSpec(
             layout_digest=self.manifest.layout_digest,
             split=split,
             seed=seed,
             global_batch_size=global_batch_size,
             num_streams=num_streams,
-            window_chunks=window_chunks_within(window_budget_bytes, index.max_chunk_bytes, num_streams),
+            window_chunks=max(1, window_bytes // max(1, index.max_chunk_bytes)),
             shuffle=shuffle,
         )
 

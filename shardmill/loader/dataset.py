@@ -12,7 +12,7 @@ from shardmill.augment.options import augment_options
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset as open_version
 from shardmill.dataset.versions import split_version
-from shardmill.epoch_plan import num_streams_for, streams_of_rank
+from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, num_streams_for, streams_of_rank, window_bytes_within
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import check_annotations, delivered
 from shardmill.loader.arguments import checked, require_framework
@@ -275,12 +275,10 @@ def _spec_of(datasets: Sequence[Dataset], split: str, reading: Reading, rows: Ro
         )
     num_streams = reading.get("num_streams") or num_streams_for(global_batch_size, ranks.world_size)
     seed, shuffle = reading.get("seed", 0), reading.get("shuffle", True)
-    specs = [
-        dataset.plan_spec(
-            split, seed=seed, global_batch_size=global_batch_size, num_streams=num_streams, shuffle=shuffle
-        )
-        for dataset in datasets
-    ]
+    streams_of_ranks = [streams_of_rank(rank, ranks.world_size, num_streams) for rank in range(ranks.world_size)]
+    options = {"seed": seed, "shuffle": shuffle, "global_batch_size": global_batch_size, "num_streams": num_streams}
+    window_bytes = window_bytes_within(WINDOW_BUDGET_BYTES, streams_of_ranks)
+    specs = [dataset.plan_spec(split, window_bytes=window_bytes, **options) for dataset in datasets]
     # A window of the largest chunks fits the budget.
     spec = replace(
         specs[0],

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
+from shardmill.free_memory import free_bytes
 from shardmill.loader.batch import LoaderBatch
 from shardmill.loader.lightning import unused_state
 from shardmill.loader.reader import BatchReader, OneProcess, ReaderSeconds
 from shardmill.loader.report import LoaderReport
-from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
+from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource, check_windows
 from shardmill.loader.whole_number import whole_number
 from shardmill.stores.retries import num_retried
 
@@ -42,16 +43,12 @@ class Loader:
         self, dataset: Dataset, spec: PlanSpec, streams: range, *, options: ReaderOptions, rows: RowOptions,
         hand_over: HandOver,
     ) -> None:  # fmt: skip
-        self.spec = spec
         self._dataset = dataset
         self.streams = streams
         self._options = options
         self._rows = rows
         self._hand_over = hand_over
-        if self.is_transformed:
-            # A transform may take long: each step is then work for one thread.
-            options = replace(options, max_steps_together=1)
-        self._source = RowSource(dataset, spec, streams, options=options, rows=rows)
+        self._plan_by(spec)
         index = dataset.index(spec.split)
         self._chunk_rows = index.chunk_rows if rows.selection is None else rows.selection.chunk_rows
         self._num_rows = int(self._chunk_rows.sum())
@@ -67,6 +64,12 @@ class Loader:
         self._wait_seconds = 0.0
         self._seconds = ReaderSeconds()
         self._retries_before = num_retried()
+
+    def _plan_by(self, spec: PlanSpec) -> None:
+        self.spec = spec
+        # A transform may take long: each step is then work for one thread.
+        options = replace(self._options, max_steps_together=1) if self.is_transformed else self._options
+        self._source = RowSource(self._dataset, spec, self.streams, options=options, rows=self._rows)
 
     @property
     def epoch(self) -> int:
@@ -158,12 +161,14 @@ class Loader:
         """Return the position of the next batch as JSON, the same on every rank between two steps, for
         `load_state_dict`.
         """
-        return {"version": STATE_VERSION, "epoch": self._epoch, "step": self._step, "plan": self.spec.fingerprint}
+        place = {"epoch": self._epoch, "step": self._step}
+        return {"version": STATE_VERSION, **place, "plan": self.spec.fingerprint, "window": self.spec.window_chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, at any number of ranks.
+        """Continue where `state_dict` was taken, at any number of ranks, with the shuffle window that it had there.
 
-        Raises UsageError for the state of another dataset, split, seed, batch size, number of streams or window.
+        Raises UsageError for the state of another dataset, split, seed, batch size or number of streams, and for
+        windows that are too large for the memory of this machine.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
@@ -172,13 +177,21 @@ class Loader:
                 f"expected version {STATE_VERSION}",
                 "load what `state_dict` of this version of shardmill gave",
             )
-        if state.get("plan") != self.spec.fingerprint:
+        spec = replace(
+            self.spec, window_chunks=whole_number("window", state.get("window", self.spec.window_chunks), least=1)
+        )
+        if state.get("plan") != spec.fingerprint:
             raise UsageError(
                 "the loader state belongs to another plan",
                 f"expected that of split {self.spec.split!r}, seed {self.spec.seed}, global_batch_size "
                 f"{self.spec.global_batch_size}, num_streams {self.spec.num_streams}, of this dataset version",
                 "give the same datasets, split, global_batch_size, seed, num_streams, shuffle, where, sample and mix",
             )
+        if spec != self.spec:
+            index = self._dataset.index(spec.split, self._options.format)
+            check_windows(index, spec, len(self.streams), free_bytes())
+            self.close()
+            self._plan_by(spec)
         self.seek(state.get("epoch", ""), state.get("step", ""))
 
     def seek(self, epoch: SupportsInt, step: SupportsInt = 0) -> None:

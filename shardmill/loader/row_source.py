@@ -17,6 +17,7 @@ import numpy as np
 
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
 from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.errors import UsageError
 from shardmill.options import ENCODINGS
 from shardmill.recycled_memory import ALIGNMENT, RecycledMemory, pageable
 from shardmill.typed_columns import ANNOTATIONS, BOX_COLUMNS
@@ -150,6 +151,21 @@ def kept_bytes(index: SplitIndex, spec: PlanSpec, num_streams: int, options: Rea
     batch_bytes = num_streams * spec.rows_per_stream * image_bytes
     chunk_bytes = min(num_chunks * int(index.stored_bytes.max(initial=0)), int(index.stored_bytes.sum()))
     return chunk_bytes + _num_batches(options, batch_bytes) * batch_bytes
+
+
+def check_windows(index: SplitIndex, spec: PlanSpec, num_streams: int, usable_bytes: int) -> None:
+    """Raise UsageError if the windows of so many streams do not fit into memory; 0 usable bytes: unknown.
+
+    Of a plan that began on more ranks, each of which had fewer streams.
+    """
+    needed = min(num_streams * spec.window_chunks * index.max_chunk_bytes, int(index.image_bytes.sum()))
+    if 0 < usable_bytes < needed:
+        raise UsageError(
+            f"shuffle windows of {spec.window_chunks} chunks, with which this order began, need {needed} bytes on a "
+            f"rank with {num_streams} of {spec.num_streams} streams",
+            f"expected at most the {usable_bytes} bytes that are free here",
+            "continue on more ranks, or begin a new order",
+        )
 
 
 def _read_columns(schema: RowSchema, columns: tuple[str, ...] | None, augment: AugmentOptions) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from shardmill.epoch_plan import (
     num_streams_for,
     plan_epoch,
     streams_of_rank,
-    window_chunks_within,
+    window_bytes_within,
 )
 from shardmill.errors import UsageError
 from shardmill.step_planner import StepPlanner
@@ -175,10 +175,12 @@ def test_more_ranks_than_streams_are_refused(world_size: int):
         streams_of_rank(0, world_size, 8)
 
 
-def test_a_window_is_the_largest_within_the_budget_and_at_least_a_chunk():
-    assert window_chunks_within(320, 10, 8) == 4
-    assert window_chunks_within(7, 1, 1) == window_chunks_within(7, 0, 1) == 7
-    assert window_chunks_within(800, 100, 8) == window_chunks_within(799, 100, 8) == 1
+def test_the_windows_of_a_rank_share_its_budget_and_up_to_eight_ranks_begin_alike():
+    def of_a_stream(num_ranks: int) -> int:
+        return window_bytes_within(640, [streams_of_rank(rank, num_ranks, 64) for rank in range(num_ranks)])
+
+    assert {of_a_stream(num_ranks) for num_ranks in range(1, 9)} == {10}
+    assert [of_a_stream(num_ranks) for num_ranks in (9, 16, 64)] == [80, 160, 640]
 
 
 def test_a_billion_rows_are_planned_in_a_moment():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import shardmill
 from shardmill.environments import ENVIRONMENTS
 from shardmill.errors import UsageError
+from shardmill.loader.row_source import check_windows
 from tests.lab.datasets import SharedDatasets
 from tests.lab.scale import usually
 
@@ -73,6 +74,33 @@ def test_a_resumed_loader_continues_with_the_very_next_batch(dataset, data):
         of_ranks.append(ids_of(loader))
     found = [[each for ids in of_ranks for each in ids[step]] for step in range(len(of_ranks[0]))]
     assert found == expected[handed_out : handed_out + len(found)] and len(found) == num_steps - handed_out % num_steps
+
+
+def test_a_loader_keeps_the_window_with_which_its_order_began(dataset, monkeypatch):
+    largest = dataset.index("train").max_chunk_bytes
+    monkeypatch.setattr("shardmill.loader.dataset.WINDOW_BUDGET_BYTES", 3 * largest)
+
+    def ranks(world_size: int, state: dict | None = None) -> list:
+        loaders = [dataset.batches("train", rank=rank, world_size=world_size, **{**BATCH, "num_streams": 12})
+                   for rank in range(world_size)]  # fmt: skip
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+        return loaders
+
+    def rows(loaders: list) -> list[list[int]]:
+        return [[each for ids in step for each in ids] for step in zip(*map(ids_of, loaders), strict=True)]
+
+    begun = ranks(12)
+    state, expected = begun[5].state_dict(), rows(begun)
+    assert rows(ranks(1)) == rows(ranks(8)) != expected, "what begins anew on one rank has smaller windows"
+    for world_size in (1, 2, 8, 12):
+        resumed = ranks(world_size, state)
+        assert rows(resumed) == expected and resumed[0].spec == begun[0].spec
+    with pytest.raises(UsageError, match="window = 'all'; expected a whole number"):
+        ranks(1, {**state, "window": "all"})
+    with pytest.raises(UsageError, match=r"windows of 3 chunks, .* rank with 6 of 12 streams; .* the 1000 bytes"):
+        check_windows(dataset.index("train"), begun[0].spec, 6, 1000)
 
 
 def test_a_loop_that_counts_steps_gets_another_order_in_each_epoch(dataset):

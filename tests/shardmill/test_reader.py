@@ -34,7 +34,7 @@ def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def read(dataset: Dataset, *, epoch: int = 1, **options) -> list[Batch]:
-    spec = dataset.plan_spec("train", seed=3, global_batch_size=16, num_streams=4, window_budget_bytes=60_000)
+    spec = dataset.plan_spec("train", seed=3, global_batch_size=16, num_streams=4, window_bytes=15_000)
     with read_batches(dataset, dataset.plan_epoch(spec, epoch), **options) as batches:
         return list(batches)
 
@@ -94,7 +94,7 @@ def test_reading_from_every_step_gives_the_same_rest(dataset: Dataset):
 
 def test_a_fault_comes_in_place_of_its_batch_also_of_one_that_is_made_with_others(dataset, monkeypatch):
     whole = read(dataset)
-    spec = dataset.plan_spec("train", seed=3, global_batch_size=16, num_streams=4, window_budget_bytes=60_000)
+    spec = dataset.plan_spec("train", seed=3, global_batch_size=16, num_streams=4, window_bytes=15_000)
     plan, sound = dataset.plan_epoch(spec, 1), ChunkFetcher.read_chunk
     planner = StepPlanner(plan, range(4))
     first_needed: dict[int, int] = {}

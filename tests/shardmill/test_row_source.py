@@ -70,7 +70,7 @@ def test_a_split_within_the_windows_is_read_once_for_all_epochs(uri: str, chunk_
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_epochs_with_one_source_are_those_of_a_reader_each(uri: str, chunk_reads: Counter[str], num_threads: int):
     dataset = shardmill.open_dataset(uri)
-    spec = dataset.plan_spec("train", seed=3, global_batch_size=8, num_streams=2, window_budget_bytes=10_000)
+    spec = dataset.plan_spec("train", seed=3, global_batch_size=8, num_streams=2, window_bytes=5_000)
     num_chunks, most = dataset.index("train").num_chunks, 2 * spec.window_chunks
     assert most < num_chunks
     source = RowSource(

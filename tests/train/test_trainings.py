@@ -16,15 +16,19 @@ import pytest
 from shardmill.checksummed import with_checksum
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
-from shardmill.jobs.config import ModelsConfig
+from shardmill.jobs.config import ModelsConfig, SparkConfig
+from shardmill.jobs.observer import WARNING
 from shardmill.stores import open_store
 from tests.train.training import DriverRecorder, tree_of
 from train.backends.backend import InputScale, model_spec
 from train.backends.keras.standardize import standardize
 from train.config import TrainConfig
 from train.models.user import source_sha256
+from train.planning.make import plan_training
+from train.planning.plan import TrainingPlan
 from train.planning.preflight import window_memory
-from train.planning.trainings import RESULT, choose_training
+from train.planning.record import PlanRecord, keep_plan, read_plan
+from train.planning.trainings import RESULT, choose_training, training_id
 from train.published.export import export_training
 from train.results import read_result
 from train.settings.reading import ReadingConfig
@@ -224,14 +228,36 @@ def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     config = TrainConfig(num_streams=64, num_workers=8, reading=reading, strategy="horovod")
     memory = window_memory(config, dataset)
     assert (memory.streams_per_rank, memory.window_chunks, memory.bytes_per_rank) == (8, 1, 8 * chunk)
-    # The window belongs to the plan: it is the same at every world size.
-    assert window_memory(config.model_copy(update={"num_workers": 64}), dataset).window_chunks == 1
+    # Of more than 8 ranks, each shuffles within all of its budget.
+    many = window_memory(config.model_copy(update={"num_workers": 64}), dataset)
+    assert (many.streams_per_rank, many.window_chunks, many.bytes_per_rank) == (1, 8, 8 * chunk)
     tree = tree_of(tiny_uri, tmp_path / "models", num_streams=24, num_workers=2, reading=reading,
                    strategy="horovod", launcher="local")  # fmt: skip
     observer = DriverRecorder()
     with pytest.raises(UsageError, match=rf"12 of 24 streams needs 12 x 1 chunk.* to {chunk} bytes.*num_workers to 3 "):
         train_model(tree, observer)
     assert not (tmp_path / "models").exists() and observer.events == []
+
+
+def test_a_training_keeps_its_window_on_other_ranks(tiny_uri, tmp_path):
+    dataset, store, spark = open_dataset(tiny_uri), open_store(tmp_path), SparkConfig()
+    reading = ReadingConfig(window_budget_bytes=4 * dataset.index("train").max_chunk_bytes)
+
+    def planned(num_workers: int, begun: PlanRecord | None = None) -> TrainingPlan:
+        asked = TrainConfig(num_streams=16, num_workers=num_workers, strategy="horovod", launcher="local",
+                            reading=reading)  # fmt: skip
+        plan = plan_training(asked, spark, dataset, begun)
+        return plan.with_window(window_memory(plan.config, dataset).window_chunks)
+
+    first = planned(16)
+    keep_plan(store, "t", first, spark)
+    fewer, anew = planned(2, read_plan(store, ["t"])), planned(4)
+    assert [each.config.reading.window_chunks for each in (first, fewer, anew)] == [4, 4, 1]
+    assert fewer.config.plan_spec(dataset) == first.config.plan_spec(dataset)
+    assert len({training_id(each.named_by, "d", "") for each in (first, fewer, anew)}) == 1
+    told = window_memory(fewer.config, dataset).as_fields()[WARNING]
+    assert "windows of 4 chunks, with which this training began, take" in told and "on a rank with 8 streams" in told
+    assert WARNING not in window_memory(first.config, dataset).as_fields()
 
 
 def test_the_budget_is_reported(finished):

@@ -96,6 +96,6 @@ def evaluation_spec(dataset: Dataset, config: TrainConfig, split: str) -> PlanSp
         seed=0,
         global_batch_size=config.global_batch_size,
         num_streams=config.num_streams,
-        window_budget_bytes=config.reading.window_budget_bytes,
+        window_bytes=config.reading.window_budget_bytes // config.num_streams,
         shuffle=False,
     )

@@ -146,7 +146,7 @@ def _compared(
     then = found.marker.identity
     # What is built from the source is compared by the ranks, which build it.
     model = ModelIdentity(choice.model_source_sha256, then.model.config_sha256)
-    config = _with_its_streams(plan, then).config
+    config = _as_it_was(plan, then).config
     fingerprint = config.plan_spec(dataset).fingerprint
     now = TrainingIdentity(choice.dataset, fingerprint, model, settings_that_matter(config))
     lengths = _length_differences(folder, config)
@@ -169,19 +169,20 @@ def _length_differences(folder: str, config: TrainConfig) -> dict[str, str]:
     }
 
 
-def _with_its_streams(plan: TrainingPlan, then: TrainingIdentity) -> TrainingPlan:
-    """If their number was left open, it is what the training had, provided that each rank gets one."""
-    num_streams = int(then.settings["num_streams"])
-    if plan.asked.num_streams or num_streams in (0, plan.config.num_streams) or num_streams < plan.config.num_workers:
-        return plan
-    return plan.with_streams(num_streams, f"as in the resumed training ({num_streams})")
+def _as_it_was(plan: TrainingPlan, then: TrainingIdentity) -> TrainingPlan:
+    """Streams and a window that were left open are what the training had, provided that each rank gets a stream."""
+    num_streams, window_chunks = int(then.settings["num_streams"]), int(then.settings.get("reading.window_chunks", 0))
+    is_other = num_streams not in (0, plan.config.num_streams)
+    if is_other and not plan.asked.num_streams and num_streams >= plan.config.num_workers:
+        plan = plan.with_streams(num_streams, f"as in the resumed training ({num_streams})")
+    return plan if plan.asked.reading.window_chunks or not window_chunks else plan.with_window(window_chunks)
 
 
 def _continued(
     choice: TrainingChoice, plan: TrainingPlan, changed: Changed, allowed: tuple[str, ...]
 ) -> tuple[TrainingChoice, TrainingPlan]:
     resumed = replace(choice, resumes=changed.found.path, changes=changed.differences, allowed=allowed)
-    return resumed, _with_its_streams(plan, changed.found.marker.identity)
+    return resumed, _as_it_was(plan, changed.found.marker.identity)
 
 
 def _way_to_allow(changed: Changed) -> str:

@@ -44,6 +44,8 @@ def plan_training(
         plan = replace(plan, asked=asked, streams_reason=_AS_BEGUN.format(begun.num_streams))
     else:
         plan = resolve(asked, spark, dataset)
+    if begun:
+        plan = plan.with_window(begun.window_chunks)
     check_spread(plan.config, spark)
     return plan if begun is None else _as_begun(begun, plan, spark)
 

@@ -62,9 +62,9 @@ class TrainingPlan:
 
     @property
     def named_by(self) -> TrainConfig:
-        """The settings that name the training: a number of streams that was left open names none, however it is chosen
-        for however many ranks."""
-        return self.spread.model_copy(update={"num_streams": self.asked.num_streams})
+        """The settings that name the training: streams and a window that were left open name none, however they are
+        chosen for however many ranks."""
+        return self.spread.model_copy(update={"num_streams": self.asked.num_streams, "reading": self.asked.reading})
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -148,6 +148,10 @@ class TrainingPlan:
     def with_streams(self, num_streams: int, reason: str) -> TrainingPlan:
         """Another number of streams."""
         return replace(self._with_spread(num_streams=num_streams), streams_reason=reason)
+
+    def with_window(self, window_chunks: int) -> TrainingPlan:
+        """With the shuffle window of a training that begins, or of one that is resumed."""
+        return self._with_spread(reading=self.spread.reading.model_copy(update={"window_chunks": window_chunks}))
 
     def with_strategy(self, strategy: str, reason: str) -> TrainingPlan:
         """Another strategy."""

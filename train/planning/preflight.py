@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from shardmill.jobs.observer import WARNING
 from shardmill.loader.caching import check_folder, check_limit
 from shardmill.words import counted
 from train.backends import BACKENDS
@@ -53,8 +54,15 @@ class WindowMemory:
         return min(self.streams_per_rank * self.window_chunks * self.chunk_bytes, self.split_bytes)
 
     def as_fields(self) -> dict[str, str | int | float]:
-        """Return the fields of an event."""
-        return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
+        """Return the fields of an event, with a warning of more than the budget."""
+        fields = {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
+        if self.bytes_per_rank <= self.budget_bytes:
+            return fields
+        return fields | {
+            WARNING: f"shuffle windows of {self.window_chunks} chunks, with which this training began, take up to "
+            f"{self.bytes_per_rank} bytes of memory on a rank with {self.streams_per_rank} streams, more than "
+            f"train.reading.window_budget_bytes = {self.budget_bytes}; if a host has less, set more train.num_workers"
+        }
 
 
 def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
@@ -271,10 +279,11 @@ def check_ranks(config: TrainConfig, dataset: Dataset) -> WindowMemory:
 
 
 def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
-    """Return the window memory of the largest of `train.num_workers` ranks. Raises UsageError beyond the budget.
+    """Return the window memory of the largest of `train.num_workers` ranks. Raises UsageError if windows of one chunk
+    are beyond the budget.
 
-    The window itself follows from budget, streams and chunks alone: it is part of the plan, which must be the same at
-    every world size. Only what a rank holds of it depends on how many ranks share the streams.
+    The window is part of the plan, which is the same at every world size: it is decided where a training begins. A
+    resumed one keeps it; with fewer ranks each then has more of it in memory than the budget.
     """
     index = dataset.index("train")
     memory = WindowMemory(
@@ -284,12 +293,12 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
         split_bytes=int(index.image_bytes.sum()),
         budget_bytes=config.reading.window_budget_bytes,
     )
-    if memory.bytes_per_rank > memory.budget_bytes:
-        affordable = max(1, memory.budget_bytes // (memory.window_chunks * memory.chunk_bytes))
+    if memory.bytes_per_rank > memory.budget_bytes and memory.window_chunks == 1:
+        affordable = max(1, memory.budget_bytes // memory.chunk_bytes)
         more = f"set train.num_workers to {-(-config.num_streams // affordable)} or more; or "
         raise UsageError(
             f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
-            f"{memory.window_chunks} chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
+            f"1 chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
             f"expected at most train.reading.window_budget_bytes = {memory.budget_bytes}",
             f"{'' if has_chief(config) else more}raise the budget or lower train.num_streams, which starts a new run",
         )

@@ -32,6 +32,8 @@ class PlanRecord(Section):
     launcher_reason: str
     num_workers: int
     num_streams: int
+    window_chunks: int
+    """Chunks of a shuffle window, on however many ranks the training is resumed."""
     local_devices: int
     devices: str
     spark_master: str
@@ -51,6 +53,7 @@ def record_of(plan: TrainingPlan, spark: SparkConfig) -> PlanRecord:
         launcher_reason=plan.launcher_reason,
         num_workers=config.num_workers,
         num_streams=config.num_streams,
+        window_chunks=config.reading.window_chunks,
         local_devices=config.options(MirroredOptions).num_devices,
         devices=config.devices,
         spark_master=spark.master,

@@ -49,7 +49,7 @@ class _WholeModule:
 
     @classmethod
     def of(cls, config: TrainConfig) -> _WholeModule:
-        settings = config.model_dump_json(exclude={"strategy", "num_workers", "num_streams", "mesh"})
+        settings = config.model_dump_json(exclude={"strategy", "num_workers", "num_streams", "mesh", "reading"})
         return cls(settings, config.needs_module)
 
 

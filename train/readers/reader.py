@@ -74,8 +74,13 @@ class Epochs:
     @cached_property
     def reading(self) -> Activity:
         """Waiting for a batch: from the store of what this member reads."""
-        store = open_store(self.data.uri) if isinstance(self.data, SiloIndex) else self.dataset.store
-        return reading("reading a batch", store, self.config.reading.window_budget_bytes)
+        budget_bytes = self.config.reading.window_budget_bytes
+        if isinstance(self.data, SiloIndex):
+            return reading("reading a batch", open_store(self.data.uri), budget_bytes)
+        # Of a training that began on more ranks the windows may be larger.
+        num_chunks = len(self.data.streams) * self.config.reading.window_chunks
+        window_bytes = num_chunks * self.dataset.index("train").max_chunk_bytes
+        return reading("reading a batch", self.dataset.store, max(budget_bytes, window_bytes))
 
     @property
     def checkpoint_every_steps(self) -> int:

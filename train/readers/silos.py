@@ -79,7 +79,7 @@ class SiloEpochs:
             seed=config.seed,
             global_batch_size=self.steps.local_batch_sizes[data.index],
             num_streams=1,
-            window_budget_bytes=config.reading.window_budget_bytes,
+            window_bytes=config.reading.window_budget_bytes,
         )
 
     def __call__(self, number: int) -> SiloEpoch:

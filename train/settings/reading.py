@@ -18,5 +18,9 @@ class ReadingConfig(Section):
     prefetch_bytes: Annotated[int, EXECUTION] = Field(default=64_000_000, ge=1)
     """Maximum size of the queue of decoded batches in each rank."""
     window_budget_bytes: int = Field(default=256_000_000, ge=1)
-    """Memory for the shuffle windows of one rank. It decides the size of a window together with `num_streams` (at least
-    one chunk), independently of `num_workers`. The memory that each rank needs is checked before anything starts."""
+    """Memory for the shuffle windows of one rank, which decides `window_chunks`. The memory that each rank needs is
+    checked before anything starts."""
+    window_chunks: int = Field(default=0, ge=0)
+    """Chunks in the shuffle window of a stream. 0: as many as fit `window_budget_bytes`, at least one; decided when a
+    training begins (up to 8 ranks as for one rank with all streams, so that it is the same) and kept when it is resumed
+    with another number of ranks."""
