@@ -86,8 +86,7 @@ def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
 def _gate(train: TrainConfig) -> Finding:
     """Check the address of rank 0, which only its own host can test."""
     from shardmill.environments import find_place
-    from train.launching.attach_options import AttachOptions
-    from train.launching.attach_place import host_of_rank_0, loopback_warning
+    from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
 
     subject, started = "train.attach.port", find_place(os.environ)
     attach = train.options(AttachOptions)

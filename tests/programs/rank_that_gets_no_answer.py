@@ -9,7 +9,7 @@ import time
 from tests.train.inline_workers import CLOCK, LIMITS, launch_watched
 from tests.train.multi_rank_workers import no_answer_from
 from tests.train.training import StepWatcher, task_of
-from train.launching import inline_watch
+from train.launching import inline
 from train.launching.rank import DEFAULT_WORKER
 
 
@@ -19,7 +19,7 @@ def stand_still(seconds: float) -> None:
 
 
 dataset_uri, folder = sys.argv[1:]
-inline_watch.GRACE_SECONDS = 0.5
+inline.GRACE_SECONDS = 0.5
 no_answer_from(dataset_uri, after_reads=0, under="shards/validation/", sleep=stand_still)
 task = task_of(dataset_uri, folder, watch=LIMITS, strategy="single", launcher="inline", epochs=2)
 launch_watched(task, StepWatcher(), DEFAULT_WORKER)

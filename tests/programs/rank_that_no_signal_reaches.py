@@ -2,7 +2,7 @@
 
 from tests.train.inline_workers import HERE, inline_task, launch_watched
 from tests.train.training import StepWatcher
-from train.launching import inline_watch
+from train.launching import inline
 
-inline_watch.GRACE_SECONDS = 0.5
+inline.GRACE_SECONDS = 0.5
 launch_watched(inline_task(), StepWatcher(), f"{HERE}:holds_on")

@@ -16,7 +16,7 @@ from train.contracts.activities import Activity, during
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, StepReport, TrainResult
 from train.contracts.world import World
-from train.launching import inline, inline_watch
+from train.launching import inline
 from train.reporting.observer import TrainObserver
 from train.settings.watch import WatchConfig
 
@@ -45,8 +45,8 @@ CLOCK = Clock()
 
 def launch_watched(task: WorkerTask, observer: TrainObserver, worker: str) -> TrainResult:
     """As the launcher `inline` does, by that clock."""
-    watch = partial(inline_watch.InlineWatch, now=CLOCK)
-    with patch.object(inline, "InlineWatch", watch), patch.object(inline_watch, "TICK_SECONDS", 0.02):
+    watch = partial(inline.InlineWatch, now=CLOCK)
+    with patch.object(inline, "InlineWatch", watch), patch.object(inline, "TICK_SECONDS", 0.02):
         CLOCK.runs.clear()
         return inline.launch_inline(task, SparkConfig(), observer, worker)
 

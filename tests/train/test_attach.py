@@ -23,10 +23,8 @@ from tests.processes import children_of_all_threads
 from tests.services.marked import MARK, free_ports
 from tests.train.driver_process import PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
-from train.launching.attach import JOB_TOKEN_VARIABLE, attached
-from train.launching.attach_gate import Gate, call_gate
-from train.launching.attach_options import AttachOptions
-from train.launching.attach_place import host_of_rank_0
+from train.launching.attach import JOB_TOKEN_VARIABLE, Gate, attached, call_gate
+from train.launching.attach_options import AttachOptions, host_of_rank_0
 from train.launching.connection import ProtocolError
 
 TOKEN = "secret of this job" * 2
@@ -122,7 +120,7 @@ def test_a_taken_port_is_named(monkeypatch):
 
 
 def test_only_processes_that_know_the_token_wait_at_the_gate(monkeypatch):
-    monkeypatch.setattr("train.launching.attach_gate.LATE_SECONDS", 0.1)
+    monkeypatch.setattr("train.launching.attach.LATE_SECONDS", 0.1)
     [port] = free_ports(1)
     address, gate = f"127.0.0.1:{port}", Gate("127.0.0.1", port, TOKEN, 3)
     try:

@@ -18,8 +18,7 @@ from tests.lab.scale import exhaustive
 from tests.services.hosts import Host
 from tests.services.marked import free_ports
 from tests.train.driver_process import ROOT
-from train.launching.attach import JOB_TOKEN_VARIABLE
-from train.launching.attach_gate import call_gate
+from train.launching.attach import JOB_TOKEN_VARIABLE, call_gate
 from train.launching.attach_options import AttachOptions
 from train.tree import TrainTree
 
@@ -72,7 +71,7 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
 
 
 def test_a_rank_that_waits_for_rank_0_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("train.launching.attach_gate.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("train.launching.attach.PATIENCE_SECONDS", 0.3)
     [port] = free_ports(1)
     with pytest.raises(OSError):
         call_gate(f"127.0.0.1:{port}", "t" * 32, 1, time.monotonic() + 1.5)

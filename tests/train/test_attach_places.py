@@ -15,8 +15,7 @@ from shardmill.jobs.spark import loopback_warning as spark_loopback_warning
 from tests.services.marked import free_ports
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached, check_world_size
-from train.launching.attach_options import AttachOptions
-from train.launching.attach_place import loopback_warning
+from train.launching.attach_options import AttachOptions, loopback_warning
 from train.planning.auto import resolve
 
 TOKEN = "secret of this job" * 2
@@ -70,7 +69,7 @@ def test_a_loopback_address_of_rank_0_is_warned_of_if_ranks_are_on_other_hosts(m
 
 
 def test_rank_0_warns_as_it_begins_to_listen(monkeypatch, capsys):
-    monkeypatch.setattr("train.launching.attach_gate.LATE_SECONDS", 0.1)
+    monkeypatch.setattr("train.launching.attach.LATE_SECONDS", 0.1)
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.1.1", JOB_TOKEN_VARIABLE: TOKEN}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

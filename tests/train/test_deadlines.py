@@ -10,8 +10,7 @@ from shardmill.stores.local import LocalStore
 from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.contracts.activities import Activity, reading, waiting
-from train.launching.activity_clock import UNTIMED, ActivityClock, heartbeat_of
-from train.launching.deadlines import PATIENCE, TRUSTED, Deadlines
+from train.launching.deadlines import PATIENCE, TRUSTED, UNTIMED, ActivityClock, Deadlines, heartbeat_of
 from train.launching.faults import FaultKind, error_of
 from train.launching.messages import Heartbeat, Hello
 from train.settings.watch import WatchConfig

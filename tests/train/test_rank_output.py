@@ -18,8 +18,7 @@ from pipeline.cli import app
 from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.stores import open_store
 from train.contracts.values import OUTPUT
-from train.launching.inline_output import gathered
-from train.launching.output import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_LINES, RankOutput
+from train.launching.output import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_LINES, RankOutput, gathered
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_output import RanksLog
 from train.reporting.run_log import RunLog

@@ -23,7 +23,7 @@ from train.checkpoints.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.launching import LAUNCHERS
-from train.launching.stop_point import StopAgreement, StopPoint
+from train.launching.exchanges import StopAgreement, StopPoint
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.reporting.observer import GlobalStep

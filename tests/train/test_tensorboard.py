@@ -19,8 +19,7 @@ from tests.services.s3 import s3_client
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
 from train.contracts.values import StepReport
-from train.launching.inline import ObserverReporter
-from train.launching.inline_watch import InlineWatch
+from train.launching.inline import InlineWatch, ObserverReporter
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog, StepsLog
 from train.reporting.trackers.tensorboard import TensorBoardTracker

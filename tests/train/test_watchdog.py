@@ -28,17 +28,19 @@ from train.contracts.world import World
 from train.launching import messages
 from train.launching.connection import (
     ADDRESS_VARIABLE,
+    MAX_PENDING,
+    MAX_PENDING_PER_RANK,
     TOKEN_VARIABLE,
     VANISHED_SECONDS,
     Connection,
     ProtocolError,
+    Received,
     call_driver,
     is_proof,
     new_token,
     proof_of,
 )
 from train.launching.faults import FaultKind
-from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK, Received
 from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hello, RankExit, Step
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import StepAssembler

@@ -75,7 +75,7 @@ class World:
     """Like `exchange`, for threads other than the training thread."""
     may_begin: Callable[[int], bool] = _always
     """Asked by every rank before each global step, by a chief also ahead of it; False: the training is to stop before
-    this step, and then it is so on all ranks (train/launching/stop_point.py)."""
+    this step, and then it is so on all ranks (train/launching/exchanges.py)."""
     placement: tuple[RankDevices, ...] = ()
     """All ranks, in rank order; empty if nothing was asked of devices."""
     files_uri: str = ""

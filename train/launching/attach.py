@@ -1,7 +1,8 @@
 """The launcher for processes that already exist: torchrun, SLURM, MPI or Kubernetes started this command N times.
 
 Rank 0's process is the driver; the others wait at its gate for their ranks to begin (`attached`). Each runs its rank as
-a child: a rank can end, or be killed, without the process that tells why. All end with the job's exit code.
+a child: a rank can end, or be killed, without the process that tells why. All end with the job's exit code. A process
+at the gate has proved the job's token, which all of them got by their environment (connection.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 from shardmill.environments import find_place
@@ -22,21 +24,136 @@ from shardmill.environments.place import Place
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.ending import error_line, exit_code_of, print_error
-from shardmill.jobs.process import one_of_a_job, python_path, why_ended
+from shardmill.jobs.process import one_of_a_job, python_path, request_stop, why_ended
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
 from train.launching import Launcher
 from train.launching.agent import keep_rank, rank_processes
-from train.launching.attach_gate import Gate, call_gate
-from train.launching.attach_options import AttachOptions
-from train.launching.attach_place import host_of_rank_0, loopback_warning
-from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, ProtocolError, proof_of
+from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
+from train.launching.connection import (
+    ADDRESS_VARIABLE,
+    HANDSHAKE_TIMEOUT_SECONDS,
+    MAX_HANDSHAKE_BYTES,
+    TOKEN_VARIABLE,
+    Connection,
+    ProtocolError,
+    RankListener,
+    Received,
+    answer_caller,
+    is_proof,
+    proof_of,
+)
 from train.launching.devices import device_environment
-from train.launching.messages import Begin, Ended, Stop
+from train.launching.messages import Admitted, Begin, Challenge, Ended, Hello, Stop
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
+
+# At its end rank 0 waits so long for processes that have not come yet, to tell them; they start when it does.
+LATE_SECONDS = 20.0
+# Without a word so long, a process that waits for rank 0 looks like one that hangs.
+PATIENCE_SECONDS = 10.0
+
+
+class Gate:
+    """Listens from its construction; every process that comes receives what has been sent so far."""
+
+    def __init__(self, host: str, port: int, token: str, world_size: int) -> None:
+        """Raises OSError if it cannot listen there."""
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._begin: Begin | None = None
+        self._present: dict[int, str] = {}
+        """Rank -> host of the processes that are connected."""
+        self._seen: set[int] = set()
+        """The ranks of all that have been."""
+        self._on_lost: Callable[[str], None] | None = None
+        answer = partial(answer_caller, token=token, ranks=range(1, world_size), welcome=Admitted)
+        self._listener = RankListener(host, answer, world_size, self._on_received, port)
+
+    def begin(self, address: str, nonce: str, on_lost: Callable[[str], None]) -> None:
+        """Let every process start its rank. `on_lost` is called, from any thread, for each lost one."""
+        with self._changed:
+            self._begin, self._on_lost = Begin(address, nonce), on_lost
+        self._listener.send_to_all(self._begin)
+
+    def end(self, exit_code: int, line: str) -> None:
+        """Tell every process how the job ended, also those that are a little late, and close."""
+        with self._changed:
+            self._begin, self._on_lost = None, None
+            self._changed.wait_for(lambda: len(self._seen) == self._world_size - 1, LATE_SECONDS)
+        self._listener.send_to_all(Ended(exit_code, line))
+        self._listener.close()
+
+    def _on_received(self, received: Received) -> None:
+        """Runs in the connection's thread."""
+        message = received.message
+        if isinstance(message, Hello):
+            with self._changed:
+                self._present[received.rank] = message.host
+                self._seen.add(received.rank)
+                self._changed.notify_all()
+                begin = self._begin
+            if begin is not None:
+                # Whoever was there already has received it: a process that receives it twice starts one rank.
+                self._listener.send_to_all(begin)
+        elif isinstance(message, Stop) and message.why:
+            self._lost(message.why)
+        elif isinstance(message, Stop):
+            # Whichever process a scheduler asks to end: the job ends as if it had asked rank 0's.
+            request_stop()
+        elif message is None:
+            with self._changed:
+                host = self._present.pop(received.rank, "")
+            self._lost(f"the process of rank {received.rank} on host {host} has ended")
+
+    def _lost(self, why: str) -> None:
+        with self._changed:
+            on_lost = self._on_lost
+        if on_lost is not None:
+            on_lost(why)
+
+
+def call_gate(address: str, token: str, rank: int, until_seconds: float) -> Connection:
+    """Wait for rank 0 at `host:port` and introduce this process. Raises OSError or ProtocolError at `until_seconds`."""
+    report_seconds = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return _call_gate(address, token, rank, until_seconds)
+        except (OSError, ProtocolError) as error:
+            # Rank 0 may start a little later; another job may still hold the port.
+            now = time.monotonic()
+            if now > until_seconds:
+                raise
+            if now > report_seconds:
+                left = f"for {until_seconds - now:.0f} s more"
+                sys.stderr.write(f"shardmill: rank {rank} waits {left} for rank 0 at {address}: {error}\n")
+                sys.stderr.flush()
+                report_seconds = now + PATIENCE_SECONDS * 6
+            time.sleep(0.2)
+
+
+def _call_gate(address: str, token: str, rank: int, until_seconds: float) -> Connection:
+    host, _, port = address.rpartition(":")
+    connection = Connection(socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_SECONDS))
+    until_seconds = min(until_seconds, time.monotonic() + HANDSHAKE_TIMEOUT_SECONDS)
+    try:
+        challenge = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
+        if not isinstance(challenge, Challenge):
+            raise ProtocolError(f"{address} is not a process of this job")
+        nonce = secrets.token_hex(16)
+        proof = proof_of(token, "attached", challenge.nonce)
+        connection.send(Hello("attached", rank, socket.gethostname(), os.getpid(), nonce, proof))
+        admitted = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
+        if not isinstance(admitted, Admitted) or not is_proof(token, "driver", nonce, admitted.proof):
+            raise ProtocolError(f"{address} does not know this job's token, or refused rank {rank}")
+        connection.set_timeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
 
 JOB_TOKEN_VARIABLE = "SHARDMILL_JOB_TOKEN"
 MIN_TOKEN_CHARACTERS = 16

@@ -25,10 +25,10 @@ from train.launching.agent import keep_rank
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.launching.faults import FIX
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.spark_addresses import driver_addresses
 from train.launching.spark_slots import (
     assigns_gpus,
     check_configured_slots,
+    driver_addresses,
     ranks_on_this_machine,
     text_of,
     wait_for_slots,

@@ -28,10 +28,10 @@ from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, StepReport, TrainResult, from_json
 from train.contracts.world import World
-from train.launching.activity_clock import ActivityClock, heartbeat_of
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, call_driver
+from train.launching.deadlines import ActivityClock, heartbeat_of
 from train.launching.devices import agree_on_devices
-from train.launching.exchanges import LANES, RankExchange
+from train.launching.exchanges import LANES, RankExchange, StopPoint
 from train.launching.faults import failure_of
 from train.launching.messages import (
     Abort,
@@ -47,7 +47,6 @@ from train.launching.messages import (
     StopAfter,
     Stopped,
 )
-from train.launching.stop_point import StopPoint
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 

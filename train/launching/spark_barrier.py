@@ -23,10 +23,10 @@ from train.launching import Launcher
 from train.launching.agent import keep_rank
 from train.launching.faults import FIX
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.spark_addresses import driver_addresses
 from train.launching.spark_slots import (
     assigns_gpus,
     check_configured_slots,
+    driver_addresses,
     ranks_on_this_machine,
     text_of,
     wait_for_slots,

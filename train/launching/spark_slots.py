@@ -1,4 +1,5 @@
-"""Finds how many ranks Spark can run at the same time: estimated before Spark starts, and measured once it runs."""
+"""Finds what Spark offers to ranks: how many run at the same time (estimated before it starts, then measured), and
+the addresses of the driver."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+from train.contracts.world import LOOPBACK
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
 
 GPUS_OF_TASK, GPUS_OF_EXECUTOR = "spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"
 # All settings of Spark that this module looks at.
@@ -194,3 +197,14 @@ def text_of(error: BaseException) -> str:
     except Exception:
         # The text of a Java exception comes from the JVM, which may be gone.
         return type(error).__name__
+
+
+def driver_addresses(context: SparkContext) -> tuple[str, str]:
+    """(the address to bind to, the address that executors connect to), by Spark's settings for its own ports."""
+    if str(context.master).startswith("local"):
+        return LOOPBACK, LOOPBACK
+    conf = context.getConf()
+    advertised = conf.get("spark.driver.host")
+    assert advertised is not None, "the context sets it when it starts"
+    bind = conf.get("spark.driver.bindAddress")
+    return advertised if bind is None else bind, advertised
