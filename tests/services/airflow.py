@@ -36,7 +36,7 @@ def _is_rolled_back(error: BaseException) -> bool:
     Over SQLite it does that at any time: if the scheduler has written since a request's transaction began to read, that
     transaction cannot write, however long it waits ("database is locked", https://sqlite.org/wal.html#concurrency).
     """
-    return isinstance(error, urllib.error.HTTPError) and error.code == 500
+    return isinstance(error, urllib.error.HTTPError) and error.code in (500, 503)
 
 
 @dataclass(frozen=True, slots=True)

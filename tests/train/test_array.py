@@ -185,7 +185,8 @@ def test_ranks_hold_their_shares_of_the_state(trained):
             assert sum(math.prod(each.shape) for each in shards if each.part == part) <= share * whole
     weights = sum(4 * math.prod(shard.shape) for shard in index.whole(WEIGHTS_PART))
     said = re.match(r"trained weights take ([\d.]+) KiB, ", model_size(open_store(trained.models), trained.left.path))
-    assert said is not None and 1 < float(said[1]) * 1024 / weights < 1.5
+    # FSDP pads the first dimension of each weight to a multiple of its ranks.
+    assert said is not None and 1 < float(said[1]) * 1024 / weights < 1.6
     files = [name for name in trained.left_files if name.startswith(WEIGHTS_PART)]
     assert {str(array.dtype) for file in files for array in load_arrays(trained.read(file))} == {"float32"}
 
