@@ -19,7 +19,7 @@ from shardmill import open_dataset
 from shardmill.augment.draws import Draws
 from shardmill.augment.options import AugmentOptions
 from shardmill.augment.windows import draw_windows, whole_windows
-from shardmill.loader.decode import decode_batch
+from shardmill.loader.step_decoder import decode_batch
 
 KERNEL = os.environ.get("LOADER_KERNEL", "native")
 _BATCHES_AHEAD = 4

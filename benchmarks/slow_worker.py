@@ -35,7 +35,7 @@ from train.contracts.values import Reporter
 from train.contracts.world import Role, World
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
-from train.strategies import horovod, parameter_server, parameter_server_worker
+from train.strategies import horovod, parameter_server
 from train.strategies.member import Member, MemberStep
 
 MILLISECONDS = "SHARDMILL_BENCHMARK_MILLISECONDS_PER_IMAGE"
@@ -65,15 +65,15 @@ def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner]
 def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
     """As `parameter_server`; a worker is a machine, the server and the chief take no time of their own."""
 
-    class ReaderThere(parameter_server_worker.StepReader):
+    class ReaderThere(parameter_server.StepReader):
         def __call__(self, epoch: Any, step: Any) -> tuple[np.ndarray, ...]:
             rows = super().__call__(epoch, step)
             compute(world.rank - 1, rows[2])
             return rows
 
     if world.role is Role.WORKER:
-        parameter_server_worker.StepReader = ReaderThere
-    parameter_server_worker.serve(task, world, reporter)
+        parameter_server.StepReader = ReaderThere
+    parameter_server.serve(task, world, reporter)
 
 
 HOROVOD = replace(horovod.HOROVOD, join=join_horovod)

@@ -1,36 +1,45 @@
 """The engine on Spark: every work unit is one partition, and its task runs the unit in a warm process on
-the executor.
+the executor. A group-by runs in Spark's tasks too: contributions cross the shuffle as blocks of Arrow, and answers
+come back as files.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from etl.engines import Engine, EngineSettings
-from etl.engines.spark_groups import LISTINGS, group_on_spark
 from etl.engines.spark_jobs import num_failed_tasks, start_job, until_done
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import run_in_warm_process
+from etl.listing.grouping import GroupBy, group_here
+from etl.listing.spill import ROWS_PER_PART, split_rows
 from etl.units.decoders import check_decoders, decoders_here
 from etl.units.pending import finished_units
 from etl.units.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
 from shardmill.applications import OnExecutor
+from shardmill.checksummed import ChecksummedFile, checksum_file
+from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.dataset.unit_result import PENDING, UnitResult
-from shardmill.jobs.reach import planted
+from shardmill.errors import ShardmillError
+from shardmill.jobs.reach import check_nonce, planted
 from shardmill.jobs.spark import one_spark, spark_context
 from shardmill.jobs.spark_settings import is_local_master
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.values import Nonce
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
 
 _NUM_JOBS = 3
 
@@ -106,6 +115,101 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
         with suppress(errors.ShardmillError):
             for copy in shared:
                 store.delete(copy.path)
+
+
+LISTINGS = "listings"
+"""The folder, below a dataset, for what tasks and driver leave each other; `gc` knows it."""
+# The driver does so many in a few seconds, less than an application takes to start.
+MIN_ROWS = 2_000_000
+
+
+def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Table]:
+    """The answers of all parts, in order; few rows are grouped in this process. Raises the tasks' own error."""
+    if group.num_rows < MIN_ROWS:
+        yield from group_here(group, settings)
+        return
+    store, spark = open_store(group.dataset_uri or group.uri), settings.spark
+    with answers_folder(store) as folder:
+        shared = _shared(group, store, folder)
+        # Nothing else may have shown so far that executors see the dataset's folder.
+        with planted(store) as nonce, spark_context("shardmill-etl", spark, spark.etl.conf) as context:
+            answers = group_in(context, shared, folder, nonce)
+        for answer in answers:
+            yield read_segment(store, answer, group.folded, group.num_rows)
+
+
+@contextmanager
+def answers_folder(store: Store) -> Iterator[str]:
+    """The path of a folder for answers, which are deleted at the end; those of failed attempts with them."""
+    folder = f"{LISTINGS}/{uuid.uuid4().hex[:12]}"
+    try:
+        yield folder
+    finally:
+        # They must not hide an error from inside.
+        with suppress(ShardmillError):
+            for file in list(store.list(folder)):
+                store.delete(file.path)
+
+
+def _shared(group: GroupBy, store: Store, folder: str) -> GroupBy:
+    """The same rows where every task sees them: what is on the driver's machine alone is copied into `folder`."""
+    if not group.dataset_uri:
+        return group
+    segments = []
+    for segment in group.segments:
+        path = f"{folder}/{segment.file.path}"
+        store.put_file(path, Path(group.uri) / segment.file.path)
+        segments.append(replace(segment, file=replace(segment.file, path=path)))
+    return replace(group, uri=store.uri, segments=tuple(segments))
+
+
+def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -> list[ChecksummedFile]:
+    """Return the files with each part's answer, in the order of the parts. The driver holds only these names."""
+    places, num_parts = range(len(group.segments)), group.num_parts
+    blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(
+        OnExecutor(lambda mine: _blocks(group, mine, nonce))
+    )
+    # One block for each task and part, and not one record for each row: Python never sees a row.
+    parts = blocks.partitionBy(num_parts, int)
+    answers = parts.mapPartitionsWithIndex(OnExecutor(lambda part, mine: [(part, _answer(group, folder, mine))]))
+    job = start_job(answers.collect)
+    for _ in until_done(context, job):
+        pass
+    return [answer for _, answer in sorted(job.result(), key=lambda answer: answer[0])]
+
+
+def _blocks(group: GroupBy, places: Iterable[int], nonce: Nonce) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    """Yield these segments' contributions to each part: (part, (place of the first segment, Arrow stream))."""
+    check_nonce(nonce)
+    store = open_store(group.uri)
+    waiting, num_waiting, first = [], 0, -1
+    for place in places:
+        rows = group.contribution(store, place)
+        first = place if not waiting else first
+        waiting.append((rows, group.parts_of(rows)))
+        num_waiting += rows.num_rows
+        if num_waiting >= ROWS_PER_PART:
+            yield from _packed(waiting, first)
+            waiting, num_waiting = [], 0
+    yield from _packed(waiting, first)
+
+
+def _packed(waiting: list, first: int) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    for part, rows in split_rows(waiting):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        yield part, (first, sink.getvalue().to_pybytes())
+
+
+def _answer(group: GroupBy, folder: str, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> ChecksummedFile:
+    """Fold one part, whose blocks come in any order, and leave the answer where the driver reads it."""
+    ordered = sorted((block for _, block in blocks), key=lambda block: block[0])
+    tables = [pa.ipc.open_stream(data).read_all() for _, data in ordered]
+    data = table_bytes(group.fold(pa.concat_tables([group.picked.empty_table(), *tables])))
+    file = checksum_file(f"{folder}/{uuid.uuid4().hex}.parquet", data)
+    open_store(group.uri).put(file.path, data)
+    return file
 
 
 SPARK = Engine(run_on_spark, group_on_spark, run_on_spark, lambda settings: one_spark())

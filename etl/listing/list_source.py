@@ -1,4 +1,8 @@
-"""Converts a source's batches to a `Listing`: images stream into segments on disk, and only sums stay in memory."""
+"""Converts a source's batches to a `Listing`: images stream into segments on disk, and only sums stay in memory.
+
+The segments are ordered by ranges of cells, so that a work unit reads only its own images. A build fails here if its
+source has no image at all, or no labels although it has some.
+"""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
@@ -6,22 +10,23 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.listing.cell_order import by_cells
-from etl.listing.faults import check_has_images, check_labels
-from etl.listing.grouping import Group, group_here
+from etl.listing.grouping import Group, GroupBy, Segment, group_here
 from etl.listing.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.listing.segments import (
     SEGMENT_ROWS,
+    SEGMENT_SCHEMA,
     ListingSegment,
     fact_limbs,
     key_digests,
@@ -33,6 +38,7 @@ from etl.listing.unique_ids import Correction, make_unique
 from etl.sources import Lists
 from etl.sources.listed import ListingBatch
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
+from shardmill.checksummed import checksum_file
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
@@ -40,9 +46,111 @@ from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
+from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
+
+if TYPE_CHECKING:
+    from etl.listing.listing import Listing
+    from shardmill.dataset.rejection_log import RejectionLog
+
+
+# A group-by divides its rows by the first column: into ranges, so that each of its parts is a segment.
+_BY_CELL = pa.schema([SEGMENT_SCHEMA.field("cell"), *(field for field in SEGMENT_SCHEMA if field.name != "cell")])
+
+
+def by_cells(folder: Path, runs: Sequence[ListingSegment], group: Group) -> tuple[ListingSegment, ...]:
+    """Segments in `folder` of which each holds a range of cells, in the order of the ranges.
+
+    `runs` are sorted, each by itself. Those of a listing that came in the order of its cells stay as they are: so does
+    one alone, and what has changed since an earlier version. Others are brought together by the engine's group-by.
+    """
+    if all(run.last_cell <= following.first_cell for run, following in itertools.pairwise(runs)):
+        return tuple(runs)
+    files = tuple(Segment(checksum_file(run.path, (folder / run.path).read_bytes()), run.num_rows) for run in runs)
+    asked = GroupBy(
+        str(folder), files, _BY_CELL, _as_they_are, _BY_CELL, _in_order, _BY_CELL, rows_per_part=SEGMENT_ROWS
+    )
+    segments = [
+        write_segment(folder, f"cells-{number:05d}.parquet", rows.select(SEGMENT_SCHEMA.names))
+        for number, rows in enumerate(group(asked))
+        if rows.num_rows
+    ]
+    for run in runs:
+        (folder / run.path).unlink()
+    return tuple(segments)
+
+
+def _as_they_are(rows: pa.Table, place: int) -> pa.Table:
+    return rows
+
+
+def _in_order(rows: pa.Table) -> pa.Table:
+    return rows.take(pa.array(np.argsort(rows.column("cell").to_numpy(), kind="stable")))
+
+
+_NUM_REASONS = 3
+_UNLABELLED_ON_PURPOSE = 'set source.label_kind = "none" for a dataset without labels'
+
+
+def check_has_images(listing: Listing, uri: str) -> None:
+    """Raise UsageError if no image is left, with the reasons for which the inputs were refused."""
+    if listing.num_images:
+        return
+    refused = listing.rejections
+    if set(refused.by_reason) <= {RejectReason.NOT_AN_IMAGE_NAME}:
+        raise UsageError(
+            f"no images below {uri} ({len(refused)} other files)",
+            "expected image files, preferably in one folder per class",
+            "check source.uri",
+        )
+    raise UsageError(
+        f"no images below {uri}: all {len(refused)} inputs were rejected ({_reasons(refused)})",
+        "expected at least one input that can be used",
+        "fix the causes (docs/rejects.md explains the reasons), or correct the keys of the section source",
+    )
+
+
+def _reasons(refused: RejectionLog) -> str:
+    """The most frequent reasons, each with its first input."""
+    reasons = [reason for reason, _ in refused.by_reason.most_common(_NUM_REASONS)]
+    first: dict[RejectReason, Rejection] = {}
+    for rejection in refused:
+        first.setdefault(rejection.reason, rejection)
+        if len(first) == len(refused.by_reason):
+            break
+    return "; ".join(
+        f"{refused.by_reason[reason]} {reason}, such as {printable(first[reason].key)}: {first[reason].detail}"
+        for reason in reasons
+    )
+
+
+def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None:
+    """Raise UsageError if no image has a label although the source has labels, or if only some images have one.
+
+    `label_signs`: where the source seems to hold labels that it does not take, a phrase each.
+    """
+    by_label = listing.images_by_label
+    num_unlabelled = sum(times for (_, label), times in by_label.items() if label is None)
+    if num_unlabelled and num_unlabelled == listing.num_images and label_signs:
+        others = f" (and {len(label_signs) - 1} more)" if len(label_signs) > 1 else ""
+        raise UsageError(
+            f"the dataset would have no labels, and {uri} seems to have some: {label_signs[0]}{others}",
+            "expected labels under source.label_field or a usual name (docs/sources.md)",
+            "name them with source.label_field (those of boxes: source.boxes.field and source.boxes.labels_field), or "
+            f"{_UNLABELLED_ON_PURPOSE}",
+        )
+    if 0 < num_unlabelled < listing.num_images:
+        signs = f": {label_signs[0]}" if label_signs else ""
+        splits = sorted({str(split) for (split, label), times in by_label.items() if label is None and split and times})
+        of_splits = f", those of {', '.join(splits)}" if splits else ""
+        raise UsageError(
+            f"{num_unlabelled} of {listing.num_images} images of {uri} have no label{of_splits}{signs}",
+            "expected a label for each image, or for none",
+            f"exclude the files without labels with a pattern in source.uri, or {_UNLABELLED_ON_PURPOSE}",
+        )
+
 
 _BUCKET_SHIFT = np.uint64(48)
 _NUM_PROBES = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import shardmill
-from shardmill.calls import data_findings, model_findings
+from shardmill.calls import findings, model_findings
 
 HEAD = """# Python API
 
@@ -41,7 +41,7 @@ def python_api() -> str:
     """The page, in Markdown for mkdocstrings."""
     objects = {name: getattr(shardmill, name) for name in shardmill.__all__}
     homes = [f"{value.__module__}.{name}" for name, value in objects.items()]
-    results = [home for module in (data_findings, model_findings) for home in _classes(module)]
+    results = [home for module in (findings, model_findings) for home in _classes(module)]
     return "\n".join([HEAD, *(f"::: {home}\n" for home in (*homes, *results, *ALSO))])
 
 

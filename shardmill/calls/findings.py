@@ -4,24 +4,230 @@ out, as functions. They return it whatever it is: `ok` says what the command's e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from shardmill.calls.calling import Folder, Place, call, flags, named, value_of, without_settings
-from shardmill.calls.data_findings import (
-    Difference,
-    DriftResult,
-    MislabelsResult,
-    NearDuplicates,
-    QualityFindings,
-    Rejections,
-    SourceFindings,
-    Versions,
-)
 from shardmill.calls.model_findings import Diagnosis, Lineage, TrainingEstimate
+from shardmill.data_faults.drift import AspectDrift, amount_words
+from shardmill.data_faults.mislabels import ClassFaults, ConfidentMistake, SuspectLabel
+from shardmill.data_faults.near_duplicates import SimilarImages
+from shardmill.data_faults.quality import SuspectImage, Telltale
+from shardmill.dataset.diff import ChangeKind, RowPlace
+from shardmill.errors import ShardmillError, UsageError
+from shardmill.html import picture, text
 from shardmill.jobs.workdir import DEFAULT_WORKDIR
+from shardmill.shown import Shown, ShownList
+from shardmill.values import DatasetPin
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from shardmill.loader.dataset import LoadableDataset
+
+
+_PICTURES = 12
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DriftResult(Shown):
+    """How far a version has drifted from an older one (`shardmill.drift`)."""
+
+    uri: str
+    version: int
+    against_uri: str | None
+    against_version: int | None
+    """None for a first version, which has nothing to be compared with."""
+    amount: float | None
+    """From 0 to 1, the largest of the aspects."""
+    max_drift: float
+    ok: bool
+    """Whether the amount is within `max_drift`."""
+    aspects: tuple[AspectDrift, ...]
+
+    def shown_lists(self) -> list[ShownList]:
+        rows = [
+            (each.aspect.words, "" if each.amount is None else amount_words(each.amount), each.why_not or each.moves)
+            for each in self.aspects
+        ]
+        return [ShownList("aspects", ("aspect", "amount", "moved"), rows, len(rows))] if rows else []
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MislabelsResult(Shown):
+    """Labels that are likely wrong, and what the model gets wrong with confidence (`shardmill.mislabels`)."""
+
+    predictions: DatasetPin
+    dataset: DatasetPin | None
+    """The predicted version; None for another source."""
+    model: str
+    num_images: int
+    num_judged: int
+    """Images whose labels were judged: those of classes with enough images."""
+    accuracy: float
+    """Share of these in which classifiers that have not seen them agree with the label."""
+    num_likely: int
+    suspects: tuple[SuspectLabel, ...]
+    """Likely wrong labels first, then the others, by falling score."""
+    num_tested: int
+    num_mistaken: int
+    mistakes: tuple[ConfidentMistake, ...]
+    """By falling probability."""
+    classes: tuple[ClassFaults, ...]
+    """Those with the most likely wrong labels and mistakes first."""
+
+    def show(self, num_images: int = _PICTURES) -> Image:
+        """A contact sheet of the first suspects with the labels that they have, as a PIL image.
+
+        Raises UsageError if there are none, or if a source was predicted, whose images are not stored.
+        """
+        from shardmill.dataset.open import open_pinned
+        from shardmill.loader.contact_sheet import contact_sheet
+        from shardmill.loader.samples import samples_by_id
+
+        shown = self.suspects[:num_images]
+        if self.dataset is None or not shown:
+            why = "no label is suspect" if self.dataset is not None else "the predictions are those of a source"
+            raise UsageError(f"no images to show: {why}", "expected suspect labels of a predicted dataset")
+        version = open_pinned(self.dataset)
+        samples = samples_by_id(version, shown)
+        return contact_sheet([samples[each.sample_id] for each in shown], version.manifest.class_names)
+
+    def _repr_html_(self) -> str:
+        # `super()` without arguments finds no class with slots.
+        tables = Shown._repr_html_(self)
+        try:
+            return f"<div>{tables}{picture(self.show(), 'the first suspects, with the labels that they have')}</div>"
+        except (ShardmillError, OSError) as error:
+            return f"<div>{tables}<p>{text(error)}</p></div>"
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedInput:
+    """An input that is no row."""
+
+    source: str
+    reason: str
+    """One of docs/rejects.md."""
+    detail: str
+    size_bytes: int
+    source_sha256: str
+    stage: str
+    """`list`, `read` or `decode`."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Rejections(Shown):
+    """The rejects of a version (`shardmill.inspect` with `rejects`)."""
+
+    rejections: tuple[RejectedInput, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SourceFindings(Shown):
+    """What a build of a source would reject (`shardmill.check_source`)."""
+
+    num_listed: int
+    num_accepted: int
+    num_rejected: int
+    by_class: Mapping[str, int]
+    by_split: Mapping[str, int]
+    by_reason: Mapping[str, int]
+    by_note: Mapping[str, int]
+    warnings: tuple[str, ...]
+    broken_limit: str | None
+    """The setting that would end the build, such as `etl.max_reject_fraction`."""
+    rejections: tuple[RejectedInput, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether a build would publish a version."""
+        return self.broken_limit is None
+
+
+@dataclass(frozen=True, slots=True)
+class EqualBytes:
+    """Copies of the same file in a version."""
+
+    num_groups: int
+    """Different files of which there are several copies."""
+    num_images: int
+    """Images in these groups."""
+    conflicting_label: int
+    """Those of them in groups of several classes."""
+    leaked_content: int
+    """Those of them in groups in several splits."""
+    groups: tuple[SimilarImages, ...]
+    """Those in several splits first."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class QualityFindings(Shown):
+    """What in a version a person should look at (`shardmill.inspect` with `quality`)."""
+
+    num_images: int
+    suspects: tuple[SuspectImage, ...]
+    """By fault, the worst of each first."""
+    telltales: tuple[Telltale, ...]
+    equal_bytes: EqualBytes
+    near_duplicates: tuple[SimilarImages, ...]
+    near_duplicates_left_out: int
+    """Images that look too alike to be compared with each other: of those, groups may be missing."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NearDuplicates(Shown):
+    """Groups of images that look alike (`shardmill.inspect` with `near_duplicates`)."""
+
+    groups: tuple[SimilarImages, ...]
+    num_left_out: int
+    """Images that look too alike to be compared with each other: of those, groups may be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFacts:
+    """One version of a dataset."""
+
+    version: int
+    operation: str
+    parent_version: int | None
+    restored_version: int | None
+    is_expired: bool
+    created_at: str
+    run_id: str
+    num_accepted: int
+    num_rejected: int
+    num_shards: int
+    image_bytes: int
+    content_digest: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Versions(Shown):
+    """All versions of a dataset, the newest first (`shardmill.inspect` with `versions`)."""
+
+    versions: tuple[VersionFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRow:
+    """A source image that two versions do not hold alike."""
+
+    change: ChangeKind
+    source: str
+    before: RowPlace | None
+    after: RowPlace | None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(Shown):
+    """What a version has changed of an older one (`shardmill.inspect` with `diff`)."""
+
+    uri: str
+    older_version: int
+    newer_version: int
+    rows: tuple[ChangedRow, ...]
 
 
 def check_source(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
+
+import numpy as np
 
 from shardmill.augment.mixing import check_mixing, check_streams
 from shardmill.augment.options import augment_options
@@ -15,7 +20,6 @@ from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, num_streams_for, streams_of_rank, window_bytes_within
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import check_annotations, delivered
-from shardmill.loader.arguments import checked, require_framework
 from shardmill.loader.batch import as_arrays
 from shardmill.loader.caching import open_caches
 from shardmill.loader.contact_sheet import contact_sheet
@@ -26,16 +30,17 @@ from shardmill.loader.metadata import check_names, read_metadata
 from shardmill.loader.place import InMemory, Place
 from shardmill.loader.ranks import Ranks, find_ranks
 from shardmill.loader.row_source import ReaderOptions, RowOptions
-from shardmill.loader.same_plan import check_same_plan
 from shardmill.loader.samples import Samples
 from shardmill.loader.sampling import ONCE, Sample, select_rows
 from shardmill.loader.torch import Layout, as_tensors
 from shardmill.loader.torch_device import place_on
 from shardmill.loader.transform import HandOver, check_transform
+from shardmill.loader.whole_number import whole_number
+from shardmill.registry import install_hint
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -48,8 +53,89 @@ if TYPE_CHECKING:
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.dataset_mix import Mix
     from shardmill.loader.per_sample import SampleTransform
+    from shardmill.loader.ranks import Ranks
     from shardmill.loader.transform import Transform
-    from shardmill.values import Batch
+    from shardmill.values import Batch, DatasetPin
+
+
+def check_same_plan(ranks: Ranks, spec: PlanSpec, pins: Mapping[DatasetPin, bool]) -> None:
+    """Compare the plans through the process group, if there is one; every process of it makes the loader then, those
+    that read the same rows, too.
+
+    `pins`: the datasets, each with whether it was opened as `URI@N`. Without a group, all must be: each rank has looked
+    up a latest version on its own.
+    Ranks that were passed to the loader are not checked. Raises UsageError, on every rank.
+    """
+    if ranks.are_given or (ranks.world_size == 1 and ranks.gather is None):
+        return
+    versions = [f"{pin.uri}@{pin.version}" for pin in pins]
+    if ranks.gather is None:
+        for (pin, names_version), version in zip(pins.items(), versions, strict=True):
+            if names_version:
+                continue
+            raise UsageError(
+                f"{pin.uri} without a version, on rank {ranks.rank} of {ranks.world_size}",
+                "expected the same version on every rank, and each would look up the latest one for itself",
+                f"open {version}, or pass rank and world_size, or initialise the process group before",
+            )
+        return
+    mine = (
+        f"{', '.join(versions)}, split {spec.split!r}, seed {spec.seed}, global_batch_size {spec.global_batch_size}, "
+        f"num_streams {spec.num_streams}, plan {spec.fingerprint[:8]}"
+    )
+    plans = ranks.gather(mine)
+    other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"the ranks have different plans: rank 0 {plans[0]}; rank {other} {plans[other]}",
+            "expected the same dataset version and the same arguments on every rank",
+            f"open {next(iter(pins)).uri}@N; for a loader on one rank only, pass rank = 0 and world_size = 1, or to "
+            "jax_loader a sharding over that rank's devices",
+        )
+
+
+_LEAST = {"global_batch_size": 1, "num_threads": 1, "num_streams": 1, "world_size": 1, "cache_limit_bytes": 1}
+_WHOLE = ("global_batch_size", "num_threads", "seed", "num_streams", "rank", "world_size", "cache_limit_bytes")
+
+
+def require_framework(loader: str, framework: str, package: str) -> None:
+    """Raises UsageError if `package` cannot be imported: before the first batch, which a thread reads."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(f"{loader} needs {framework}: {error}", "not installed here", install_hint(package)) from None
+
+
+def _check_known(given: Collection[str], known: Collection[str]) -> None:
+    """Raises UsageError, with the nearest name, for an argument that no loader has."""
+    if unknown := sorted(set(given).difference(known)):
+        if unknown == ["epoch"]:
+            raise UsageError("a loader with epoch", "expected it of `batches` alone", "call loader.seek(epoch)")
+        near = [each for name in unknown for each in difflib.get_close_matches(name, known, n=1)]
+        raise UsageError(
+            f"a loader with {', '.join(unknown)}",
+            f"expected some of {', '.join(known)}",
+            f"did you mean {' and '.join(near)}?" if near else "correct the name of the argument",
+        )
+
+
+def checked(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Raises UsageError for an argument that no loader has, for what is no whole number, for a batch or threads below
+    1, and for a choice but True and False."""
+    _check_known(given, known)
+    if given.get("global_batch_size") is None:
+        raise UsageError(
+            "a loader without global_batch_size", "expected the rows of a step, over all ranks", "pass, for example, 64"
+        )
+    whole = dict(given)
+    for name in _WHOLE:
+        if whole.get(name) is not None:
+            whole[name] = whole_number(name, whole[name], least=_LEAST.get(name))
+    for name in ("shuffle", "per_sample"):
+        # "no" would count as True.
+        if not isinstance(whole.get(name, True), bool | np.bool_):
+            raise UsageError(f"{name} = {whole[name]!r}", "expected True or False", f"leave {name} out, for example")
+    return whole
 
 
 class Reading(TypedDict, total=False):

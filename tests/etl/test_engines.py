@@ -15,7 +15,7 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlTree, SourceConfig
-from etl.engines import ENGINES, EngineSettings, spark_groups
+from etl.engines import ENGINES, EngineSettings, spark
 from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
 from etl.engines.unit_json import encode_task, encode_unit
@@ -62,7 +62,7 @@ def local_tree(folder: Path, **etl: object) -> EtlTree:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: Path, monkeypatch: pytest.MonkeyPatch):
     """Also with two keys of one hash: who finds them depends on the engine, what becomes of them does not."""
-    monkeypatch.setattr(spark_groups, "MIN_ROWS", 0)
+    monkeypatch.setattr(spark, "MIN_ROWS", 0)
     (images / "images" / "a").mkdir()
     for key in COLLIDING:
         shutil.copy(images / "images" / "class_0" / "00000.png", images / "images" / key)

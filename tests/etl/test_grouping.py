@@ -17,8 +17,8 @@ from pyspark import SparkContext
 
 from etl.checks.duplicates import count_copies, find_copies
 from etl.config import EtlConfig
-from etl.engines import EngineSettings, auto, spark_groups
-from etl.engines.spark_groups import group_on_spark
+from etl.engines import EngineSettings, auto, spark
+from etl.engines.spark import group_on_spark
 from etl.listing import list_source
 from etl.listing.grouping import Group, GroupBy, group_here
 from etl.listing.spill import SpilledRows
@@ -109,7 +109,7 @@ def test_counts_and_copies_are_those_of_all_rows(rows: list[StoredRow], tmp_path
 def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
     rows: list[StoredRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(spark_groups, "MIN_ROWS", 0)
+    monkeypatch.setattr(spark, "MIN_ROWS", 0)
     store = open_store(tmp_path / "dataset")
     shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)
@@ -163,8 +163,8 @@ def test_without_a_cluster_auto_groups_any_number_of_rows_here(
     rows: list[StoredRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(auto, "MAX_LOCAL_IMAGES", 1)
-    monkeypatch.setattr(spark_groups, "MIN_ROWS", 0)
-    monkeypatch.setattr(spark_groups, "spark_context", None)
+    monkeypatch.setattr(spark, "MIN_ROWS", 0)
+    monkeypatch.setattr(spark, "spark_context", None)
     store = open_store(tmp_path / "dataset")
     shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)

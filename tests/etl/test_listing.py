@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from etl.config import EtlConfig
-from etl.listing import cell_order
 from etl.listing import list_source as listing_module
 from etl.listing.grouping import GroupBy, group_here
 from etl.units.units import ListingPlace, plan_units, read_unit
@@ -31,8 +30,7 @@ def test_order_batches_and_segments_change_nothing(monkeypatch: pytest.MonkeyPat
     print(f"seed {_SEED}")
     rng = random.Random(_SEED)
     expected = facts(listed(images(1_000)))
-    for module in (listing_module, cell_order):
-        monkeypatch.setattr(module, "SEGMENT_ROWS", 300)
+    monkeypatch.setattr(listing_module, "SEGMENT_ROWS", 300)
     shuffled = images(1_000)
     rng.shuffle(shuffled)
     found = listed(shuffled[:1], shuffled[1:620], shuffled[620:])
@@ -40,8 +38,7 @@ def test_order_batches_and_segments_change_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_unit_reads_the_segments_of_its_own_range_of_cells(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(listing_module, "SEGMENT_ROWS", 300)
-    monkeypatch.setattr(cell_order, "SEGMENT_ROWS", 100)
+    monkeypatch.setattr(listing_module, "SEGMENT_ROWS", 100)
     monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
     found = listed(*(images(2_000)[first : first + 250] for first in range(0, 2_000, 250)))
     ranges = [(segment.first_cell, segment.last_cell) for segment in found.segments]
@@ -62,7 +59,6 @@ def test_a_unit_reads_the_segments_of_its_own_range_of_cells(monkeypatch: pytest
 
 def test_a_listing_in_the_order_of_its_cells_is_not_sorted_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(listing_module, "SEGMENT_ROWS", 300)
-    monkeypatch.setattr(cell_order, "SEGMENT_ROWS", 100)
     first = listed(*(images(1_000)[first : first + 200] for first in range(0, 1_000, 200)))
     some = images_of(first)
     in_order = sorted(some, key=lambda image: int(mix64_array(np.array([image.sample_id]), 0)[0]))

@@ -15,7 +15,7 @@ from etl.job import build_dataset
 from pipeline.cli_options import Common
 from pipeline.commands.dry_run import DryRun, dry_run
 from pipeline.config import load_pipeline
-from pipeline.output import screen
+from pipeline.output import progress
 from shardmill.errors import RejectLimitExceeded, StorageError
 from tests.etl.incremental import paint
 from tests.lab.datasets import write_images
@@ -87,7 +87,7 @@ def test_it_reads_no_image_and_tells_how_far_the_listing_is(
 
     faulty["read"] = noted
     # Lines come after seconds; here from the second batch of the listing on.
-    monkeypatch.setattr(screen, "PLAIN_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0.0)
     assert plan(tmp_path, scheme="faulty://").num_to_process == 60
     lines = capsys.readouterr().err.splitlines()
     assert "etl, listing: 61 inputs" in lines and not read

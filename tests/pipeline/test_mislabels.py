@@ -17,7 +17,7 @@ from benchmarks.planted_labels import plant_wrong_labels
 from etl.config import SplitFractions
 from etl.job import build_dataset
 from shardmill.calls.calling import value_of
-from shardmill.calls.data_findings import MislabelsResult
+from shardmill.calls.findings import MislabelsResult
 from shardmill.cells import from_cell
 from shardmill.data_faults.mislabels import find_mislabels
 from shardmill.data_faults.predicted_rows import check_memory, may_be_seen, read_predicted_rows

@@ -102,7 +102,7 @@ def test_time_left_is_estimated_from_work_under_way(
     progress = RunProgress(RunRecord(str(tmp_path), "r"), num_epochs=1)
     # (seconds, images): 500 were kept, Spark takes 20 s to start, then ten images a second are done.
     for now, num_done in ((0.0, 500), (20.0, 510), (30.0, 610), (40.0, 710), (1020.0, 760)):
-        monkeypatch.setattr("pipeline.output.screen.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("pipeline.output.progress.time.monotonic", lambda now=now: now)
         progress.event("etl.progress", {"num_done": num_done, "num_images": 1010})
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" images")[2] for line in lines] == [
@@ -115,7 +115,7 @@ def test_no_rate_is_computed_from_two_units_that_ended_together(
 ):
     progress = RunProgress(RunRecord(str(tmp_path), "r"), num_epochs=1)
     for now, num_done in ((0.0, 0), (1.9, 250), (1.902, 500)):
-        monkeypatch.setattr("pipeline.output.screen.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("pipeline.output.progress.time.monotonic", lambda now=now: now)
         progress.event("etl.progress", {"num_done": num_done, "num_images": 500})
     assert capsys.readouterr().err.splitlines() == ["etl: 0 of 500 images", "etl: 500 of 500 images"]
 

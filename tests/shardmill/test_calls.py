@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 import shardmill
-from pipeline.output.screen import RelayedBars
+from pipeline.output.progress import RelayedBars
+from shardmill.calls.calling import NotebookOutput, as_options
 from shardmill.calls.model_findings import Diagnosis, Finding
-from shardmill.calls.settings import as_options
-from shardmill.calls.watchers import NotebookOutput
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
 from shardmill.jobs.progress_lines import Bar, as_bar
 from tests.lab.commands import ENVIRONMENT, ROOT

@@ -14,8 +14,8 @@ from shardmill.errors import IntegrityError
 from shardmill.formats import encodings
 from shardmill.formats.rows import Scattered
 from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS
-from shardmill.loader import decode
-from shardmill.loader.decode import decode_batch
+from shardmill.loader import step_decoder
+from shardmill.loader.step_decoder import decode_batch
 from shardmill.options import NormalizeOptions
 
 _SEED = random.SystemRandom().randrange(1 << 32)
@@ -65,7 +65,7 @@ def random_windows(rng: np.random.Generator, side: int, size: int, count: int) -
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "Gray"])
 def test_windows_are_cut_out_of_the_pixels_that_the_wheels_decode(subsampling, with_native, monkeypatch):
     print(f"seed {_SEED}")
-    monkeypatch.setattr(decode, "CAN_DECODE_WINDOWS", with_native)
+    monkeypatch.setattr(step_decoder, "CAN_DECODE_WINDOWS", with_native)
     rng = np.random.default_rng(_SEED)
     for side in (16, 97, 256):
         encoded, normalize = jpegs(rng, side, subsampling), options(side, subsampling)
@@ -84,7 +84,7 @@ def test_windows_are_cut_out_of_the_pixels_that_the_wheels_decode(subsampling, w
 @pytest.mark.parametrize("with_native", KERNELS)
 @pytest.mark.parametrize("damage", ["another size", "cut", "no image"])
 def test_an_image_that_is_not_as_stored_is_an_integrity_error(damage, with_native, monkeypatch):
-    monkeypatch.setattr(decode, "CAN_DECODE_WINDOWS", with_native)
+    monkeypatch.setattr(step_decoder, "CAN_DECODE_WINDOWS", with_native)
     rng = np.random.default_rng(0)
     encoded = jpegs(rng, 64, "444", 4)
     encoded[2] = {
@@ -161,9 +161,9 @@ def test_rows_that_padding_repeats_are_decoded_once(monkeypatch):
     repeated = [encoded[place] for place in which.tolist()]
     decode_batch(repeated, normalize, windows, expected)
     decoded: list[int] = []
-    sound = decode.decode_batch
+    sound = step_decoder.decode_batch
     monkeypatch.setattr(
-        decode, "decode_batch", lambda images, *rest: (decoded.append(len(images)), sound(images, *rest))
+        step_decoder, "decode_batch", lambda images, *rest: (decoded.append(len(images)), sound(images, *rest))
     )
-    decode.decode_distinct(repeated, normalize, windows, found, np.stack([which, which % 2], axis=1))
+    step_decoder.decode_distinct(repeated, normalize, windows, found, np.stack([which, which % 2], axis=1))
     assert np.array_equal(found, expected) and decoded == [4]

@@ -10,8 +10,7 @@ import pytest
 
 from etl.config import EtlConfig
 from shardmill.data_faults.looks import read_looks
-from shardmill.data_faults.near_duplicates import find_near_duplicates
-from shardmill.data_faults.near_hashes import connect
+from shardmill.data_faults.near_duplicates import connect, find_near_duplicates
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.images.look import difference_hash, luma

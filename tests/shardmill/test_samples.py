@@ -12,7 +12,7 @@ from PIL import Image
 
 import shardmill
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.loader import caption_font
+from shardmill.loader import contact_sheet as sheets
 from shardmill.loader.contact_sheet import contact_sheet
 from shardmill.loader.samples import iterate_samples, read_samples
 from tests.etl import test_extra_columns as extra_columns
@@ -159,8 +159,8 @@ def test_a_contact_sheet_shows_samples_from_all_over_the_split(dataset):
 @pytest.mark.parametrize("has_fonts", [True, False])
 def test_letters_with_accents_are_drawn(dataset, has_fonts: bool, monkeypatch: pytest.MonkeyPatch):
     if not has_fonts:
-        monkeypatch.setattr(caption_font, "_SYSTEM_FONTS", ())
-    caption_font.caption_font.cache_clear()
+        monkeypatch.setattr(sheets, "_SYSTEM_FONTS", ())
+    sheets.caption_font.cache_clear()
     [sample] = read_samples(dataset, "train", 1)
 
     def drawn(name: str) -> bytes:
@@ -169,7 +169,7 @@ def test_letters_with_accents_are_drawn(dataset, has_fonts: bool, monkeypatch: p
 
     pictures = [drawn(name) for name in ("d\xf6g", "d\xe9g", "dog", "d?g")]
     assert len(set(pictures)) == 4 and drawn("do\u0308g") == pictures[0] and drawn("d\uffffg") == pictures[3]
-    caption_font.caption_font.cache_clear()
+    sheets.caption_font.cache_clear()
 
 
 def test_extra_columns_have_their_types_in_metadata(tmp_path):

@@ -23,7 +23,7 @@ from train.contracts.world import World
 from train.labels import LabelSpec
 from train.published.candidate import promote_export
 from train.published.export import export_training
-from train.rank.chance import Chance
+from train.rank.session import Chance
 from train.results import read_result
 from train.settings.gate import GateConfig
 

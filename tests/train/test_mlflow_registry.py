@@ -22,9 +22,8 @@ from shardmill.own_card import CARD
 from shardmill.stores import open_store
 from tests.etl.building import Recorder
 from tests.train.exports import put_export
-from train.published.announce import announce
+from train.published.announce import announce, card_of, model_card, refresh_model_card
 from train.published.candidate import promote_export
-from train.published.card import card_of, model_card, refresh_model_card
 from train.published.current import read_history
 from train.published.decision import Promotion
 from train.published.exported import Export

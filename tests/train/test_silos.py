@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.readers.silos import SiloSteps
 from train.reporting.observer import GlobalStep
-from train.strategies.silo_mailbox import mean_of
+from train.strategies.local_sgd import mean_of
 
 ALL_TRAIN = SplitFractions(train=1.0, validation=0.0, test=0.0)
 TORCH: dict[str, Any] = {"model": "tests.train.torch_models:smooth", "strategy": "local_sgd", "launcher": "local"}

@@ -6,8 +6,11 @@ listen on every interface, whatever address they are given (docs/decisions/0006)
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,25 @@ from train.contracts.mesh import Mesh
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
-from train.strategies.grpc_port import reserved_port
 from train.strategies.member import Member
 from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import Strategy
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this host that nobody else can get before TensorFlow, inside the `with`, listens on it.
+
+    The kernel gives a port that is bound, on whatever address, to no other process that asks for a free one; and this
+    process's server may bind it a second time, because both do so with SO_REUSEPORT. Nothing connects to the first
+    socket: it never listens.
+    """
+    os.environ["TF_GRPC_REUSE_PORT"] = "1"
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
+
 
 # Collectives of TensorFlow know no bytes; a sum in which all but one rank have zeros is exact in integers.
 WORD = np.dtype(np.int32)

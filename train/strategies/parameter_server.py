@@ -3,40 +3,320 @@
 Asynchronous: each worker takes a whole global batch, computes its gradient with the variables of that moment and
 updates them at once. The chief alone runs the loop; it dispatches the steps of the epoch plan in their order, each
 once. What a worker that is lost was doing is given to another, by TensorFlow's `ClusterCoordinator`.
+
+A step is traced once, by the chief, and computed by whichever worker the coordinator gives it to. Inside it is one call
+of Python in the worker's own process, which reads the rows of a step with the reader that every strategy uses. Counts
+on the servers tell how often steps were begun and applied, which is more often than they were dispatched if workers are
+lost.
 """
 
 from __future__ import annotations
 
+import queue
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
-from shardmill.errors import UsageError
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_pinned
+from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
-from shardmill.loader.reader import ReaderSeconds
+from shardmill.loader.reader import BatchReader, ReaderSeconds, read_epoch
+from shardmill.loader.row_source import RowSource
+from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Cursor
 from shardmill.words import counted
+from train.backends import BACKENDS
 from train.backends.backend import Learner
+from train.backends.keras.runtime import traced
+from train.backends.keras.step import Rows
+from train.backends.layer_errors import as_layers_raised_them
 from train.config import TrainConfig
-from train.contracts.activities import Activity, during, waiting
-from train.contracts.epochs import Epoch
+from train.contracts.activities import Activity, during, reading, waiting
+from train.contracts.epochs import Epoch, row_source
 from train.contracts.mesh import Mesh
 from train.contracts.step_outcome import StepOutcome
 from train.contracts.stopwatch import Stopwatch
+from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter
 from train.contracts.world import Role, World, alone
+from train.layers.sample_bits import sample_keys
 from train.schedules import learning_rate_at
 from train.strategies.collective import SingleCollective
 from train.strategies.member import Member, MemberStep
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
-from train.strategies.parameter_server_step import Dispatched, RemoteSteps
-from train.strategies.parameter_server_worker import serve
 from train.strategies.replicated import ReplicatedMember
 from train.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """A step that a worker has, or will get."""
+
+    step: int
+    arguments: tuple[Any, ...]
+    answer: Any
+    """TensorFlow's `RemoteValue`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's answer for a finished step."""
+
+    is_applied: bool
+    gradient_norm: float
+    loss: float
+    num_correct: float
+    labels_N: np.ndarray
+    weights_N: np.ndarray
+    sample_ids_N: np.ndarray
+    wait_seconds: float
+    """Time spent waiting for the rows."""
+    fetch_seconds: float
+    decode_seconds: float
+    """Time of its reader's threads since its last answer."""
+
+
+class RemoteSteps:
+    """Dispatches steps and takes their answers."""
+
+    def __init__(self, learner: Any, coordinator: Any, cluster: list[ClusterTask]) -> None:
+        import tensorflow as tf
+
+        self._coordinator = coordinator
+        self._num_workers = sum(each.role is Role.WORKER for each in cluster)
+        with coordinator.strategy.scope():
+            # On a server, like all variables: a worker that is lost takes no count with it.
+            self._begun = tf.Variable(tf.constant(0, tf.int64), trainable=False)
+            self._applied = tf.Variable(tf.constant(0, tf.int64), trainable=False)
+        self._num_dispatched = 0
+        self._repeats_seen = (0, 0)
+        self._learner = learner
+        self._cluster = cluster
+        self._trained: list[int] = []
+        self._function: Any = None
+
+    def prepare(self) -> None:
+        """Trace the step, if that has not been done since the model last changed which of its variables are trained."""
+        trained = [id(variable) for variable in self._learner.step.trained_variables]
+        if self._function is None or trained != self._trained:
+            self._function, self._trained = self._traced(), trained
+
+    def dispatch(self, epoch: int, step: int, global_weight: int, learning_rate: float) -> Dispatched:
+        """Queue a step for the next worker that is free."""
+        import tensorflow as tf
+
+        self._num_dispatched += 1
+        arguments = (
+            tf.constant(epoch, tf.int64),
+            tf.constant(step, tf.int64),
+            tf.constant(global_weight, tf.float32),
+            tf.constant(learning_rate, tf.float32),
+        )
+        return Dispatched(step, arguments, self._scheduled(arguments))
+
+    def answer_of(self, done: Dispatched) -> Answer:
+        """Wait for a worker's answer. One that dies when its step is done takes the answer with it: then another worker
+        repeats the step, and the counts on the servers tell so."""
+        import tensorflow as tf
+
+        answer = done.answer
+        for _ in range(self._num_workers):
+            try:
+                return _answer(answer.get())
+            except (tf.errors.UnavailableError, tf.errors.AbortedError):
+                answer = self._scheduled(done.arguments)
+        return _answer(answer.get())
+
+    def take_repeats(self) -> tuple[int, int]:
+        """Return how many steps were begun, and applied, more than once since the last call; all dispatched ones are
+        done.
+        """
+        repeats = int(self._begun.numpy()) - self._num_dispatched, int(self._applied.numpy()) - self._num_dispatched
+        begun, applied = (now - before for now, before in zip(repeats, self._repeats_seen, strict=True))
+        self._repeats_seen = repeats
+        return begun, applied
+
+    def _scheduled(self, arguments: tuple[Any, ...]) -> Any:
+        return self._coordinator.schedule(self._function, args=arguments)
+
+    def _traced(self) -> Any:
+        import tensorflow as tf
+
+        workers = [each for each in self._cluster if each.role is Role.WORKER]
+        reads = {(each.reads, each.image_shape_HWC, each.label_dtype, each.label_shape) for each in workers}
+        if len(reads) != 1:
+            raise TrainingError(
+                f"workers read their input in {len(reads)} different ways",
+                "expected one",
+                "start all processes from the same code",
+            )
+        read, image_shape_HWC, label_dtype, label_shape = reads.pop()
+        types = [tf.uint8, tf.as_dtype(label_dtype), tf.float32, tf.int64, tf.int64, tf.float64]
+
+        def work(epoch: Any, step: Any, global_weight: Any, learning_rate: Any) -> Any:
+            with tf.control_dependencies([self._begun.assign_add(1, read_value=False)]):
+                # The worker's own Python function, known by a name that it gave: see parameter_server_worker.
+                images_NHWC, labels_N, weights_N, sample_keys_N, sample_ids_N, seconds = tf.raw_ops.PyFunc(
+                    input=[epoch, step], token=read, Tout=types
+                )
+            images_NHWC.set_shape([None, *image_shape_HWC])
+            labels_N.set_shape([None, *label_shape])
+            weights_N.set_shape([None])
+            sample_keys_N.set_shape([None])
+            rows = Rows(images_NHWC, labels_N, weights_N, sample_keys_N)
+            is_applied, gradient_norm, figures = self._learner.step.whole_without_sum(
+                rows, global_weight, learning_rate
+            )
+            with tf.control_dependencies([is_applied]):
+                self._applied.assign_add(1, read_value=False)
+            return is_applied, gradient_norm, figures, labels_N, weights_N, sample_ids_N, seconds
+
+        # Traced here, outside the strategy's scope: inside it Keras's optimizers would exchange gradients themselves.
+        signature = [tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int64, tf.float32, tf.float32)]
+        with as_layers_raised_them():
+            return traced(work, signature).get_concrete_function()
+
+
+def _answer(values: tuple[Any, ...]) -> Answer:
+    is_applied, gradient_norm, figures, labels_N, weights_N, sample_ids_N, seconds = [each.numpy() for each in values]
+    loss, num_correct = figures.tolist()
+    wait_seconds, fetch_seconds, decode_seconds = seconds.tolist()
+    return Answer(
+        bool(is_applied),
+        float(gradient_norm),
+        loss,
+        num_correct,
+        labels_N,
+        weights_N,
+        sample_ids_N,
+        wait_seconds,
+        fetch_seconds,
+        decode_seconds,
+    )
+
+
+class StepReader:
+    """Reads the steps that a worker is given, in any order, and the one that it is likely to get next."""
+
+    def __init__(self, dataset: Dataset, config: TrainConfig, reporter: Reporter) -> None:
+        self._dataset, self._config, self._reporter = dataset, config, reporter
+        self._plan_spec = config.plan_spec(dataset)
+        self._reading = reading("reading a batch", dataset.store)
+        self._lock = threading.Lock()
+        self._epoch = -1
+        self._num_steps = 0
+        self._source: RowSource | None = None
+        self._reader: BatchReader | None = None
+        self._ahead: dict[int, Future[Batch]] = {}
+        self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def __call__(self, epoch: Any, step: Any) -> tuple[np.ndarray, ...]:
+        """The rows of a step: images, labels, weights, sample keys, sample ids; then seconds: waiting for them, and
+        since the last call fetching and decoding. Called by TensorFlow."""
+        try:
+            with self._lock:
+                stopwatch = Stopwatch()
+                with during(self._reporter, self._reading):
+                    batch, read = self._read(int(epoch), int(step))
+                wait_seconds = stopwatch.lap()
+        except BaseException as error:
+            # This process tells its driver what it was; to the chief it is a failed operation.
+            self.errors.put(error)
+            raise
+        seconds = np.array([wait_seconds, read.fetch, read.decode])
+        keys_N = sample_keys(self._config.seed, batch.epoch, batch.sample_ids_N)
+        weights_N = batch.weights_N.astype(np.float32)
+        return batch.images_NHWC, batch.labels_N, weights_N, keys_N, batch.sample_ids_N, seconds
+
+    def _read(self, epoch: int, step: int) -> tuple[Batch, ReaderSeconds]:
+        if self._reader is None or epoch != self._epoch:
+            self._open(epoch)
+        assert self._reader is not None
+        found = self._ahead.get(step) or self._reader.submit(step)
+        # Equally fast workers take turns.
+        likely = step + self._config.num_workers
+        self._ahead = {number: future for number, future in self._ahead.items() if number == likely}
+        if likely < self._num_steps and likely not in self._ahead:
+            self._ahead[likely] = self._reader.submit(likely)
+        return found.result(), self._reader.take_seconds()
+
+    def _open(self, epoch: int) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        spec = self._plan_spec
+        plan = self._dataset.plan_epoch(spec, epoch)
+        self._source = self._source or row_source(self._config, self._dataset, spec, range(spec.num_streams))
+        self._reader = read_epoch(self._source, plan)
+        self._epoch, self._num_steps, self._ahead = epoch, plan.num_steps, {}
+
+
+def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
+    """Serve the chief until the driver ends this process. Raises what went wrong when a worker read its rows."""
+    import tensorflow as tf
+
+    BACKENDS["keras"].start(world, task.config.seed)
+    start_threads()
+    job = {Role.WORKER: "worker", Role.SERVER: "ps"}[world.role]
+    # Number 0 is the chief; then come all workers, then the servers.
+    number = world.rank - 1 - (task.config.num_workers if world.role is Role.SERVER else 0)
+    dataset = open_pinned(task.dataset)
+    read = StepReader(dataset, task.config, reporter) if world.role is Role.WORKER else None
+    named = _named(read) if read is not None else None
+    # Port 0: the kernel chooses when the server binds it. The chief tells everybody the whole cluster.
+    server = tf.distribute.Server({job: {number: f"{world.address}:0"}}, job_name=job, task_index=number)
+    port = server.target.rpartition(":")[2]
+    own = ClusterTask(world.role, f"{world.address}:{port}")
+    if read is not None and named is not None:
+        schema, mixes = dataset.manifest.row_schema, task.config.augment.mixes
+        num_classes = len(schema.class_names)
+        own = ClusterTask(
+            world.role,
+            own.address,
+            reads=named.name,
+            image_shape_HWC=task.config.augment.shape_of(dataset.manifest.normalize.image_shape_HWC),
+            label_dtype="int64" if schema.has_class and not mixes else "float32",
+            label_shape=(num_classes,) if mixes else label_shape(schema.label_type, num_classes),
+        )
+    world.exchange(own.to_json())
+    # What it computes of a step is the chief's.
+    reporter.doing(waiting("the chief's steps"))
+    errors = read.errors if read is not None else queue.SimpleQueue[BaseException]()
+    raise errors.get()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """A Python function that TensorFlow's runtime in this process finds by name, as long as this value lives."""
+
+    name: str
+    traced: Any
+
+
+def _named(read: StepReader) -> NamedFunction:
+    """Make `read` known to TensorFlow in this process.
+
+    A remote graph can call it: the operation PyFunc runs in the process to which it is sent, and takes the function by
+    its name there.
+    """
+    import tensorflow as tf
+
+    dtype = tf.int64
+    outputs = [tf.uint8, tf.int64, tf.float32, tf.int64, tf.int64, tf.float64]
+    function = traced(lambda epoch, step: tf.numpy_function(read, [epoch, step], outputs)).get_concrete_function(
+        tf.TensorSpec([], dtype), tf.TensorSpec([], dtype)
+    )
+    [operation] = [each for each in function.graph.get_operations() if each.type == "PyFunc"]
+    return NamedFunction(operation.get_attr("token").decode(), function)
+
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.
 STEPS_AHEAD = 2

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from shardmill.augment import colours
 from shardmill.augment.draws import Draws
 from shardmill.augment.options import AugmentOptions
-from shardmill.augment.pixels import change_pixels
-from shardmill.augment.rand_augment import OPERATIONS
+from shardmill.augment.pixels import OPERATIONS, change_pixels
 from tests.shardmill.images.make import photo
 
 EVERYTHING = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,13 @@ import numpy as np
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.batch_norms import largest_momentum
-from train.backends.keras.averages import WeightAverages
+from train.backends.ema import ema_decay_after
 from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments, limit_momentum
 from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
-from train.backends.keras.profile import TensorFlowRecording
 from train.backends.keras.recompute import Segments
-from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
+from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow, traced
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, SumInside, TrainStep
 from train.checkpoints.state import arrays_sha256
@@ -31,6 +30,82 @@ from train.models import MODELS
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
+
+
+class WeightAverages:
+    """One average for each weight, in the weight's type. Before the first update it is the weight itself."""
+
+    def __init__(self, weights: Sequence[Any], limit: float) -> None:
+        import keras
+
+        self.weights = tuple(weights)
+        self.averages = tuple(
+            keras.Variable(np.asarray(weight), dtype=weight.dtype, trainable=False, name="average")
+            for weight in self.weights
+        )
+        self.num_updates = keras.Variable(0, dtype="int64", trainable=False, name="num_averaged")
+        self._limit = limit
+        self._compiled_move = traced(self._move)
+
+    def update(self) -> None:
+        """After an update of the weights."""
+        import tensorflow as tf
+
+        num_updates = int(np.asarray(self.num_updates))
+        self._compiled_move(tf.constant(1 - ema_decay_after(num_updates, self._limit), tf.float32))
+        self.num_updates.assign(num_updates + 1)
+
+    def begin(self) -> None:
+        """Forget all: other weights were given."""
+        self.num_updates.assign(0)
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            average.assign(np.asarray(weight))
+
+    def give(self) -> None:
+        """Let the weights be their averages."""
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            weight.assign(np.asarray(average))
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside it the model computes with the averages; behind it with its weights."""
+        kept = [np.array(weight) for weight in self.weights]
+        self.give()
+        try:
+            yield
+        finally:
+            for weight, value in zip(self.weights, kept, strict=True):
+                weight.assign(value)
+
+    def _move(self, share: Any) -> None:
+        import tensorflow as tf
+
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            # In this form a weight that is frozen keeps its bits.
+            old = tf.convert_to_tensor(average.value)
+            average.assign(old + tf.cast(share, old.dtype) * (tf.convert_to_tensor(weight.value) - old))
+
+
+class TensorFlowRecording:
+    """`train.backends.backend.Recording`: `plugins/profile/<time>/<host>.xplane.pb`."""
+
+    def __init__(self, folder: Path) -> None:
+        import tensorflow as tf
+
+        # Python's own calls are too many to record: they would slow a step down, and hide its operations.
+        tf.profiler.experimental.start(str(folder), tf.profiler.experimental.ProfilerOptions(python_tracer_level=0))
+
+    def step(self, global_step: int) -> AbstractContextManager[None]:
+        import tensorflow as tf
+
+        # `_r`: the root of a step, by which the tools tell steps apart.
+        return tf.profiler.experimental.Trace("train", step_num=global_step, _r=1)
+
+    def stop(self) -> None:
+        import tensorflow as tf
+
+        tf.profiler.experimental.stop()
+
 
 SAVED_MODEL = "saved_model"
 KERAS_FILE = "model.keras"
