@@ -34,6 +34,8 @@ from etl.sources.table_rows import read_rows
 from etl.sources.unused_labels import column_signs
 from etl.sources.uris import UriReader, uri_problems
 from etl.sources.value_text import are_inexact, value_texts, whole_texts
+from shardmill.errors import UsageError
+from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection
 
@@ -69,13 +71,16 @@ class TableSource:
         yield from with_warnings(batches, alike if len(alike) > 1 else ())
 
     def _wanted(self) -> dict[str, str]:
-        """Columns whose lists are read, with the types that are given."""
-        extra = {name: self._extra.given.get(name, "") for name in self._extra.own_names}
-        if self._extra.target is None:
-            # A list where a URI is expected is refused by name.
-            return {self._config.uri_field: ""} | extra
-        labels = dict.fromkeys([self._config.label_field] if self._config.label_field else LABEL_COLUMNS, "")
-        return labels | extra
+        """Columns whose lists and bytes are read, with the types that are given; where one value is expected they are
+        refused by name.
+        """
+        config = self._config
+        single = (config.uri_field, config.key_field or "key", config.group_field or "group",
+                  config.split_field or "split", config.mask_field, "size_bytes", "mtime_ns")  # fmt: skip
+        labels = [config.label_field] if config.label_field else LABEL_COLUMNS
+        return dict.fromkeys((*single, *labels), "") | {
+            name: self._extra.given.get(name, "") for name in self._extra.own_names
+        }
 
     def _list_table(self, file: StoredFile, looks_beside: bool) -> Iterator[ListingBatch]:
         choice = ColumnChoice(self._config, file.path)
@@ -88,6 +93,7 @@ class TableSource:
                 continue
             rows = with_constants(rows, self._tables.columns_of(file.path))
             columns, new_names = choice.look(rows, first_row)
+            _check_single(rows, columns, file.path)
             if new_names:
                 yield self._signs(rows, columns, new_names, file.path)
             batch = _listed(_Rows(rows, columns, file.path, first_row), style, self._tables.store, self._extra)
@@ -125,14 +131,24 @@ class _Rows:
         """Whole numbers from 0 on, `default` for none; and which cells hold anything else."""
         column = column_of(self.rows, name)
         texts = value_texts(column)
-        if texts is None:
-            return pa.repeat(default, len(column)), column.is_valid().combine_chunks()
+        assert texts is not None, "_check_single has refused it"
         texts = pc.fill_null(whole_texts(texts).combine_chunks(), "")
         is_exact = pc.invert(are_inexact(column)).combine_chunks()
         is_number = pc.and_(pc.match_substring_regex(texts, r"^\d{1,18}$"), is_exact)
         is_empty = pc.equal(texts, "")
         numbers = pc.if_else(is_number, texts, pa.scalar(None, pa.string())).cast(pa.int64())
         return pc.fill_null(numbers, default), pc.invert(pc.or_(is_number, is_empty))
+
+
+def _check_single(rows: pa.Table, columns: TableColumns, table: str) -> None:
+    """Raises UsageError for a column of lists or bytes where each row needs one value."""
+    for name in (columns.key, columns.group, columns.split, columns.mask, columns.size_bytes, columns.mtime_ns):
+        if name is not None and value_texts(column_of(rows, name).slice(0, 0)) is None:
+            raise UsageError(
+                f"the column {printable(name)} of the table {printable(table)} is {rows.schema.field(name).type}",
+                "expected one text or number in each row",
+                "write it so, or rename the column if it means something else",
+            )
 
 
 def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -> ListingBatch:

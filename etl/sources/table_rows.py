@@ -38,7 +38,7 @@ def read_rows(
 ) -> Iterator[pa.Table | Rejection]:
     """The columns of a table in its order, and a rejection for each line that is not a row.
 
-    Only `wanted` columns may contain lists; their types, if given, help to parse them.
+    Only `wanted` columns, in any case, may contain lists or bytes; their types, if given, help to parse them.
     Raises IntegrityError if the file is damaged, because row boundaries after the damage are unknown.
     """
     name = file.path.lower()
@@ -64,10 +64,12 @@ def first_rows(head: bytes, table: str) -> pa.Table | None:
 def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     parquet = open_columns(stream)
     schema = parquet.schema_arrow
+    chosen = {name.strip().lower() for name in wanted}
     names = [
         field.name
         for field in schema
-        if field.name in wanted or not (pa.types.is_nested(field.type) or pa.types.is_binary(field.type))
+        if field.name.strip().lower() in chosen
+        or not (pa.types.is_nested(field.type) or pa.types.is_binary(field.type))
     ]
     for group in range(parquet.num_row_groups):
         yield from column_batches(parquet, group, names)

@@ -97,22 +97,33 @@ def test_rows_that_cannot_be_used_are_rejections_with_their_numbers(tmp_path: Pa
         ([2**53 + 1, None], [2**53 + 1, "none"]),
         # From here on a float has rounded.
         ([2.0**53 - 1, None, 2.0**53, float("nan")], [2**53 - 1, "none", "refused", "none"]),
-        # Parquet's lists are not read at all, those of JSON lines are.
-        ([[5], None], ["refused", "none"]),
     ],
-    ids=["texts", "odd texts", "integers", "floats", "lists"],
+    ids=["texts", "odd texts", "integers", "floats"],
 )
 def test_sizes_and_times_are_whole_numbers_or_their_rows_are_refused(
     column: str, without: int, cells: list, numbers: list, tmp_path: Path
 ):
-    file = tmp_path / ("t.jsonl" if isinstance(cells[0], list) else "t.parquet")
-    source = write_table(file, {"uri": [f"{row}.jpg" for row in range(len(cells))], column: cells})
+    source = write_table(tmp_path / "t.parquet", {"uri": [f"{row}.jpg" for row in range(len(cells))], column: cells})
     listing = list_images(source, max_source_bytes=1 << 62)
     found = {image.place - 1: getattr(image, column) for image in images_of(listing)}
     assert found == {row: without if n == "none" else n for row, n in enumerate(numbers) if n != "refused"}
     assert [each.detail for each in listing.rejections] == [
         f"row {row + 1}: {column} is no whole number" for row, number in enumerate(numbers) if number == "refused"
     ]
+
+
+@pytest.mark.parametrize("cells", [[[5], None], [b"5", None], [{"n": 5}, None]], ids=["lists", "bytes", "structs"])
+@pytest.mark.parametrize("column", ["size_bytes", "MTIME_NS", "key", "Group", "split", "labels"])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_column_whose_values_cannot_be_used_is_refused(suffix: str, column: str, cells: list, tmp_path: Path):
+    if suffix == "jsonl" and isinstance(cells[0], bytes):
+        cells = [[5], None]
+    source = write_table(tmp_path / f"t.{suffix}", {"uri": ["0.jpg", "1.jpg"], column: cells})
+    named = "the labels of" if column == "labels" else f"the column {column} of the table"
+    with pytest.raises(UsageError, match=f"{named} t.{suffix} (is|are) (list|binary|struct).*; expected .*; "):
+        list_images(source)
+    if column == "labels":
+        assert len(images_of(list_images(source.model_copy(update={"label_kind": "none"})))) == 2
 
 
 def test_a_mask_is_named_like_an_image_and_a_row_without_one_is_refused(tmp_path: Path):
