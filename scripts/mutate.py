@@ -36,7 +36,7 @@ PROMISES = (
     "shardmill/images/process.py", "etl/units/pending.py", "train/checkpoints/checkpoint.py",
     "train/checkpoints/checkpoint_writer.py", "train/rank/session.py", "train/launching/watchdog.py",
     "train/launching/messages.py", "shardmill/messages.py", "train/strategies/torch_ddp.py",
-    "train/strategies/horovod.py", "train/published/export.py", "train/published/candidate.py",
+    "train/strategies/horovod.py", "train/published/export.py", "train/published/gate.py",
     "shardmill/formats/parquet.py", "shardmill/formats/tfrecord.py",
 )  # fmt: skip
 SEED, COUNT = 0, 10

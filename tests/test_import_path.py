@@ -262,7 +262,7 @@ def test_all_that_is_shipped_to_executors_finds_our_applications_first():
     shipping = re.compile(r"\.(?:mapPartitions(?:WithIndex)?|foreachPartition)\s*[(,]\s*(\w+)")
     files = [file for folder in ("etl", "train", "shardmill") for file in sorted((ROOT / folder).rglob("*.py"))]
     shipped = [(file.name, *found) for file in files if (found := shipping.findall(file.read_text(encoding="utf-8")))]
-    assert {name for name, *_ in shipped} >= {"spark.py", "spark_groups.py", "spark_barrier.py"}
+    assert {name for name, *_ in shipped} >= {"spark.py", "spark_barrier.py"}
     assert [each for each in shipped if {*each[1:]} != {"OnExecutor"}] == []
 
 

@@ -27,8 +27,8 @@ from shardmill.jobs.spark import as_submitted
 from shardmill.values import DatasetPin
 from train.launching.spark_slots import SLOT_SETTINGS
 from train.planning.changes import Again
-from train.published.candidate import promote_export, promotion_record
 from train.published.export import export_record, export_training
+from train.published.gate import promote_export, promotion_record
 from train.stage_record import train_record
 from train.training import train_in_run
 from train.tree import TrainTree

@@ -10,7 +10,7 @@ from pipeline.commands.stage import export_of_run, open_dataset_run, print_stage
 
 @command()
 def gate(context: typer.Context, dataset: DatasetArgument) -> None:
-    from train.published.candidate import gate_record, judge_export
+    from train.published.gate import gate_record, judge_export
 
     common: Common = context.obj
     with open_dataset_run(dataset, common) as run:

@@ -30,7 +30,7 @@ def promote(
     ] = False,
 ) -> None:
     from train.published.announce import announce
-    from train.published.candidate import promotion_record
+    from train.published.gate import promotion_record
     from train.reporting.mlflow_client import check_registry
 
     common: Common = context.obj
@@ -69,8 +69,8 @@ def _promoted(
     run: Run, number: int | None, *, rollback: bool, is_config: bool, require: bool, replace_current: bool
 ) -> Promotion:
     """Through the gate (a config's export, or the newest one of a models URI), by its number, or back."""
-    from train.published.candidate import promote_export
     from train.published.exported import newest_export, require_exports
+    from train.published.gate import promote_export
     from train.published.promote import choose_export, roll_back
 
     models_uri = run.tree.models.uri

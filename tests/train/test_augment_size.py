@@ -16,9 +16,9 @@ from tests.lab.datasets import make_dataset
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.planning.preflight import check_trainable
-from train.published.candidate import promote_export
 from train.published.evaluation import evaluate_on
 from train.published.export import export_training
+from train.published.gate import promote_export
 from train.published.load import load_exported
 from train.published.predict import predict_images
 from train.reporting.run_log import RunLog

@@ -21,8 +21,8 @@ from train.contracts.progress import EarlyStop, Progress
 from train.contracts.values import EpochRecord, Evaluation
 from train.contracts.world import World
 from train.labels import LabelSpec
-from train.published.candidate import promote_export
 from train.published.export import export_training
+from train.published.gate import promote_export
 from train.rank.session import Chance
 from train.results import read_result
 from train.settings.gate import GateConfig

@@ -16,10 +16,10 @@ from shardmill.stores import open_store
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.train.exports import put_export
 from train.contracts.values import Evaluation
-from train.published.candidate import FEW_SAMPLES, decide, promote_export
 from train.published.current import read_history
 from train.published.decision import Comparison, Incomparable, Promotion
 from train.published.exported import Export
+from train.published.gate import FEW_SAMPLES, decide, promote_export
 from train.published.promote import choose_export, roll_back
 from train.settings.gate import GateConfig
 

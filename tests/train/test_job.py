@@ -23,8 +23,8 @@ from tests.train.driver_process import hearing_signals
 from train.config import TrainConfig
 from train.job import main
 from train.planning.trainings import choose_training, training_id
-from train.published.candidate import promote_export
 from train.published.export import export_training
+from train.published.gate import promote_export
 from train.published.predict import predict_images
 from train.reporting.run_log import RunLog
 from train.stage_record import train_record

@@ -33,8 +33,8 @@ from train.contracts.values import EpochRecord, Evaluation
 from train.contracts.world import World
 from train.labels import LabelSpec, check_gate, check_labels
 from train.planning.preflight import check_trainable
-from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
+from train.published.gate import judge_export, promote_export
 from train.published.predict import open_model, predict_files
 from train.reporting.run_log import RunLog
 from train.settings.gate import GateConfig

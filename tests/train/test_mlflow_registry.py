@@ -23,10 +23,10 @@ from shardmill.stores import open_store
 from tests.etl.building import Recorder
 from tests.train.exports import put_export
 from train.published.announce import announce, card_of, model_card, refresh_model_card
-from train.published.candidate import promote_export
 from train.published.current import read_history
 from train.published.decision import Promotion
 from train.published.exported import Export
+from train.published.gate import promote_export
 from train.published.mlflow_registry import register_current, resolve_registered
 from train.published.promote import choose_export, roll_back
 from train.reporting.mlflow_client import connect, experiment_id

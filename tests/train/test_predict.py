@@ -20,8 +20,8 @@ from shardmill.loader.samples import read_samples
 from shardmill.options import DecodeLimits
 from tests.lab.datasets import make_dataset
 from train.config import TrainConfig
-from train.published.candidate import promote_export
 from train.published.export import export_training
+from train.published.gate import promote_export
 from train.published.load import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 from train.reporting.run_log import RunLog

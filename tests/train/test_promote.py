@@ -16,10 +16,10 @@ from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export
 from train.evaluation.evaluate import SMALLEST_LOG_PROBABILITY
-from train.published.candidate import promote_export, promotion_record
 from train.published.current import CURRENT, Pointer, read_history
 from train.published.exported import Export, read_export
 from train.published.figures import by_name, evaluate_export
+from train.published.gate import promote_export, promotion_record
 from train.published.load import current_export, load_exported
 from train.published.promote import choose_export, roll_back
 from train.records import put_record

@@ -29,8 +29,8 @@ from shardmill.values import ImageSample
 from tests.lab.commands import ENGINE_HERE, ROOT, SUMMARY_SCHEMA, in_process, last_line
 from tests.lab.datasets import make_dataset
 from train.config import TrainConfig
-from train.published.candidate import promote_export
 from train.published.export import export_training
+from train.published.gate import promote_export
 from train.published.predict import predict_images
 from train.published.row_mapper import mapping_of, open_mapper
 from train.reporting.run_log import RunLog
