@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -24,9 +24,7 @@ from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.listing.splits import WithGroupSplits
 from etl.listing.stratify import KnownSplits, WithStratifiedSplits
-from etl.sources import SOURCES, Source
-from etl.sources.dataset_columns import extra_columns, label_type_of
-from etl.sources.places import place_of, with_absolute_uris
+from etl.sources import COMMITTED, DELTA, SOURCES, HasParts, Source
 from etl.units.image_size import ImageSize, choose_image_size
 from etl.units.map_rows import deciding, mapped_schema
 from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
@@ -34,9 +32,10 @@ from etl.user_code import with_users_line
 from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, in_all_formats, intact_shards, read_shards, stored_sizes
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.segment import rows_file
-from shardmill.dataset.versions import latest_version, read_manifest
+from shardmill.dataset.versions import latest_version, read_manifest, split_version
+from shardmill.errors import UsageError
 from shardmill.formats.parquet import column_types
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decoder_id import (
@@ -55,6 +54,8 @@ from shardmill.kernel import resolve_kernel
 from shardmill.row_mapping import RowMapping
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, parse_extra
+from shardmill.values import SourceLabelKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,3 +331,52 @@ def _unit_settings(build: Build) -> str:
     Two tables of one name in two folders may list equal facts for different files.
     """
     return f"{build.config_fingerprint}\0{build.source.kind}\0{build.source.described}"
+
+
+def place_of(section: SourceConfig) -> SourceRef:
+    """Return the location of a source, before it is listed."""
+    parts = {name: _without_version(part) for name, part in section.parts.items()}
+    uri = _without_version(section) or ", ".join(parts)
+    return SourceRef(uri=uri, kind=section.kind, parts=parts, listing_fingerprint="", key_sum="0" * 64)
+
+
+def _without_version(section: SourceConfig) -> str:
+    """All versions of a dataset, or of a table, are one source."""
+    return split_version(section.uri)[0] if section.kind in (COMMITTED, DELTA) else section.uri
+
+
+def with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:
+    if isinstance(source, HasParts):
+        return section.at({f"source.parts.{name}.uri": uri for name, uri in source.part_uris.items()})
+    return section.at({"source.uri": source.uri})
+
+
+def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: str) -> tuple[ExtraColumn, ...]:
+    """The columns of the dataset. Raises UsageError if one that the config names has no value, and so no type."""
+    for name, _ in map(parse_extra, configured):
+        if name not in types:
+            raise UsageError(
+                f"source.extra_columns names {name!r}, but no input of {source} has a value for it",
+                "expected a column, a field or a feature of the source (docs/sources.md)",
+                f'correct source.extra_columns, or give its type: "{name}:string"',
+            )
+    return tuple(sorted(ExtraColumn(name, kind) for name, kind in types.items() if name != LABEL))
+
+
+def label_type_of(kinds: Collection[SourceLabelKind], types: Mapping[str, str], source: str) -> str:
+    """The type of the dataset's labels. Raises UsageError if the source has none of the kind that the config names."""
+    if len(kinds) > 1:
+        raise UsageError(
+            f"source.parts have labels of the kinds {', '.join(sorted(kinds))}", "expected one kind in all parts",
+            "give each part the same label_kind",
+        )  # fmt: skip
+    [kind] = kinds
+    if kind in ("class", "none"):
+        return LABEL_TYPES["class"]
+    if not types.get(LABEL):
+        raise UsageError(
+            f"source.label_kind = {kind!r}, but no input of {source} has such a label",
+            "expected a column of them in a table, a Parquet or TFRecord file, or a field in a tar archive",
+            "name it with source.label_field, or remove source.label_kind",
+        )
+    return LABEL_TYPES[kind] if kind == "multi_label" else types[LABEL]

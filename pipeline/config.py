@@ -25,7 +25,7 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
     if source_or_config is None or source_or_config.endswith(".toml"):
         tree = _load(source_or_config, overrides)
     else:
-        from etl.sources.patterns import is_pattern
+        from etl.sources.names import is_pattern
         from etl.sources.recognise import recognise
 
         kind = recognise(source_or_config)

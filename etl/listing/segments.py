@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from etl.sources.containers import open_file
 from etl.sources.listed import LISTED_SCHEMA
-from etl.sources.stored_file import open_file
 from shardmill.errors import StorageError
 from shardmill.ids import sample_id_of
 from shardmill.mix import mix64_array

@@ -109,7 +109,7 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.parquet:ParquetSource",
             "Parquet with the images in a column, such as Hugging Face datasets",
             suffixes=PARQUET_SUFFIXES,
-            claims="etl.sources.parquet_claim:holds_images",
+            claims="etl.sources.parquet:holds_images",
         ),
         "idx": Entry(
             "etl.sources.idx:IdxSource",

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pyarrow as pa
 
+from etl.sources.labels import class_names_of, text_of_value
 from etl.sources.names import class_name_of, is_class_name
-from etl.sources.target import class_names_of
-from etl.sources.value_text import text_of_value
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.typed_columns import BOX_COLUMNS, BOX_LABELS, BOXES, LABEL, NUM_SIDES

@@ -20,14 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.class_values import text_of
-from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone
+from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone, open_file, reading
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.idx import as_bmp, listed_pixels
+from etl.sources.labels import text_of
 from etl.sources.listed import ListingBatch
 from etl.sources.names import CIFAR_SUFFIXES
-from etl.sources.packing import reading
-from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.storage import Store, StoredFile
 from shardmill.stores import open_store

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.sources.labels import are_inexact, plain_texts, value_texts, whole_texts
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
-from etl.sources.value_text import are_inexact, plain_texts, value_texts, whole_texts
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.typed_columns import names_places

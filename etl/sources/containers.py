@@ -1,22 +1,182 @@
-"""Files that contain many images: found below a URI, opened at any offset, checked against the listing."""
+"""Files that contain many images: found below a URI, opened at any offset, checked against the listing.
+
+A stored file of any storage is opened as a seekable one; files that are compressed as a whole are known by their first
+bytes, not by their names.
+"""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import lzma
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Generic, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, Generic, TypeVar
 
-from etl.sources.names import is_utf8
-from etl.sources.packing import reading
-from etl.sources.patterns import expanded, is_pattern, matches, names_any
-from etl.sources.stored_file import open_file
+import pyarrow as pa
+
+from etl.sources.names import expanded, is_pattern, is_utf8, matches, names_any
 from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
+from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
+
+# Remote files are fetched in blocks: few requests for a scan, little waste for a jump over a large member.
+_BLOCK_BYTES = 1 << 20
+
+
+def open_file(store: Store, file: StoredFile) -> BinaryIO:
+    """A seekable file; a remote one is read by ranges, in blocks. Raises FileNotFoundError, StorageError."""
+    if store.local_root is not None:
+        with as_storage_error(store.local_root / file.path):
+            return open(store.local_root / file.path, "rb")
+    return io.BufferedReader(_RemoteFile(store, file), _BLOCK_BYTES)
+
+
+class _RemoteFile(io.RawIOBase):
+    def __init__(self, store: Store, file: StoredFile) -> None:
+        super().__init__()
+        self._store, self._file, self._position = store, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        num_bytes = min(len(buffer), max(0, self._file.size_bytes - self._position))
+        data = self._store.read_range(self._file.path, self._position, num_bytes) if num_bytes else b""
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+PACKED_SUFFIXES = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """One kind of compression; `open` makes of a packed file one of the unpacked bytes that can seek."""
+
+    name: str
+    magic: bytes
+    open: Callable[[BinaryIO], Any]
+
+
+class _KeptOpen:
+    """A file that Arrow may read and not close."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.read = file.read
+
+    def close(self) -> None:
+        """Whoever opened it closes it."""
+
+
+class _Zstandard(io.RawIOBase):
+    """Arrow's decompressing stream with a `seek`: back means from the beginning, as with Python's own."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        super().__init__()
+        self._packed, self._position = packed, 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._packed.seek(0)
+        self._stream, self._position = pa.CompressedInputStream(pa.PythonFile(_KeptOpen(self._packed), "r"), "zstd"), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the end of a packed file is not known")
+        wanted = offset + (self._position if whence == io.SEEK_CUR else 0)
+        if wanted < self._position:
+            self._restart()
+        while self._position < wanted and self.readinto(memoryview(bytearray(min(1 << 20, wanted - self._position)))):
+            pass
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise IntegrityError(f"it does not unpack: {error}") from None
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+_PACKINGS = (
+    Packing("gzip", b"\x1f\x8b\x08", lambda file: gzip.GzipFile(fileobj=file)),
+    Packing("bzip2", b"BZh", bz2.BZ2File),
+    Packing("xz", b"\xfd7zXZ\0", partial(lzma.LZMAFile, format=lzma.FORMAT_XZ)),
+    Packing("Zstandard", b"\x28\xb5\x2f\xfd", lambda file: io.BufferedReader(_Zstandard(file), 1 << 17)),
+)
+_LONGEST_MAGIC = max(len(each.magic) for each in _PACKINGS)
+
+
+def packing_of(file: BinaryIO) -> Packing | None:
+    """Return the compression of a file, None if it has none. The file is left at its beginning."""
+    file.seek(0)
+    head = file.read(_LONGEST_MAGIC)
+    file.seek(0)
+    return next((each for each in _PACKINGS if head.startswith(each.magic)), None)
+
+
+def unpacked(file: BinaryIO) -> BinaryIO:
+    """The unpacked bytes, or the file itself; seeking back in a compressed one starts again from its beginning."""
+    packing = packing_of(file)
+    return file if packing is None else packing.open(file)
+
+
+def is_packed_name(path: str) -> bool:
+    """Whether a file's name says that it is compressed as a whole."""
+    return path.lower().endswith(PACKED_SUFFIXES)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn damage of a compressed container into IntegrityError, and a fault of its storage into StorageError."""
+    with as_storage_error(path):
+        try:
+            yield
+        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            raise IntegrityError(f"it does not unpack: {error}") from None
+        except OSError as error:
+            # So does `bz2` report damage: without a number.
+            if error.errno is not None or type(error) is not OSError:
+                raise
+            raise IntegrityError(f"it does not unpack: {error}") from None
+
 
 Opened = TypeVar("Opened")
 _NUM_NAMED = 3
@@ -39,7 +199,7 @@ class FoundFiles:
 
 
 class Containers:
-    """The files that `source.uri` names: a folder, one file, or a pattern of files (see `etl/sources/patterns.py`).
+    """The files that `source.uri` names: a folder, one file, or a pattern of files (see `etl/sources/names.py`).
 
     Nothing is read before `find`. Paths are relative to `store`: the folder itself, or the fixed part of the pattern.
     """

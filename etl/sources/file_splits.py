@@ -15,8 +15,7 @@ from operator import and_
 from pathlib import PurePosixPath
 
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.names import SPLIT_OF_NAME
-from etl.sources.split_words import alike_splits
+from etl.sources.names import SPLIT_OF_NAME, alike_splits
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 

@@ -18,10 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.listed import LISTED_SCHEMA, ListingBatch, listed_table
-from etl.sources.names import SPLIT_OF_NAME
-from etl.sources.split_words import alike_splits, is_split, names_splits
-from etl.sources.spool import in_two_passes
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch, in_two_passes, listed_table
+from etl.sources.names import SPLIT_OF_NAME, alike_splits, is_split, names_splits
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import Rejection, RejectReason, SourceImage

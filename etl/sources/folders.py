@@ -12,17 +12,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.sources.files import FileReader
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of
 from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
 from etl.sources.unused_labels import FilesBeside
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.stores import open_store
+from shardmill.stores.local import bring_near
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+
+# A request takes some 20 to 100 ms, of which the machine works one.
+_NUM_REMOTE_READS = 16
+
+
+class FileReader:
+    """Reads `image.key` below the source root."""
+
+    def __init__(self, uri: str) -> None:
+        self._store = open_store(uri)
+        self.num_parallel = 1 if self._store.local_root is not None else _NUM_REMOTE_READS
+
+    def read(self, image: SourceImage) -> bytes:
+        return self._store.read(image.key)
+
+    def expect(self, image: SourceImage) -> None:
+        """The disk reads it while images before it are decoded."""
+        if self._store.local_root is not None:
+            bring_near(os.path.join(self._store.local_root, image.key))
+
+    def is_there(self, path: str) -> bool:
+        return self._store.stat(path) is not None
 
 
 class FolderSource:

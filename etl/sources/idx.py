@@ -22,12 +22,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.columns import listed_rows
-from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone
+from etl.sources.containers import (
+    ContainerReader,
+    Containers,
+    FoundFiles,
+    damaged,
+    gone,
+    open_file,
+    packing_of,
+    reading,
+    unpacked,
+)
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IDX_SUFFIXES
-from etl.sources.packing import packing_of, reading, unpacked
-from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile

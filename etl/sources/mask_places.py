@@ -5,8 +5,10 @@ A listing carries this place as a text; a task reads the mask behind its image.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, SourceImage
 
@@ -72,3 +74,19 @@ class ReaderOfMasks:
     def is_there(self, path: str) -> bool:
         """Whether this host sees the container."""
         return self._images.is_there(path)
+
+
+OUTLINES = "outlines"
+"""Beside the boxes of a listed image: the text of its outlines, of which its mask is drawn."""
+MAX_VALUE = 255
+"""Largest number of a mask; 0 is where there is no object."""
+
+
+def outline_text(value: int, segmentation: str, bbox: Any, *, is_crowd: bool) -> str:
+    """One outline, its segmentation as JSON, beside its box, which it must not leave."""
+    return f"[{value},{int(is_crowd)},{json.dumps(bbox)},{segmentation}]"
+
+
+def joined(outlines: Iterable[str]) -> str:
+    """The outlines of one image, in the order of the file."""
+    return f"[{','.join(outlines)}]"

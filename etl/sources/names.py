@@ -1,9 +1,15 @@
-"""Classifies files by their names, before any byte is read: possible images, tables and archives."""
+"""Names of files and folders: possible images, tables, archives and splits, and patterns of them.
+
+Nothing is opened. Patterns have `*`, `?`, `[ab]`, ranges of numbers `{000..146}` and lists `{train,test}`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from shardmill.images.extensions import FORMAT_BY_EXTENSION
@@ -122,3 +128,111 @@ def is_utf8(key: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+# The innermost ones, so that lists may be nested.
+_LIST = re.compile(r"\{([^{}/]*,[^{}/]*)\}")
+_WILDCARDS = "*?["
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a URI or a part of it stands for several files."""
+    return names_any(text) or any(braces.search(text) for braces in (_RANGE, _LIST))
+
+
+def names_any(text: str) -> bool:
+    """Whether it takes whatever files there are; one that consists of braces alone names each of its files."""
+    return any(character in text for character in _WILDCARDS)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether `path` fits a pattern of the same depth; `{000..146}` stands for numbers of that many digits."""
+    parts = path.split("/")
+    return any(_all_match(parts, each.split("/")) for each in _without_lists(pattern))
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """The paths that a pattern with no other signs than braces names."""
+    for each in _without_lists(pattern):
+        yield from _without_ranges(each)
+
+
+def _without_lists(pattern: str) -> list[str]:
+    """Each choice once, though a list within another one gives the outer one's other choices several times."""
+    return list(dict.fromkeys(_choices(pattern)))
+
+
+def _choices(pattern: str) -> Iterator[str]:
+    found = _LIST.search(pattern)
+    if found is None:
+        yield pattern
+        return
+    for choice in found[1].split(","):
+        yield from _choices(pattern[: found.start()] + choice + pattern[found.end() :])
+
+
+def _without_ranges(pattern: str) -> Iterator[str]:
+    found = _RANGE.search(pattern)
+    if found is None:
+        yield pattern
+        return
+    for number in range(int(found[1]), int(found[2]) + 1):
+        for rest in _without_ranges(pattern[found.end() :]):
+            yield f"{pattern[: found.start()]}{number:0{len(found[1])}}{rest}"
+
+
+def _all_match(parts: list[str], patterns: list[str]) -> bool:
+    return len(parts) == len(patterns) and all(map(_part_matches, parts, patterns))
+
+
+def _part_matches(part: str, pattern: str) -> bool:
+    braces = _RANGE.search(pattern)
+    if braces is None:
+        return fnmatchcase(part, pattern)
+    head, tail = pattern[: braces.start()], pattern[braces.end() :]
+    low, high = braces[1], braces[2]
+    for found in re.finditer(rf"\d{{{len(low)},{len(high)}}}", part):
+        is_inside = int(low) <= int(found[0]) <= int(high)
+        if is_inside and fnmatchcase(part[: found.start()], head) and _part_matches(part[found.end() :], tail):
+            return True
+    return False
+
+
+# The longest first: `training_set` is not `train` with something behind it.
+_WORD = re.compile("|".join(sorted(SPLIT_OF_NAME, key=len, reverse=True)))
+_NUM_NAMED = 4
+
+
+def is_split(name: str) -> bool:
+    """Whether a folder has the name of a split."""
+    return name.lower() in SPLIT_OF_NAME
+
+
+def names_splits(names: Collection[str]) -> bool:
+    """Whether the folders of one level are splits: `train` beside `bus` and `car` is a vehicle."""
+    splits = [name for name in names if is_split(name)]
+    has_train = any(SPLIT_OF_NAME[name.lower()] == "train" for name in splits)
+    return has_train and (len(splits) == len(names) or len(splits) > 1)
+
+
+def alike_splits(names: Collection[str], *, are_classes: bool) -> tuple[str, ...]:
+    """Folders of one level that may be meant as splits, if they are not taken as such; a few of them.
+
+    These are the names of splits themselves, unless they name classes, and `train` and another one with the same
+    letters before and behind them.
+    """
+    plain = [] if are_classes else [name for name in names if is_split(name)]
+    by_frame: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name in names:
+        for word in _WORD.finditer(name.lower()):
+            frame = f"{name[: word.start()]}\0{name[word.end() :]}".lower()
+            by_frame[frame].append((SPLIT_OF_NAME[word[0]], name))
+    by_frame.pop("\0", None)
+    framed = [name for found in by_frame.values() if _has_train_and_another(found) for _, name in found]
+    return tuple(sorted({*plain, *framed})[:_NUM_NAMED])
+
+
+def _has_train_and_another(found: Collection[tuple[str, str]]) -> bool:
+    splits = {split for split, _ in found}
+    return "train" in splits and len(splits) > 1

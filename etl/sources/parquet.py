@@ -18,25 +18,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.sources.columns import (
-    choose_column,
-    choose_label_column,
-    listed_rows,
-    misspelt,
-    with_constants,
-)
-from etl.sources.containers import ContainerReader, Containers, damaged, gone, refused_if_large
-from etl.sources.extra import ExtraColumns
+from etl.sources.columns import choose_column, choose_label_column, listed_rows, misspelt, with_constants
+from etl.sources.containers import ContainerReader, Containers, damaged, gone, open_file, refused_if_large
+from etl.sources.extra import ExtraColumns, row_columns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet_columns import bytes_leaf, column_batches, image_column, open_columns
-from etl.sources.parquet_rows import Blocks, BytesRows
-from etl.sources.row_columns import row_columns
-from etl.sources.stored_file import open_file
+from etl.sources.parquet_columns import (
+    Blocks,
+    BytesRows,
+    bytes_leaf,
+    column_batches,
+    holds_lists_of_bytes,
+    image_column,
+    open_columns,
+    read_footer,
+)
 from etl.sources.unused_labels import column_signs
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -211,3 +211,14 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         **found.columns,
     }
     return listed_rows(columns, found.problems, file.path)
+
+
+def holds_images(uri: str) -> bool:
+    """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
+    files = Containers(uri, PARQUET_SUFFIXES)
+    try:
+        with open_file(files.store, files.find().containers[0]) as stream:
+            schema = read_footer(stream).schema.to_arrow_schema()
+    except (pa.ArrowException, OSError, ShardmillError):
+        return False
+    return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)

@@ -8,8 +8,7 @@ from collections import Counter
 
 from etl.sources import DELTA, SOURCES
 from etl.sources.containers import is_named
-from etl.sources.names import COCO_SUFFIXES, TABLE_SUFFIXES
-from etl.sources.patterns import is_pattern
+from etl.sources.names import COCO_SUFFIXES, TABLE_SUFFIXES, is_pattern
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError
 from shardmill.registry import load_object

@@ -1,14 +1,21 @@
-"""A table's rows, in batches: Parquet, CSV and JSON lines, each read in bounded memory."""
+"""A table's rows, in batches: Parquet, CSV and JSON lines, each read in bounded memory.
+
+Texts may be in any Unicode encoding, others fail with a one-line error. How a CSV file is written is detected: its
+delimiter, its names, and spaces around its values.
+"""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
+import re
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -17,17 +24,140 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
 from etl.sources.columns import bad_row
+from etl.sources.containers import open_file
+from etl.sources.labels import are_inexact, text_of_value
 from etl.sources.parquet_columns import column_batches, open_columns
-from etl.sources.stored_file import open_file
-from etl.sources.text_form import text_form
-from etl.sources.text_stream import utf8_stream
-from etl.sources.value_text import are_inexact, text_of_value
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import ARROW_TYPES
 from shardmill.values import Rejection
+
+_READ_BYTES = 1 << 20
+# The longer marks first: UTF-32's begins with UTF-16's.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+)
+_HEAD_BYTES = 512
+
+
+def utf8_stream(stream: BinaryIO, table: str) -> io.BufferedReader:
+    """The text without its byte order mark. Reading raises UsageError at the first bytes that are not in
+    this encoding.
+    """
+    return io.BufferedReader(_Utf8(stream, table), _READ_BYTES)
+
+
+class _Utf8(io.RawIOBase):
+    def __init__(self, stream: BinaryIO, table: str) -> None:
+        self._stream, self._table = stream, table
+        head = stream.read(_HEAD_BYTES)
+        self._encoding = _encoding_of(head)
+        self._decoder = codecs.getincrementaldecoder(self._encoding)()
+        self._num_read = 0
+        self._waiting = self._decoded(head)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._waiting:
+            block = self._stream.read(_READ_BYTES)
+            self._waiting = self._decoded(block)
+            if not block:
+                break
+        num_bytes = min(len(buffer), len(self._waiting))
+        buffer[:num_bytes] = self._waiting[:num_bytes]
+        self._waiting = self._waiting[num_bytes:]
+        return num_bytes
+
+    def _decoded(self, block: bytes) -> memoryview:
+        try:
+            text = self._decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            place = max(0, self._num_read + error.start)
+            raise UsageError(
+                f"the table {printable(self._table)} is not {self._encoding.removesuffix('-sig').upper()}: byte "
+                f"0x{error.object[error.start]:02x} near byte {place}",
+                "expected UTF-8, or UTF-16 with its byte order mark",
+                "convert it; for Windows-1252 (Western Windows): iconv -f WINDOWS-1252 -t UTF-8",
+            ) from None
+        self._num_read += len(block)
+        # What was decoded only to be checked needs no second copy.
+        return memoryview(block if self._encoding == "utf-8" else text.encode())
+
+
+def _encoding_of(head: bytes) -> str:
+    marked = next((encoding for mark, encoding in _MARKS if head.startswith(mark)), None)
+    if marked is not None:
+        return marked
+    # A table begins with a name or a bracket: of its first letter, one byte in UTF-16 is zero.
+    if len(head) > 1 and 0 in head[:2] and head[:2] != b"\0\0":
+        return "utf-16-be" if head[0] == 0 else "utf-16-le"
+    return "utf-8"
+
+
+_MAX_HEADER_BYTES = 1 << 20
+_DELIMITERS = (",", ";", "\t", "|")
+_NAMED_DELIMITER = re.compile(rb'"?sep=(.)"?\r?\n')
+_HEADER = re.compile(rb'(?:[^"\r\n]+|"[^"]*")*')
+_QUOTED = r'^"(.*)"$'
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """The form of a table's lines."""
+
+    delimiter: str
+    names: tuple[str, ...]
+    """The columns' names as they are written, with the spaces around them; empty if the first line does not parse."""
+
+    def tidied(self, rows: pa.Table) -> pa.Table:
+        """Rows without the spaces around names; if `, ` stands between the names, also around the values."""
+        if rows.column_names == [name.strip() for name in rows.column_names]:
+            return rows
+        names = _stripped(pa.chunked_array([pa.array(rows.column_names)])).to_pylist()
+        return pa.table([_stripped(column) for column in rows.columns], names=names)
+
+
+def text_form(stream: io.BufferedReader, usual_delimiter: str) -> TextForm:
+    """Detect the form of a table from its beginning; a first line `sep=;`, as some spreadsheets want it, is skipped.
+
+    Of delimiters that are in the line of names, outside of quotes, it is the most frequent; the usual one if none is.
+    """
+    named = _NAMED_DELIMITER.match(stream.peek(_MAX_HEADER_BYTES))
+    if named:
+        stream.read(named.end())
+    header = _header(stream.peek(_MAX_HEADER_BYTES).lstrip(b"\r\n"))
+    bare = re.sub(rb'"[^"]*"', b"", header)
+    most_frequent = max((usual_delimiter, *_DELIMITERS), key=lambda each: bare.count(each.encode()))
+    delimiter = named[1].decode() if named else most_frequent
+    try:
+        options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        first = pa_csv.read_csv(io.BytesIO(header + b"\n"), parse_options=options)
+    except pa.ArrowInvalid:
+        return TextForm(delimiter, ())
+    return TextForm(delimiter, tuple(first.column_names))
+
+
+def _header(head: bytes) -> bytes:
+    """The line of names; a name in quotes may have several lines."""
+    found = _HEADER.match(head)
+    is_whole = found is not None and not head.startswith(b'"', found.end())
+    return found[0] if found and is_whole else re.split(rb"[\r\n]", head, maxsplit=1)[0]
+
+
+def _stripped(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Without the spaces around a value, and then without its quotes: `a, "b"` has a space before the quote."""
+    texts = pc.utf8_trim_whitespace(texts)
+    is_quoted = pc.match_substring_regex(texts, _QUOTED)
+    return pc.if_else(is_quoted, pc.replace_substring(pc.utf8_slice_codeunits(texts, 1, -1), '""', '"'), texts)
+
 
 _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20

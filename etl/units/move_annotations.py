@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from etl.sources.boxes import ANNOTATED_SIZE
-from etl.sources.mask_places import mask_place
-from etl.sources.outlines import OUTLINES
+from etl.sources.mask_places import OUTLINES, mask_place
 from etl.units.units import UnitTask
 from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, OUTSIDE_NOTE, count_outside, move_boxes, turn_boxes
 from shardmill.images.geometry import Geometry, plan_geometry

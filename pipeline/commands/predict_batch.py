@@ -82,8 +82,7 @@ def predict_batch(common: Common, job: BatchJob) -> None:
 def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, of a source of images, or of DATASET[@N]."""
     from etl.sources import COMMITTED
-    from etl.sources.names import IMAGE_SUFFIXES
-    from etl.sources.patterns import is_pattern
+    from etl.sources.names import IMAGE_SUFFIXES, is_pattern
 
     if os.path.isfile(source) and os.path.splitext(source)[1].lower() in IMAGE_SUFFIXES:
         raise UsageError(

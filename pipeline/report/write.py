@@ -236,7 +236,7 @@ def _rejected_picture(source: SourceReader | None, rejection: Rejection) -> Pict
 
 def _is_near(rejection: Rejection) -> bool:
     """Not a URL that a table names, and not in an archive that would be unpacked up to the one image."""
-    from etl.sources.packing import is_packed_name
+    from etl.sources.containers import is_packed_name
     from etl.sources.uris import is_on_the_web
 
     # Of several sources, the name of its own comes first.

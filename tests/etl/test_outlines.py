@@ -13,7 +13,7 @@ from matplotlib.path import Path as Polygon
 
 import shardmill
 from etl.sources.boxes import ANNOTATED_SIZE
-from etl.sources.outlines import OUTLINES
+from etl.sources.mask_places import OUTLINES
 from etl.units.move_annotations import Annotated
 from shardmill.dataset.ledger import read_rejections
 from shardmill.errors import UsageError

@@ -12,7 +12,7 @@ import pytest
 
 from etl.config import SourceConfig
 from etl.sources.containers import Containers
-from etl.sources.patterns import expanded, is_pattern, matches
+from etl.sources.names import expanded, is_pattern, matches
 from shardmill.errors import UsageError
 from shardmill.storage import StoredFile
 from shardmill.stores.local import LocalStore

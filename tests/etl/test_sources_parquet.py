@@ -13,7 +13,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.plan import plan_build
 from etl.sources import SOURCES
-from etl.sources.parquet_rows import BytesRows
+from etl.sources.parquet_columns import BytesRows
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
