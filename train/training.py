@@ -27,7 +27,6 @@ from train.labels import LabelSpec
 from train.launching import LAUNCHERS, is_on_spark
 from train.planning.changes import AS_USUAL, Again, BegunTraining, resolve_resume
 from train.planning.divide import check_undivided, with_room
-from train.planning.exchange import FirstSteps
 from train.planning.input_memory import input_bytes
 from train.planning.make import plan_of_finished, plan_training
 from train.planning.memory import look_at_memory
@@ -43,7 +42,7 @@ from train.reporting.rank_times import RankRow, StragglerWatch
 from train.reporting.run_log import RunLog, Sink, StepsLog
 from train.reporting.trackers.guarded import GuardedTracker
 from train.reporting.tracking import open_trackers, run_id_of
-from train.reporting.verdict import StepTimes, Verdict
+from train.reporting.verdict import FirstSteps, StepTimes, Verdict
 from train.restarts import Restart, launch_until_done
 from train.results import read_result
 from train.strategies import less_work_in, mesh_of

@@ -21,11 +21,10 @@ from train.contracts.values import StepReport
 from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
 from train.planning.auto import resolve
-from train.planning.exchange import FirstSteps, weighed
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, RankRow, RankTimes, StragglerWatch, straggler_among
 from train.reporting.run_log import RunLog
-from train.reporting.verdict import StepTimes, Verdict
+from train.reporting.verdict import FirstSteps, StepTimes, Verdict, weighed
 from train.strategies import less_work_in
 from train.strategies.replicated import replicated
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
