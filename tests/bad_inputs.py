@@ -2,7 +2,7 @@
 
     python -m tests.bad_inputs DIR
 
-writes them all below DIR, a source of class folders. `tests/etl/test_bad_inputs.py` runs the ETL over it.
+writes them all below DIR, a source of class folders. `tests/etl/test_limits.py` runs the ETL over it.
 """
 
 from __future__ import annotations

@@ -11,17 +11,13 @@ SECRET_SETTINGS = {
     "spark.hadoop.fs.azure.account.key.acme.dfs.core.windows.net": "canary-azure-key",
     "spark.hadoop.fs.azure.sas.container.acme": "canary-sas",
     "spark.hadoop.fs.azure.account.oauth2.client.secret": "canary-oauth-secret",
-    "spark.hadoop.fs.s3a.access.key": "canary-s3-access",
-    "spark.hadoop.fs.s3a.secret.key": "canary-s3-secret",
+    "spark.hadoop.fs.s3a.access.key": "canary-s3-access", "spark.hadoop.fs.s3a.secret.key": "canary-s3-secret",
     "spark.hadoop.fs.s3a.session.token": "canary-s3-token",
     "spark.hadoop.google.cloud.auth.service.account.private.key": "canary-gcs-private",
     "spark.hadoop.javax.jdo.option.ConnectionPassword": "canary-metastore",
-    "spark.executorEnv.DB_PASSWD": "canary-passwd",
-    "spark.executorEnv.WANDB_API_KEY": "canary-api-key",
-    "spark.executorEnv.SENTRY_DSN": "canary-dsn",
-    "spark.executorEnv.MYSQL_PWD": "canary-pwd",
-    "spark.executorEnv.BASIC_AUTH": "canary-auth",
-    "spark.app.signing": PEM,
+    "spark.executorEnv.DB_PASSWD": "canary-passwd", "spark.executorEnv.WANDB_API_KEY": "canary-api-key",
+    "spark.executorEnv.SENTRY_DSN": "canary-dsn", "spark.executorEnv.MYSQL_PWD": "canary-pwd",
+    "spark.executorEnv.BASIC_AUTH": "canary-auth", "spark.app.signing": PEM,
     "spark.app.jdbc": "jdbc:postgresql://db/images?user=etl&password=canary-jdbc&ssl=true",
     "spark.app.sqlserver": "jdbc:sqlserver://db;databaseName=x;user=etl;Pwd=canary-sqlserver;encrypt=true",
     "spark.app.oracle": "jdbc:oracle:thin:etl/canary-oracle@db:1521/x",
@@ -30,7 +26,7 @@ SECRET_SETTINGS = {
     "spark.app.blob": "https://acme.blob.core.windows.net/c/b?sv=2024&sp=r&sig=canary-sig%3D&se=2026",
     "spark.app.aws": "AKIACANARYCANARYCANA canary/canary+canary/canary+canary/cana1",
     "spark.app.header": "Authorization: Bearer canary.bearer.value",
-}
+}  # fmt: skip
 # Variables of the driver alone.
 DRIVERS_OWN = {
     "DATABASE_URL": "postgresql://etl:canary-database@db/images",

@@ -35,23 +35,10 @@ if TYPE_CHECKING:
     from tests.lab.datasets import SharedDatasets
 
 __all__ = [
-    "api_server",
-    "demo",
-    "faulty",
-    "gateway",
-    "gateway_bucket",
-    "hdfs_root",
-    "hdfs_server",
-    "pytest_collection_modifyitems",
-    "pytest_sessionstart",
-    "pytest_xdist_make_scheduler",
-    "s3_bucket",
-    "s3_server",
-    "spark_cluster",
-    "two_hosts",
-    "versitygw",
-    "yarn_cluster",
-]
+    "api_server", "demo", "faulty", "gateway", "gateway_bucket", "hdfs_root", "hdfs_server",
+    "pytest_collection_modifyitems", "pytest_sessionstart", "pytest_xdist_make_scheduler", "s3_bucket", "s3_server",
+    "spark_cluster", "two_hosts", "versitygw", "yarn_cluster",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

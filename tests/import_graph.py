@@ -10,12 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
-    "shardmill": {"shardmill"},
-    "etl": {"etl", "shardmill"},
-    "train": {"train", "shardmill"},
-    "pipeline": {"pipeline", "etl", "train", "shardmill"},
-    "airflow_dags": {"airflow_dags", "shardmill"},
-}
+    "shardmill": {"shardmill"}, "etl": {"etl", "shardmill"}, "train": {"train", "shardmill"},
+    "pipeline": {"pipeline", "etl", "train", "shardmill"}, "airflow_dags": {"airflow_dags", "shardmill"},
+}  # fmt: skip
 
 # Slow to import, or absent where only the reader is installed: never at the top of a module.
 HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "scipy", "cleanlab", "airflow"}

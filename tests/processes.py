@@ -27,13 +27,9 @@ RANK_MODULES = {
     "none": ("train.launching.rank",),
     "keras": ("tensorflow", "train.launching.rank", "train.rank.worker", "train.backends.keras.backend"),
     "torch": (
-        "torch",
-        "torch._inductor.config",
-        "train.launching.rank",
-        "train.rank.worker",
-        "train.backends.torch.backend",
+        "torch", "torch._inductor.config", "train.launching.rank", "train.rank.worker", "train.backends.torch.backend",
     ),
-}
+}  # fmt: skip
 _OWN_PROCESS_SECONDS = 300
 
 

@@ -18,10 +18,8 @@ _SHARED = {
     "demo": ("test_documented_commands.py", "test_whole_pipeline.py"),
     "local spark": (
         "test_engines.py",
-        "test_grouping.py",
         "etl/test_job.py",
         "etl/test_predictions.py",
-        "test_user_code.py",
     ),
     "spark": ("test_spark_standalone.py", "test_spark_s3.py"),
     "hdfs": ("test_hdfs_store.py", "test_storage.py", "test_remote_chain.py", "test_yarn.py", "test_on_yarn.py"),

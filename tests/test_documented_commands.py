@@ -30,7 +30,7 @@ LOOP = ROOT / "docs" / "get-started" / "your-loop.md"
 AUGMENTATION = ROOT / "docs" / "augmentation.md"
 MODEL = ROOT / "docs" / "get-started" / "your-model.md"
 
-# What the fixture `demo` has run, what changes a shell, and what test_make_table.py and test_examples.py
+# What the fixture `demo` has run, what changes a shell, and what test_table_values.py and test_examples.py
 # run with inputs of their own.
 ELSEWHERE = ("make demo", "source .venv/", "python examples/")
 # These start ranks in processes of their own, or measure for seconds: a drill runs them.
@@ -40,15 +40,8 @@ SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmi
 PLATFORMS = {f"platforms/{name}.md" for name in ("databricks", "dataproc", "emr", "kubernetes")}
 TRAINING = {"training/speed.md", "training/launchers.md"}
 NEED_MORE = {
-    "choosing.md",
-    "clusters.md",
-    "images.md",
-    "promotion.md",
-    "recipes.md",
-    "sources.md",
-    *TRAINING,
-    *PLATFORMS,
-}
+    "choosing.md", "clusters.md", "images.md", "promotion.md", "recipes.md", "sources.md", *TRAINING, *PLATFORMS,
+}  # fmt: skip
 
 
 def pages(*sections: str) -> list[Path]:

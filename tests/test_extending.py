@@ -33,20 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTENDING = ROOT / "docs" / "extending.md"
 ENTRIES = "tests.extending_entries"
 NEW_ENTRIES = {
-    "source.kind": "NEW_SOURCE",
-    "etl.engine": "NEW_ENGINE",
-    "etl.encoding": "NEW_ENCODING",
-    "etl.formats": "NEW_FORMAT",
-    "train.model": "NEW_MODEL",
-    "train.strategy": "NEW_STRATEGY_WITH_OPTIONS",
-    "train.backend": "NEW_BACKEND",
-    "train.optimizer": "new_optimizer",
-    "train.schedule": "NEW_SCHEDULE",
-    "train.launcher": "NEW_LAUNCHER",
-    "train.reader": "NEW_READER",
-    "train.log.trackers": "NewTracker",
+    "source.kind": "NEW_SOURCE", "etl.engine": "NEW_ENGINE", "etl.encoding": "NEW_ENCODING",
+    "etl.formats": "NEW_FORMAT", "train.model": "NEW_MODEL", "train.strategy": "NEW_STRATEGY_WITH_OPTIONS",
+    "train.backend": "NEW_BACKEND", "train.optimizer": "new_optimizer", "train.schedule": "NEW_SCHEDULE",
+    "train.launcher": "NEW_LAUNCHER", "train.reader": "NEW_READER", "train.log.trackers": "NewTracker",
     "storage scheme": "new_store",
-}
+}  # fmt: skip
 # What an entry names beside its object.
 OPTIONS = {"train.strategy": ', options="new_entries:NewOptions"', "source.kind": ', suffixes=(".new",)'}
 # A second strategy, whose ranks hold one module together.
@@ -67,9 +59,7 @@ def test_every_registry_is_tried():
 
 @pytest.mark.starts("program")
 @ALL
-def test_a_new_entry_is_accepted_listed_and_examined(
-    registry: Registry[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_new_entry_is_accepted_listed_and_examined(registry: Registry[Any], tmp_path: Path, monkeypatch):
     entry = Entry("no_such_package:X", "a line of help", extra="brand_new", packages=("no_such_package",))
     monkeypatch.setitem(registry.entries, "brand_new", entry)
     (tmp_path / "images").mkdir()
@@ -180,12 +170,9 @@ def test_a_users_own_objects_need_no_entry(tmp_path: Path):
     )
     write_images(tmp_path / "images", num_images=60, num_classes=3)
     own = (
-        "source.kind=mine:NEW_SOURCE",
-        "etl.engine=mine:NEW_ENGINE",
-        "train.strategy=mine:NEW_STRATEGY",
-        "train.launcher=mine:NEW_LAUNCHER",
-        "train.log.trackers=mine:NewTracker",
-    )
+        "source.kind=mine:NEW_SOURCE", "etl.engine=mine:NEW_ENGINE", "train.strategy=mine:NEW_STRATEGY",
+        "train.launcher=mine:NEW_LAUNCHER", "train.log.trackers=mine:NewTracker",
+    )  # fmt: skip
     options = [word for each in (*own, "train.epochs=1", "etl.image_size=16") for word in ("--set", each)]
     done = in_process("run", "images", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -65,25 +65,15 @@ def path(tmp_path: Path, installed: Path) -> str:
 @pytest.mark.drill
 def test_etl_and_training_run_beside_modules_of_the_same_names(home: Path):
     settings = {
-        "etl.image_size": 16,
-        "train.model": "train:f",
-        "train.epochs": 1,
-        "train.global_batch_size": 16,
-        "train.strategy": "horovod",
-        "train.launcher": "local",
-        "train.num_workers": 2,
-        "spark.master": "local[1]",
-    }
+        "etl.image_size": 16, "train.model": "train:f", "train.epochs": 1, "train.global_batch_size": 16,
+        "train.strategy": "horovod", "train.launcher": "local", "train.num_workers": 2, "spark.master": "local[1]",
+    }  # fmt: skip
     chosen = [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("shardmill")), "run", "images", "--json", *chosen],
-        cwd=home,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+        [str(Path(sys.executable).with_name("shardmill")), "run", "images", "--json", *chosen], cwd=home,
+        env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["train"]["world_size"] == 2
     assert (home / "was_called").exists()
@@ -207,14 +197,9 @@ def test_an_installed_wheel_runs_on_spark_behind_modules_of_the_same_names(home:
     """The command, Spark's workers and their processes, and the ranks of Horovod on Spark."""
     settings = {"etl.image_size": 16, "etl.engine": "spark", "spark.master": "local[2]"}
     training = {
-        **settings,
-        "train.model": "train:f",
-        "train.epochs": 1,
-        "train.global_batch_size": 16,
-        "train.strategy": "horovod",
-        "train.launcher": "horovod_spark",
-        "train.num_workers": 2,
-    }
+        **settings, "train.model": "train:f", "train.epochs": 1, "train.global_batch_size": 16,
+        "train.strategy": "horovod", "train.launcher": "horovod_spark", "train.num_workers": 2,
+    }  # fmt: skip
 
     def stage(name: str, what: str, settings: dict[str, object]) -> dict[str, object]:
         chosen = [f"--set={key}={value}" for key, value in settings.items()]
@@ -295,9 +280,7 @@ print(MODELS["examples.mine:f"].__module__)
 
 @pytest.mark.starts("program")
 @pytest.mark.parametrize("is_on_path", [False, True])
-def test_a_module_in_a_folder_is_found_beside_an_installed_package_of_the_folders_name(
-    tmp_path: Path, is_on_path: bool
-):
+def test_a_module_in_a_folder_is_found_beside_an_installed_package_of_the_folders_name(tmp_path, is_on_path: bool):
     # Python itself takes the package, wherever it is on the path. Petastorm installs one, `examples`.
     (tmp_path / "site" / "examples").mkdir(parents=True)
     (tmp_path / "site" / "examples" / "__init__.py").write_text("")

@@ -14,14 +14,9 @@ from tests.lab.datasets import make_dataset
 # Whose code may know a framework: all else sees backends, strategies and models through their registries.
 FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod"}
 MAY_KNOW_A_FRAMEWORK = (
-    "train/backends/",
-    "train/models/",
-    "train/layers/",
-    "train/strategies/",
-    "shardmill/loader/torch.py",
-    "shardmill/loader/torch_device.py",
-    "shardmill/loader/tensorflow.py",
-)
+    "train/backends/", "train/models/", "train/layers/", "train/strategies/", "shardmill/loader/torch.py",
+    "shardmill/loader/torch_device.py", "shardmill/loader/tensorflow.py",
+)  # fmt: skip
 STARTS_RANKS_BY_HOROVOD = "train/launching/horovod_spark.py"
 
 

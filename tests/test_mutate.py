@@ -31,18 +31,11 @@ CHANGES = {
     "def clip(values: list[int], low: int = 1, *, strict: bool = False) -> list[int]:",
     "def clip(values: list[int], low: int = -1, *, strict: bool = False) -> list[int]:",
     "def clip(values: list[int], low: int = 0, *, strict: bool = True) -> list[int]:",
-    "if value <= low and not strict:",
-    "if value < low or not strict:",
-    "if not (value < low and (not strict)):",
-    "pass",
-    "elif value != low or strict:",
-    "elif value == low and strict:",
-    "elif not (value == low or strict):",
-    "return list(zip(found, values, strict=True))",
-    "return sorted(zip(found, values, strict=False))",
-    "return sorted(zip(found, values, **{}))",
-    "return sorted(zip(values, found, strict=True))",
-}
+    "if value <= low and not strict:", "if value < low or not strict:", "if not (value < low and (not strict)):",
+    "pass", "elif value != low or strict:", "elif value == low and strict:", "elif not (value == low or strict):",
+    "return list(zip(found, values, strict=True))", "return sorted(zip(found, values, strict=False))",
+    "return sorted(zip(found, values, **{}))", "return sorted(zip(values, found, strict=True))",
+}  # fmt: skip
 
 
 def test_every_change_is_of_one_place_and_none_of_texts_asserts_and_types():
@@ -78,22 +71,17 @@ def test_every_promise_has_a_test_of_its_name(file: str):
 
 
 TREE = {
-    "shardmill/mix.py": "",
-    "shardmill/plan.py": "from shardmill.mix import mix64",
+    "shardmill/mix.py": "", "shardmill/plan.py": "from shardmill.mix import mix64",
     "shardmill/formats.py": 'FORMATS = {"one": Entry("shardmill.one:ONE"), "two": Entry("shardmill.two:TWO")}',
-    "shardmill/reader.py": "def read():\n    from shardmill.formats import FORMATS",
-    "shardmill/one.py": "",
-    "shardmill/two.py": "import shardmill.mix",
-    "tests/conftest.py": "from tests.server import server, other",
-    "tests/server.py": "",
-    "tests/models.py": "",
-    "tests/shardmill/test_mix.py": "import shardmill.mix",
+    "shardmill/reader.py": "def read():\n    from shardmill.formats import FORMATS", "shardmill/one.py": "",
+    "shardmill/two.py": "import shardmill.mix", "tests/conftest.py": "from tests.server import server, other",
+    "tests/server.py": "", "tests/models.py": "", "tests/shardmill/test_mix.py": "import shardmill.mix",
     "tests/test_plan.py": "from shardmill import plan",
     "tests/test_models.py": '"""Not shardmill.mix."""\nMODEL = "tests.models:linear"',
     "tests/test_server.py": "def test_it(server):\n    pass",
     "tests/test_reads_one.py": 'from shardmill.reader import read\nread("one")',
     "tests/test_all_formats.py": "from shardmill.formats import FORMATS",
-}
+}  # fmt: skip
 COSTS = {"tests/shardmill/test_mix.py": {"fast": 9.0}, "tests/test_plan.py": {"fast": 1.0, "test": 2.0},
          "tests/test_all_formats.py": {"fast": 2.0}}  # fmt: skip
 

@@ -67,9 +67,7 @@ def test_four_readers_of_one_host_need_no_room_and_leave_nothing(dataset_uri: st
 
 
 @pytest.mark.drill
-def test_neither_a_killed_reader_nor_a_new_version_changes_what_a_version_gives(
-    dataset_uri: str, host: Path, tmp_path: Path
-):
+def test_neither_a_killed_reader_nor_a_new_version_changes_what_a_version_gives(dataset_uri: str, host: Path, tmp_path):
     expected, _ = read(f"{dataset_uri}@1", host)
     assert read(f"{dataset_uri}@1", host, "2") == ("", -signal.SIGKILL)
     write_images(tmp_path / "others", num_images=60, seed=1)

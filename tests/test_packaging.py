@@ -192,19 +192,9 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
 
 # Each costs a start between 0.1 and 5 seconds; none is needed to print a help page or to import the library.
 HEAVY = {
-    "numpy",
-    "pyarrow",
-    "PIL",
-    "boto3",
-    "jinja2",
-    "tomlkit",
-    "pyspark",
-    "tensorflow",
-    "keras",
-    "horovod",
-    "torch",
+    "numpy", "pyarrow", "PIL", "boto3", "jinja2", "tomlkit", "pyspark", "tensorflow", "keras", "horovod", "torch",
     "airflow",
-}
+}  # fmt: skip
 
 
 @pytest.mark.starts("program")

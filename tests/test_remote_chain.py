@@ -43,9 +43,7 @@ def shardmill(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("root_fixture", "engine", "format_name"), CASES)
-def test_the_chain_runs_on_remote_storage(
-    root_fixture: str, engine: str, format_name: str, request: pytest.FixtureRequest, tmp_path: Path
-):
+def test_the_chain_runs_on_remote_storage(root_fixture: str, engine: str, format_name: str, request, tmp_path: Path):
     root = request.getfixturevalue(root_fixture)
     # Upload the images; a name with a space, a percent sign and a hash must survive the way.
     write_images(tmp_path / "images", num_images=60)

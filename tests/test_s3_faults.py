@@ -164,9 +164,7 @@ def run(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str
     return subprocess.run(words, capture_output=True, text=True, timeout=280)
 
 
-def test_a_run_says_how_many_requests_were_sent_again(
-    gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_says_how_many_requests_were_sent_again(gateway_bucket: str, gateway: Gateway, tmp_path, monkeypatch):
     config, of_run = written_config(gateway_bucket, tmp_path), ("--workdir", tmp_path / "work", "--run-id", "run")
     with proxying(gateway.endpoint) as proxy:
         connect_to(proxy.endpoint, monkeypatch)

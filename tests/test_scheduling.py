@@ -31,13 +31,9 @@ def test_a_process_that_dies_costs_one_test_and_the_run_continues_to_its_end(tmp
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = (*(sys.executable, "-m", "pytest", "-p", "tests.scheduling", "-n2"), "--dist=loadscope", "-q", ".")
     ended = subprocess.run(
-        (*command, "--no-loadscope-reorder"),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        (*command, "--no-loadscope-reorder"), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     # Its test is run again, and passes.
     assert "1 failed, 24 passed" in ended.stdout, ended.stdout + ended.stderr
     assert ended.returncode == 1

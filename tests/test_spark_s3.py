@@ -68,17 +68,11 @@ def test_executors_read_and_commit_with_their_own_profile_and_no_secret_is_shown
         "AWS_SHARED_CREDENTIALS_FILE": str(node / "credentials"),
     }
     conf = {
-        **SECRET_SETTINGS,
-        **{f"spark.executorEnv.{name}": value for name, value in names.items()},
-        "spark.ui.enabled": "true",
-        "spark.ui.port": str(ui_port),
-        "spark.eventLog.enabled": "true",
-        "spark.eventLog.dir": (job / "events").as_uri(),
-        "spark.eventLog.compress": "false",
-        "spark.logConf": "true",
-        "spark.executor.memory": "512m",
-        "spark.driver.host": "127.0.0.1",
-    }
+        **SECRET_SETTINGS, **{f"spark.executorEnv.{name}": value for name, value in names.items()},
+        "spark.ui.enabled": "true", "spark.ui.port": str(ui_port), "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": (job / "events").as_uri(), "spark.eventLog.compress": "false", "spark.logConf": "true",
+        "spark.executor.memory": "512m", "spark.driver.host": "127.0.0.1",
+    }  # fmt: skip
     (node / "c.toml").write_text(CONFIG.format(bucket=gateway_bucket, conf=toml_table(conf)))
     bundle, workdir = make_bundle(tmp_path), f"{gateway_bucket}/work"
     cluster = {"SPARK_CONF_DIR": str(spark_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: spark_cluster.mark}

@@ -39,15 +39,11 @@ def mapping(opened: Path | None = None, *, export: int = 1, vector_size: int = 0
         normalize=NORMALIZE,
         normalization_fingerprint=normalization_fingerprint(NORMALIZE),
         predicted_by=PredictedBy(
-            models_uri="/models",
-            export=export,
-            weights_sha256="0" * 64,
-            trained_on=DatasetPin("/dataset", 1, "0" * 64),
-            columns=tuple(column.name for column in COLUMNS),
-            top=1,
+            models_uri="/models", export=export, weights_sha256="0" * 64,
+            trained_on=DatasetPin("/dataset", 1, "0" * 64), columns=tuple(column.name for column in COLUMNS), top=1,
             layer="",
         ),
-    )
+    )  # fmt: skip
 
 
 def open_mapper(options: str, encoding: str) -> Brightness:

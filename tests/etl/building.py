@@ -1,21 +1,23 @@
-"""One small ETL config, and what its tests ask of a build."""
+"""One small ETL config, what its tests ask of a build, and listings of names without files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.listing.grouping import Group, group_here
 from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.listing.segments import read_cells
 from etl.outcome import BuildOutcome
 from etl.plan import plan_build
 from etl.sources import SOURCES
+from etl.sources.listed import ListingBatch, listed_table
 from etl.units.finished import Finished
 from etl.units.move_annotations import Annotated, move_annotations
-from etl.units.units import images_of_table
+from etl.units.units import images_of_table, plan_units
 from etl.units.write_unit import write_unit
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
@@ -90,3 +92,28 @@ def images_of(listing: Listing) -> list[SourceImage]:
     store = open_store(str(listing.folder))
     tables = [table for segment in listing.segments for table in read_cells(store, segment.path, 0, 2**64 - 1)]
     return sorted((image for table in tables for image in images_of_table(table)), key=lambda image: image.key.encode())
+
+
+class Batches:
+    """A source that lists what it is given."""
+
+    uri = "nowhere"
+
+    def __init__(self, batches: list[list[SourceImage]]) -> None:
+        self._batches = batches
+
+    def list(self) -> Iterator[ListingBatch]:
+        return (ListingBatch(listed_table(batch)) for batch in self._batches)
+
+
+def listed(*batches: list[SourceImage], group: Group = group_here) -> Listing:
+    return list_source(Batches(list(batches)), seed=0, max_source_bytes=1_000, observer=SilentObserver(), group=group)
+
+
+def images(num_images: int) -> list[SourceImage]:
+    return [SourceImage(f"c{n % 7}/{n}.jpg", n % 900, mtime_ns=n, label=f"c{n % 7}") for n in range(num_images)]
+
+
+def facts(listing: Listing) -> tuple[object, ...]:
+    units = plan_units(listing, EtlConfig(unit_min_images=50), "config")
+    return (listing.fingerprint, listing.key_sum, listing.probes, listing.class_names, listing.num_listed, units)

@@ -51,15 +51,10 @@ def predict_pixels(
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         predicted_by=PredictedBy(
-            "/models",
-            1,
-            "0" * 64,
-            trained_on or dataset.pin,
-            tuple(column.name for column in COLUMNS),
-            top=1,
+            "/models", 1, "0" * 64, trained_on or dataset.pin, tuple(column.name for column in COLUMNS), top=1,
             layer="pixels",
         ),
-    )
+    )  # fmt: skip
     tree = EtlTree(
         source=SourceConfig(uri=dataset.pin.uri, kind=COMMITTED),
         dataset=DatasetConfig(uri=str(out)),

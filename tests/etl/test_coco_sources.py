@@ -163,9 +163,7 @@ def test_coco_names_only_files_below_the_folder_of_its_images(is_elsewhere: bool
         assert f"row {row}: file_name '{name}' is not below the folder of the images" in rejection.detail
 
 
-def test_annotations_in_a_bucket_may_have_images_on_this_machine(
-    tmp_path: Path, s3_bucket: str, s3_server: str
-) -> None:
+def test_annotations_in_a_bucket_may_have_images_on_this_machine(tmp_path: Path, s3_bucket: str, s3_server: str):
     """The user names their folder, not the annotations."""
     data = Path(as_coco(tmp_path, ROWS).uri).read_bytes()
     s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key="a/of.json", Body=data)

@@ -1,40 +1,60 @@
-"""Every engine of the registry does the same work: equal bytes, whatever runs the units."""
+"""Engines: each gives the same rows, groups the same duplicates, and is started as its settings say."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
+import random
 import shutil
 import signal
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyspark import SparkContext
 
+from etl.checks.duplicates import count_copies, find_copies
 from etl.commit import commit_results
-from etl.config import EtlTree, SourceConfig
-from etl.engines import ENGINES, EngineSettings, spark
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.engines import ENGINES, EngineSettings, auto, spark
 from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
+from etl.engines.spark import group_on_spark
+from etl.engines.spark_jobs import start_job, until_done
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner, end_warm_process, run_in_warm_process
 from etl.engines.worker_process import ForkServer
 from etl.job import build_dataset
+from etl.listing import list_source
+from etl.listing.grouping import Group, GroupBy, group_here
+from etl.listing.spill import SpilledRows
 from etl.plan import plan_build
 from etl.units.finished import Finished
 from etl.units.pending import finished_units
 from etl.units.shard_rows import RowCopier
 from etl.units.units import WorkUnit
+from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 from shardmill.dataset.verify import verify_dataset
-from shardmill.errors import StorageError
+from shardmill.errors import CommitConflict, ShardmillError, StorageError, UsageError
+from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.jobs.config import DatasetConfig, SparkConfig
+from shardmill.jobs.spark import one_spark, spark_context
+from shardmill.storage import Store
 from shardmill.stores import open_store
-from tests.etl.building import COLLIDING, ETL, digests
+from shardmill.values import ImageSample, ShardInfo, SourceImage
+from tests.etl.building import COLLIDING, ETL, digests, facts, images_of, listed
 from tests.lab.datasets import build_here
 
 CRASHING_OPENCV = """
@@ -118,9 +138,7 @@ def test_an_image_that_needs_too_much_memory_is_refused_by_name(images: Path):
 
 @pytest.mark.starts("program")
 @pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.drill)])
-def test_an_image_that_crashes_its_decoder_is_refused_and_no_neighbour_is(
-    engine: str, images: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_image_that_crashes_its_decoder_is_refused_and_no_neighbour_is(engine: str, images: Path, monkeypatch):
     """No file is known that crashes OpenCV, so every process of the job gets one that crashes at images of 23 x 19."""
     (images / "sitecustomize.py").write_text(CRASHING_OPENCV)
     monkeypatch.syspath_prepend(images)
@@ -254,3 +272,220 @@ def test_auto_takes_spark_for_a_cluster_and_for_very_many_images():
     local, cluster = (EngineSettings(SparkConfig(master=master), 0) for master in ("local[*]", "spark://host:7077"))
     assert (choose_engine(1000, local), choose_engine(1000, cluster)) == ("local", "spark")
     assert (choose_engine(MAX_LOCAL_IMAGES, local), choose_engine(MAX_LOCAL_IMAGES + 1, local)) == ("local", "spark")
+
+
+CLASS_NAMES = ("a", "b")
+SCHEMA = RowSchema("raw", (1, 1, 1), CLASS_NAMES)
+CONFIG = EtlConfig()
+# Of the shards: their first rows, and the end of the last; their splits.
+_BOUNDS, _SPLITS = (0, 7, 8, 30, 60), ("train", "test", "train", "validation")
+
+
+def row(number: int, source_sha256: str, label_id: int) -> StoredRow:
+    source = SourceImage(f"{number}.png", 1, label=CLASS_NAMES[label_id], sample_id=number)
+    return StoredRow.of(source, label_id, ImageSample(b"x", 1, 1, 1, source_sha256, (120,), (14400,)))
+
+
+def in_small_parts(group: Group) -> Group:
+    return lambda asked: group(replace(asked, rows_per_part=9))
+
+
+@pytest.fixture
+def rows() -> list[StoredRow]:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    # Few digests, so that they repeat; of each prefix there are two, so that a prefix alone proves nothing.
+    prefixes = [rng.randbytes(8).hex() for _ in range(20)]
+    digests = [prefix + rest for prefix in prefixes for rest in ("00" * 24, "11" * 24)]
+    return [row(number, rng.choice(digests), rng.randrange(2)) for number in rng.sample(range(10_000), 60)]
+
+
+def write_shards(store: Store, rows: list[StoredRow]) -> list[ShardInfo]:
+    bounds = list(itertools.pairwise(_BOUNDS))
+    return [
+        publish_shard(store, split, f"{first}", "parquet", [rows[first:end]], schema=SCHEMA)
+        for split, (first, end) in zip(_SPLITS, bounds, strict=True)
+    ]
+
+
+def counted_by_hand(rows: list[StoredRow]) -> DuplicateCounts:
+    times = Counter(row.sample.source_sha256 for row in rows)
+    labels = {digest: {row.label_id for row in rows if row.sample.source_sha256 == digest} for digest in times}
+    conflicting = sum(count for digest, count in times.items() if len(labels[digest]) > 1)
+    splits = {digest: set() for digest in times}
+    for place, each in enumerate(rows):
+        splits[each.sample.source_sha256].add(_SPLITS[bisect.bisect(_BOUNDS, place) - 1])
+    leaked = sum(count for digest, count in times.items() if len(splits[digest]) > 1)
+    return DuplicateCounts(len(rows) - len(times), conflicting, leaked)
+
+
+def copies_by_hand(rows: list[StoredRow]) -> dict[str, str]:
+    """Key of a copy -> key of its original."""
+    originals: dict[str, str] = {}
+    for each in rows:
+        digest = each.sample.source_sha256
+        originals[digest] = min(originals.get(digest, each.source.key), each.source.key)
+    return {
+        each.source.key: originals[each.sample.source_sha256]
+        for each in rows
+        if originals[each.sample.source_sha256] != each.source.key
+    }
+
+
+def test_counts_and_copies_are_those_of_all_rows(rows: list[StoredRow], tmp_path: Path):
+    store = open_store(tmp_path / "dataset")
+    shards = write_shards(store, rows)
+    for group in (group_here, in_small_parts(group_here)):
+        assert count_copies(store, shards, CONFIG, group) == counted_by_hand(rows)
+        found = pa.concat_tables(find_copies(store, shards, CONFIG, group)).to_pylist()
+        assert {each["source"]: each["original"] for each in found} == copies_by_hand(rows)
+        places = {(each["shard"], each["row"]): each["source"] for each in found}
+        assert all(rows[_BOUNDS[shard] + number].source.key == key for (shard, number), key in places.items())
+    assert count_copies(store, [], CONFIG, group_here) == DuplicateCounts(0, 0, 0)
+
+
+@pytest.mark.starts("jvm", "program")
+def test_spark_gives_what_one_machine_gives_and_leaves_no_file(rows: list[StoredRow], tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(spark, "MIN_ROWS", 0)
+    store = open_store(tmp_path / "dataset")
+    shards = write_shards(store, rows)
+    settings = EngineSettings(SparkConfig(master="local[2]"), 0)
+
+    def on_spark(asked: GroupBy) -> Iterator[pa.Table]:
+        return group_on_spark(asked, settings)
+
+    with one_spark():
+        here, there = (
+            list(find_copies(store, shards, CONFIG, in_small_parts(each))) for each in (group_here, on_spark)
+        )
+        assert len(here) == len(there) == 7
+        assert here == there
+        # And a listing, which the tasks see only because its ids and its images are copied below the dataset.
+        keys = [*COLLIDING, *(f"a/{number % 20}.jpg" for number in range(30))]
+        monkeypatch.setattr(list_source, "SEGMENT_ROWS", 5)
+        listings = [
+            listed(
+                *([SourceImage(key, 1)] for key in keys),
+                group=lambda asked, group=group: in_small_parts(group)(replace(asked, dataset_uri=store.uri)),
+            )
+            for group in (group_here, on_spark)
+        ]
+        assert facts(listings[0]) == facts(listings[1]) and images_of(listings[0]) == images_of(listings[1])
+        assert listings[0].segments == listings[1].segments and len(listings[0].segments) == 4
+        assert [len(listing.rejections) for listing in listings] == [10, 10]
+        with spark_context("another", settings.spark, {}) as context:
+            application = context.applicationId
+        assert count_copies(store, shards, CONFIG, in_small_parts(on_spark)) == counted_by_hand(rows)
+        with spark_context("another", settings.spark, {}) as context:
+            assert context.applicationId == application
+    assert SparkContext._active_spark_context is None
+    assert [file.path for file in store.list("listings")] == []
+
+
+def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("etl.listing.spill.ROWS_PER_PART", 10)
+    spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
+    numbers = pa.array(range(95))
+    spilled.add(pa.table([numbers[:0]], names=["number"]), np.empty(0, np.int64))
+    assert spilled.read(0).num_rows == 0
+    for first in range(0, 95, 4):
+        part = pa.table([numbers[first : first + 4]], names=["number"])
+        spilled.add(part, part.column("number").to_numpy() % 3)
+    assert [spilled.read(part).column("number").to_pylist() for part in range(4)] == [
+        list(range(part, 95, 3)) if part < 3 else [] for part in range(4)
+    ]
+
+
+def test_without_a_cluster_auto_groups_any_number_of_rows_here(rows: list[StoredRow], tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(auto, "MAX_LOCAL_IMAGES", 1)
+    monkeypatch.setattr(spark, "MIN_ROWS", 0)
+    monkeypatch.setattr(spark, "spark_context", None)
+    store = open_store(tmp_path / "dataset")
+    shards = write_shards(store, rows)
+    settings = EngineSettings(SparkConfig(master="local[2]"), 0)
+    counts = count_copies(store, shards, CONFIG, lambda asked: auto.group_automatically(asked, settings))
+    assert counts == counted_by_hand(rows)
+
+
+def test_a_disk_that_is_full_of_rows_is_one_line_of_storage(tmp_path: Path):
+    spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
+    (tmp_path / "part-000000").symlink_to("/dev/full")
+    spilled.add(pa.table([pa.array(range(10))], names=["number"]), np.zeros(10, np.int64))
+    with pytest.raises(StorageError, match=r"no space to write .*/part-000000 \(\d+ bytes\)"):
+        spilled.read(0)
+
+
+# As PySpark 4.0 reports it.
+FAILED = """An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.
+: org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 0.0 failed 4 times, most recent \
+failure: Lost task 0.3 in stage 0.0 (TID 3) (worker-7.example executor 0): {cause}
+\tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handlePythonException(PythonRunner.scala:581)
+\tat java.base/java.lang.Thread.run(Thread.java:840)
+
+Driver stacktrace:
+\tat org.apache.spark.scheduler.DAGScheduler.$anonfun$abortStage$3(DAGScheduler.scala:2935)
+\t... 1 more
+"""
+PYTHON = """org.apache.spark.api.python.PythonException: Traceback (most recent call last):
+  File "/opt/spark/python/lib/pyspark.zip/pyspark/worker.py", line 1239, in main
+    func, profiler, deserializer, serializer = read_command(pickleSer, infile)
+{raised}
+"""
+
+
+class _Context:
+    """Of a job that has ended nothing is asked but its stages."""
+
+    def statusTracker(self):
+        return self
+
+    def getActiveStageIds(self):
+        return []
+
+
+def told_of(cause: str) -> ShardmillError:
+    def fail() -> None:
+        raise RuntimeError(FAILED.format(cause=cause))
+
+    with pytest.raises(ShardmillError) as raised:
+        list(until_done(_Context(), start_job(fail)))  # pyright: ignore[reportArgumentType]
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        ("botocore.exceptions.ClientError: An error", StorageError, "botocore.exceptions.ClientError: An error"),
+        ("pyarrow.lib.ArrowInvalid: no footer", StorageError, "try: pyarrow.lib.ArrowInvalid: no footer; nothing"),
+        ("KeyError: 'x'", StorageError, "on every try: KeyError: 'x'; nothing was committed"),
+        ("some.lib.Timeout\n", StorageError, "on every try: some.lib.Timeout; nothing"),
+        ("shardmill.errors.CommitConflict: another; was first", CommitConflict, "another; was first"),
+        ("ModuleNotFoundError: No module named 'cv2'", UsageError, "worker-7.example cannot .*'cv2'; expected Py"),
+        (
+            "pyspark.errors.exceptions.base.PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in worker has "
+            "different version: 3.9 than that in driver: 3.11, PySpark cannot run with different minor versions.",
+            UsageError,
+            "host worker-7.example cannot run our tasks: .*3.9 than that in driver.*set spark.pyspark.python",
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_is_pythons_last_line(raised: str, kind: type[ShardmillError], said: str):
+    error = told_of(PYTHON.format(raised=raised))
+    assert type(error) is kind
+    with pytest.raises(kind, match=said):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "said"),
+    [
+        ('java.io.IOException: Cannot run program "python3.9": error=2, No such file', UsageError, "3.9.*set spark"),
+        ("ExecutorLostFailure (executor 0 exited caused by one of the running tasks)", StorageError, "on every try: "),
+    ],
+)  # fmt: skip
+def test_a_cause_of_java_is_told_without_its_stack(cause: str, kind: type[ShardmillError], said: str):
+    error = told_of(cause)
+    assert type(error) is kind and "\tat " not in str(error) and "more" not in str(error).split("; ")[0]
+    with pytest.raises(kind, match=said):
+        raise error

@@ -27,7 +27,7 @@ from shardmill.loader.batch import NAMES
 from shardmill.loader.metadata import CLASS
 from shardmill.loader.reader import read_split
 from tests.etl.building import images_of, list_images
-from tests.etl.extra_columns import Row, build, stored, write_files
+from tests.etl.incremental import Row, build_from, stored, write_files
 from tests.etl.source_files import add_member, picture
 
 TYPES = {"caption": "string", "tags": "list<string>", "age": "int64", "ratio": "float32", "pair": "list<float32>"}
@@ -116,7 +116,7 @@ def expected(writer: Callable, rows: list[Row]) -> list[Row]:
 def test_every_kind_of_source_hands_its_columns_on_typed(tmp_path: Path, writer: Callable):
     source = writer(tmp_path, ROWS)
     prefix = "json.meta." if writer is as_tar else ""
-    manifest = build(source, tmp_path / "dataset").manifest
+    manifest = build_from(source, tmp_path / "dataset").manifest
     found = {name.removeprefix(prefix): kind for name, kind in manifest.columns.items()}
     assert TYPES.items() <= found.items()
     values = stored(tmp_path / "dataset")
@@ -131,7 +131,7 @@ def _number(key: str) -> int:
 
 
 def test_a_batch_has_the_values_of_its_rows_in_every_format(tmp_path: Path):
-    build(as_parquet(tmp_path, ROWS), tmp_path / "dataset")
+    build_from(as_parquet(tmp_path, ROWS), tmp_path / "dataset")
     dataset = open_dataset(str(tmp_path / "dataset"))
     for name in dataset.manifest.formats:
         batches = list(read_split(dataset, "train", batch_size=8, format=name))
@@ -152,24 +152,24 @@ def test_a_batch_has_the_values_of_its_rows_in_every_format(tmp_path: Path):
 
 @pytest.mark.parametrize("writer", [as_csv, as_table])
 def test_a_changed_value_alone_changes_its_row_and_no_other(tmp_path: Path, writer: Callable):
-    build(writer(tmp_path, ROWS), tmp_path / "dataset")
+    build_from(writer(tmp_path, ROWS), tmp_path / "dataset")
     rows = [{**row, "age": 7} if number == 5 else row for number, row in enumerate(ROWS)]
     source = writer(tmp_path, rows)
-    child = build(source, tmp_path / "dataset")
-    full = build(source, tmp_path / "full")
+    child = build_from(source, tmp_path / "dataset")
+    full = build_from(source, tmp_path / "full")
     assert (child.manifest.operation, child.num_images_read) == ("incremental", 1)
     assert child.manifest.content_digest == full.manifest.content_digest
     assert stored(tmp_path / "dataset") == stored(tmp_path / "full")
     compacted = compact_dataset(open_dataset(str(tmp_path / "dataset")), "c").manifest
     assert compacted.operation == "compact" and stored(tmp_path / "dataset") == stored(tmp_path / "full")
-    assert build(source, tmp_path / "dataset").skipped
+    assert build_from(source, tmp_path / "dataset").skipped
 
 
 def test_another_type_of_the_same_values_is_another_dataset(tmp_path: Path):
     source = as_csv(tmp_path, ROWS).model_copy(update={"label_kind": "none"})
-    first = build(source.model_copy(update={"extra_columns": ("age:int64",)}), tmp_path / "dataset").manifest
-    second = build(source.model_copy(update={"extra_columns": ("age:float64",)}), tmp_path / "dataset").manifest
-    without = build(source.model_copy(update={"extra_columns": ()}), tmp_path / "dataset").manifest
+    first = build_from(source.model_copy(update={"extra_columns": ("age:int64",)}), tmp_path / "dataset").manifest
+    second = build_from(source.model_copy(update={"extra_columns": ("age:float64",)}), tmp_path / "dataset").manifest
+    without = build_from(source.model_copy(update={"extra_columns": ()}), tmp_path / "dataset").manifest
     assert len({each.content_digest for each in (first, second, without)}) == 3
     assert {each.operation for each in (first, second, without)} == {"full"}
 
@@ -195,14 +195,14 @@ def test_parts_of_a_source_may_lack_a_column_but_not_have_another_type(tmp_path:
     with pytest.raises(UsageError, match="int64 in one part of the source and float64 in another"):
         list_images(SourceConfig(kind="several", parts=parts))
     del parts["y"]
-    build(SourceConfig(kind="several", parts=parts), tmp_path / "dataset")
+    build_from(SourceConfig(kind="several", parts=parts), tmp_path / "dataset")
     rows = stored(tmp_path / "dataset")
     assert {key.partition("\0")[0]: row for key, row in rows.items()} == {"x": {"size": 1}, "z": {"size": None}}
 
 
 @pytest.mark.parametrize("columns", [{"age": "decimal"}, {"label": "float32[x]"}, {"label": "float32[99999999999]"}])
 def test_a_manifest_with_a_type_that_nobody_knows_is_refused(tmp_path: Path, columns: dict[str, str]):
-    manifest = build(as_parquet(tmp_path, ROWS), tmp_path / "dataset").manifest
+    manifest = build_from(as_parquet(tmp_path, ROWS), tmp_path / "dataset").manifest
     altered = manifest.model_copy(update={"columns": manifest.columns | columns})
     with pytest.raises(IntegrityError, match="columns"):
         parse_manifest(encode_manifest(altered), 1, "here")
@@ -221,7 +221,7 @@ def test_a_value_of_another_type_rejects_its_row(tmp_path: Path):
 def test_a_column_that_no_input_has_is_an_error_before_any_work(tmp_path: Path):
     source = as_parquet(tmp_path, ROWS).model_copy(update={"extra_columns": ("captoin",)})
     with pytest.raises(UsageError, match="captoin"):
-        build(source, tmp_path / "dataset")
+        build_from(source, tmp_path / "dataset")
 
 
 @pytest.mark.parametrize("entry", ["", "a:text", ":int64"])

@@ -1,27 +1,35 @@
-"""The ETL as a whole: equal digests whatever runs it, limits that hold, what touches nothing and what is refused."""
+"""The ETL as a job: its plan, what it runs of the user, and what becomes of the dataset."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
-from etl.config import EtlTree, SourceConfig
+from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
+from etl.outcome import BuildOutcome
 from etl.plan import plan_build
 from etl.units.write_unit import write_unit
+from etl.user_code import own_error
+from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.maintenance.gc import collect_garbage
+from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.rollback import roll_back
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
-from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
+from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, digests, tree_for
-from tests.lab.datasets import build_here, write_images
+from tests.lab.datasets import HERE, build_here, write_images
 
 SPARK = ETL.model_copy(update={"engine": "spark"})
 
@@ -171,9 +179,7 @@ def test_a_pinned_dataset_cannot_be_built(tmp_path: Path):
 
 
 @pytest.mark.drill
-def test_executors_with_another_working_directory_read_and_write_the_same_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_executors_with_another_working_directory_read_and_write_the_same_places(tmp_path: Path, monkeypatch):
     # Real executors: JVMs of their own, each in a folder of its own.
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "images", num_images=60)
@@ -190,3 +196,111 @@ def test_executors_with_another_working_directory_read_and_write_the_same_places
     outcome = build_dataset(tree, run_id="a")
     assert outcome.manifest.counts.accepted == 60
     verify_dataset(open_dataset("dataset"), deep=True).raise_if_failed()
+
+
+SOURCE = """
+from etl.sources.folders import FolderSource
+
+class Mine(FolderSource):
+    def open(self, max_source_bytes):
+        reader = super().open(max_source_bytes)
+        reader.read = read
+        return reader
+
+def read(image):
+    open(__file__ + ".read", "a").write("x")
+    raise {error}
+
+class Unlisted(FolderSource):
+    def list(self):
+        raise {error}
+"""
+
+
+def tree_of(folder: Path, kind: str = "Mine", error: str = "ValueError('no such box')", **etl: object) -> EtlTree:
+    # Modules of one name would be one module for all tests.
+    module = f"mysrc_{folder.name}"
+    (folder / f"{module}.py").write_text(SOURCE.format(error=error))
+    return EtlTree(
+        source=SourceConfig(uri=str(folder / "images"), kind=f"{module}:{kind}"),
+        dataset=DatasetConfig(uri=str(folder / "dataset")),
+        etl=ETL.model_copy(update={"num_workers": 1, **etl}),
+        spark=SparkConfig(master="local[1]"),
+    )
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.starts("jvm"))])
+@pytest.mark.starts("program")
+def test_what_a_users_source_raises_in_a_unit_is_told_with_its_line(engine: str, images: Path, monkeypatch):
+    monkeypatch.chdir(images)
+    with pytest.raises(UsageError, match=r"work unit \d+: ValueError: no such box \(.*/mysrc_.*\.py:12\)") as raised:
+        build_dataset(tree_of(images, engine=engine), run_id="r")
+    if engine == "local":
+        # For --debug; and the unit did not run again.
+        assert "in read_source" in "".join(traceback.format_exception(raised.value))
+        assert [each.read_text() for each in images.glob("*.read")] == ["x"]
+
+
+def test_what_it_raises_in_the_driver_is_told_alike(images: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(images)
+    with pytest.raises(UsageError, match=r"source: ValueError: no such box \(.*/mysrc_.*\.py:12\)"):
+        build_dataset(tree_of(images, image_size=0), run_id="r")
+    with pytest.raises(UsageError, match=r"source: ValueError: no such box \(.*/mysrc_.*\.py:16\)"):
+        build_dataset(tree_of(images, "Unlisted"), run_id="r")
+
+
+@pytest.mark.starts("program")
+def test_a_connection_that_its_source_loses_is_worth_another_try(images: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(images)
+    with pytest.raises(StorageError, match=r"ConnectionError: gone \(.*/mysrc_.*\.py:12\)"):
+        build_dataset(tree_of(images, error="ConnectionError('gone')", engine="local"), run_id="r")
+
+
+@pytest.mark.starts("program")
+def test_what_ends_its_process_is_told_by_how_it_ended(images: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(images)
+    with pytest.raises(StorageError, match="ended twice .exit status 3"):
+        build_dataset(tree_of(images, error="__import__('os')._exit(3)", engine="local"), run_id="r")
+
+
+def test_an_error_of_ours_blames_nobody():
+    error = own_error("work unit 3", ValueError("x"))
+    assert type(error) is ShardmillError and "work unit 3: ValueError: x; unexpected error" in str(error)
+
+
+_CONFIG = EtlConfig(engine=HERE, image_size=16, encoding="png", unit_min_images=8, formats=("parquet", "tfrecord"))
+
+
+def build(folder: Path) -> BuildOutcome:
+    """An incremental build, compared with a full one of the same images."""
+    outcome = build_dataset(tree_for(folder, "dataset", etl=_CONFIG), run_id="test")
+    shutil.rmtree(folder / "full", ignore_errors=True)
+    full = build_dataset(tree_for(folder, "full", etl=_CONFIG), run_id="test")
+    assert outcome.manifest.content_digest == full.manifest.content_digest
+    return outcome
+
+
+def test_a_build_continues_from_whatever_maintenance_has_left(tmp_path: Path):
+    root, store = str(tmp_path / "dataset"), open_store(tmp_path / "dataset")
+    write_images(tmp_path / "images", num_images=30)
+    build(tmp_path)
+
+    # Compacted: only what was added is read.
+    compact_dataset(open_dataset(root), "compacting")
+    write_images(tmp_path / "images", num_images=33)
+    grown = build(tmp_path)
+    assert (grown.manifest.version, grown.manifest.parent_version) == (3, 2)
+
+    # Rolled back to before they were added: they are added again.
+    roll_back(store, 2, "back")
+    assert open_dataset(root).manifest.counts.accepted == 30
+    assert build(tmp_path).manifest.counts.accepted == 33
+
+    # Collected: the shards that the new version carries are whole, and what has expired stays so.
+    collect_garbage(store, Retention(keep=1, older_than_seconds=0.0), "gc")
+    (tmp_path / "images" / "class_0" / "00003.png").unlink()
+    shrunk = build(tmp_path)
+    assert shrunk.num_images_read == 0 and shrunk.manifest.counts.accepted == 32
+    assert shrunk.manifest.has_expired(1) and not shrunk.manifest.has_expired(5)
+    collect_garbage(store, Retention(keep=1, older_than_seconds=0.0), "gc")
+    verify_dataset(open_dataset(root), deep=True).raise_if_failed()

@@ -163,14 +163,9 @@ def test_a_hard_link_in_a_packed_archive_is_a_rejection_that_says_so(tmp_path: P
 
 
 PACKINGS: dict[str, Callable[[bytes], bytes]] = {
-    ".tar.xz": lzma.compress,
-    ".txz": lzma.compress,
-    ".tar.bz2": bz2.compress,
-    ".tbz2": bz2.compress,
-    ".tar.zst": lambda data: pa.Codec("zstd").compress(data, asbytes=True),
-    ".tar": gzip.compress,
-    ".tgz": bytes,
-}
+    ".tar.xz": lzma.compress, ".txz": lzma.compress, ".tar.bz2": bz2.compress, ".tbz2": bz2.compress,
+    ".tar.zst": lambda data: pa.Codec("zstd").compress(data, asbytes=True), ".tar": gzip.compress, ".tgz": bytes,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("suffix", PACKINGS)

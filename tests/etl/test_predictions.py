@@ -1,8 +1,10 @@
-"""Predictions of a whole source: exactly one row for each image that decodes, committed like a dataset."""
+"""Predictions as a dataset."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +24,15 @@ from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import UsageError
+from shardmill.failpoints import VARIABLE
 from shardmill.loader.dataset import open_dataset as open_for_training
 from shardmill.stores import open_store
 from tests.etl.annotations import as_table, with_masks
 from tests.etl.brightness import brightness, mapping, predict
-from tests.etl.extra_columns import build
+from tests.etl.incremental import build_from
 from tests.lab.datasets import HERE, build_here, make_dataset, write_images
+from tests.lab.scale import in_drills
+from tests.quick_start.forked import Program, run_forked
 
 
 def table_of(out: Path) -> pa.Table:
@@ -218,5 +223,46 @@ def test_sources_with_boxes_and_masks_are_predicted_without_them(tmp_path: Path)
         predict(tar, tmp_path / "of_tar")
     # Without labels, COCO's files give masks alone.
     masks = parts["coco"].model_copy(update={"label_kind": "none"})
-    assert build(masks, tmp_path / "masks", image_size=16).manifest.columns.keys() >= {"mask"}
+    assert build_from(masks, tmp_path / "masks", image_size=16).manifest.columns.keys() >= {"mask"}
     assert "boxes" not in open_dataset(str(tmp_path / "masks")).manifest.columns
+
+
+_MODULES = ("etl.job", "etl.commit", "etl.engines.local", "tests.programs.predict_brightness")
+
+
+def run(images: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, VARIABLE: failpoint}
+    arguments = [sys.executable, str(images / "images"), str(images / "out")]
+    return run_forked(
+        _MODULES, Program("tests.programs.predict_brightness:main", arguments, str(images), environment), 200
+    )
+
+
+@pytest.mark.starts("program")
+@pytest.mark.parametrize(
+    "point", ["decode:40", "manifest_put", *in_drills("list", "shard_close:3", "task_report:3", "post_commit")]
+)
+def test_the_same_command_finishes_what_was_killed(point: str, images: Path):
+    whole = predict(images / "images", images / "whole")
+    killed = run(images, point)
+    # A worker that dies twice ends the build with exit 4; the others kill the driver itself.
+    assert killed.returncode in (4, -9), killed.stderr
+    is_worker = point.partition(":")[0] in ("decode", "shard_close", "task_report")
+    assert killed.returncode == (4 if is_worker else -9)
+    again = run(images)
+    assert again.returncode == 0, again.stderr
+    done = open_dataset(str(images / "out"))
+    assert (done.pin.version, done.manifest.content_digest) == (1, whole.manifest.content_digest)
+    verify_dataset(done, deep=True).raise_if_failed()
+    if point == "manifest_put":
+        # All units were finished: nothing was predicted twice.
+        assert again.stdout == f"{whole.num_units} kept, 0 retries\n"
+
+
+@pytest.mark.starts("program")
+def test_a_worker_that_is_killed_once_costs_nothing_but_time(images: Path):
+    whole = predict(images / "images", images / "whole")
+    done = run(images, f"decode:40@{images}/once")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 kept, 1 retries\n"
+    assert open_dataset(str(images / "out")).manifest.content_digest == whole.manifest.content_digest

@@ -1,14 +1,19 @@
-"""Every kind of source gives the same images from the same pile, through the whole ETL."""
+"""What holds for every kind of source: how it is read, listed beside others, and what happens if files vanish."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import os
+import shutil
+import socket
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -16,19 +21,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import write_deltalake
+from pydantic import ValidationError
 
-from etl.config import SourceConfig
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import build_dataset
+from etl.plan import BuildPlan, plan_build
 from etl.sources import SOURCES
 from etl.sources.recognise import recognise
-from etl.units.read_source import check_source, in_reading_order
+from etl.units.read_source import check_source, in_reading_order, read_source
+from etl.units.units import read_unit
+from etl.units.write_unit import write_unit
+from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
-from shardmill.errors import StorageError
+from shardmill.errors import StorageError, UsageError
 from shardmill.formats.tf_example import encode_example
 from shardmill.formats.tfrecord import frame
+from shardmill.jobs.config import DatasetConfig
+from shardmill.jobs.reach import planted
+from shardmill.loader.samples import read_samples
+from shardmill.registry import Entry
+from shardmill.storage import StoredFile
+from shardmill.stores import STORES
+from shardmill.stores.local import LocalStore
+from shardmill.values import Rejection, RejectReason
 from tests.cifar_files import records
 from tests.etl.building import build_source, images_of, list_images
 from tests.etl.source_files import add_member
-from tests.lab.datasets import write_images
+from tests.lab.datasets import HERE, write_images
+from tests.services.faulty_store import FaultyStore
 
 Files = list[tuple[Path, str]]
 """Image files with their classes."""
@@ -143,17 +163,9 @@ def as_parts(folder: Path, files: Files) -> SourceConfig:
 
 
 WRITERS: dict[str, Callable[[Path, Files], str]] = {
-    "folders": as_folders,
-    "table": as_table,
-    "webdataset": as_tars,
-    "parquet": as_parquet,
-    "idx": as_idx,
-    "cifar": as_cifar,
-    "tfrecord": as_tfrecords,
-    "zip": as_zip,
-    "coco": as_coco,
-    "delta": as_delta,
-}
+    "folders": as_folders, "table": as_table, "webdataset": as_tars, "parquet": as_parquet, "idx": as_idx,
+    "cifar": as_cifar, "tfrecord": as_tfrecords, "zip": as_zip, "coco": as_coco, "delta": as_delta,
+}  # fmt: skip
 # Pixels without files of their own cannot be the bytes that the other kinds read.
 HOLDS_FILES = [kind for kind in SOURCES if kind not in ("idx", "cifar")]
 
@@ -217,3 +229,239 @@ def test_every_kind_knows_when_its_files_are_gone(kind: str, files: Files, tmp_p
         file.rename(file.with_name(f"{file.name}-moved"))
     with pytest.raises(StorageError, match="does not see the source"):
         check_source(reader, config.uri, probes)
+
+
+_SETTINGS = EtlConfig(engine=HERE, image_size=8, encoding="png", max_reject_fraction=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two trees with equal paths and different images, and a third class in the second."""
+    write_images(tmp_path / "a", num_images=12, num_classes=2, seed=1)
+    write_images(tmp_path / "b", num_images=12, num_classes=3, seed=2)
+    (tmp_path / "b" / "class_0" / "broken.png").write_bytes(b"\x89PNG")
+    return tmp_path
+
+
+def build(folder: Path, **parts: str):
+    source = SourceConfig(
+        kind="several", parts={name: SourceConfig(uri=str(folder / path)) for name, path in parts.items()}
+    )
+    tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(folder / "dataset")), etl=_SETTINGS)
+    return build_dataset(tree, run_id="r").manifest
+
+
+def test_equal_paths_in_two_sources_are_two_images(folder: Path):
+    manifest = build(folder, a="a", b="b")
+    assert (manifest.counts.accepted, manifest.counts.rejected) == (24, 1)
+    assert manifest.class_names == ("class_0", "class_1", "class_2")
+    assert manifest.source.parts == {"a": str(folder / "a"), "b": str(folder / "b")}
+    dataset = open_dataset(str(folder / "dataset"))
+    keys = {each.source for split in manifest.splits for each in read_samples(dataset, split, 100)}
+    assert len(keys) == 24 and {key.partition("\0")[0] for key in keys} == {"a", "b"}
+    [refused] = read_rejections(dataset.store, manifest)
+    assert refused.key == "b\0class_0/broken.png"
+
+
+def test_a_source_that_is_added_makes_an_incremental_version(folder: Path):
+    build(folder, a="a")
+    grown = build(folder, a="a", b="b")
+    assert (grown.version, grown.operation, grown.counts.accepted) == (2, "incremental", 24)
+    shutil.rmtree(folder / "dataset")
+    assert build(folder, a="a", b="b").content_digest == grown.content_digest
+
+
+def test_a_name_refers_to_one_place(folder: Path):
+    build(folder, a="a", b="b")
+    with pytest.raises(UsageError, match="was built from a .*, b .*, not from a"):
+        build(folder, a="b")
+
+
+def test_classes_in_some_sources_alone_are_refused(folder: Path):
+    (folder / "flat").mkdir()
+    for number, file in enumerate(sorted((folder / "a").rglob("*.png"))):
+        shutil.copy(file, folder / "flat" / f"{number}.png")
+    with pytest.raises(UsageError, match=r"source.parts.a has classes and source.parts.flat has none"):
+        build(folder, a="a", flat="flat")
+
+
+def test_wrong_parts_are_refused_by_the_config():
+    with pytest.raises(ValidationError, match="parts only with kind"):
+        SourceConfig(parts={"a": SourceConfig(uri="a")})
+    with pytest.raises(ValidationError, match="the part b has parts itself"):
+        SourceConfig(kind="several", parts={"b": SourceConfig(kind="several", parts={})})
+    with pytest.raises(UsageError, match="source.parts is empty"):
+        build_source(SourceConfig(kind="several"), Path("nowhere"))
+
+
+ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
+
+
+def planned(folder: Path, num_images: int = 40, scheme: str = "") -> BuildPlan:
+    write_images(folder / "images", num_images=num_images)
+    source, dataset = SourceConfig(uri=f"{scheme}{folder}/images"), DatasetConfig(uri=str(folder / "dataset"))
+    return plan_build(EtlTree(source=source, dataset=dataset, etl=ETL), run_id="a")
+
+
+def rejections_of(plan: BuildPlan) -> list[Rejection]:
+    return [rejection for unit in plan.units for rejection in write_unit(unit, plan.task).rejections]
+
+
+@pytest.mark.parametrize("leaves_mount_point", [False, True])
+def test_a_source_that_this_host_does_not_see_ends_the_task(leaves_mount_point: bool, tmp_path: Path):
+    plan = planned(tmp_path)
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    if leaves_mount_point:
+        (tmp_path / "images").mkdir()
+    with pytest.raises(StorageError, match=f"{socket.gethostname()} does not see the source {tmp_path}/images"):
+        write_unit(plan.units[0], plan.task)
+
+
+def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, faulty: dict[str, Any]):
+    plan = planned(tmp_path, scheme="faulty://")
+    calls = []
+
+    def unmounted(store: FaultyStore, path: str) -> bytes:
+        calls.append(path)
+        if len(calls) == 5:
+            (tmp_path / "images").rename(tmp_path / "elsewhere")
+        return store.sound.read(path)
+
+    faulty["read"] = unmounted
+    with pytest.raises(StorageError, match="does not see the source"):
+        write_unit(plan.units[0], plan.task)
+    assert len(calls) == 5
+
+
+def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):
+    plan = planned(tmp_path)
+    gone = plan.task.probes[0]
+    (tmp_path / "images" / gone).unlink()
+    assert [(each.key, str(each.reason)) for each in rejections_of(plan)] == [(gone, "missing")]
+
+
+@pytest.mark.starts("program")
+def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
+    # A child that gives up root's rights: for root every file is readable.
+    plan = planned(tmp_path)
+    image = read_unit(plan.task.listing, plan.units[0], plan.task.config.seed)[0]
+    secret = tmp_path / "images" / image.key
+    secret.chmod(0)
+    for folder in (tmp_path, *tmp_path.parents):
+        if os.stat(folder).st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o755)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = "nothing"
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            reader = SOURCES[plan.task.source.kind](plan.task.source).open(plan.task.config.max_source_bytes)
+            outcome = read_source(reader, image, plan.task)
+            answer = f"{outcome.key}:{outcome.reason}" if isinstance(outcome, Rejection) else "read"
+        except BaseException as error:  # the parent compares
+            answer = repr(error)
+        finally:
+            os.write(write_end, answer.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 10_000).decode() == f"{image.key}:unreadable"
+
+
+def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works(tmp_path: Path):
+    plan = planned(tmp_path)
+    with planted(plan.store) as nonce:
+        task = dataclasses.replace(plan.task, reach=nonce)
+        write_unit(plan.units[0], task)
+        shutil.rmtree(tmp_path / "dataset")
+        with pytest.raises(UsageError, match=f"{socket.gethostname()} does not share {tmp_path}/dataset"):
+            write_unit(plan.units[0], task)
+        assert not (tmp_path / "dataset").exists()
+
+
+@pytest.mark.starts("decoder")
+def test_an_image_that_takes_too_much_is_one_rejection_and_the_task_continues(tmp_path: Path):
+    """49 megapixels in a few kilobytes, and a limit that they break; their neighbours know nothing of it."""
+    plan = planned(tmp_path)
+    bomb = cv2.imencode(".png", np.zeros((7000, 7000, 3), np.uint8))[1].tobytes()
+    (tmp_path / "images" / "class_0" / "bomb.png").write_bytes(bomb)
+    tree = EtlTree(
+        source=SourceConfig(uri=str(tmp_path / "images")),
+        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
+        etl=ETL.model_copy(update={"decode_memory_bytes": 100_000_000}),
+    )
+    limited = plan_build(tree, run_id="b")
+    [rejection] = rejections_of(limited)
+    assert (rejection.key, rejection.reason) == ("class_0/bomb.png", "decoder_memory")
+    assert limited.build.num_listed == plan.build.num_listed + 1
+
+
+class VanishingStore(LocalStore):
+    """`vanishing:///folder`: files with `gone` in their names are deleted as soon as they were listed."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri.removeprefix("vanishing://"))
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        found = list(super().list(prefix))
+        for file in found:
+            if "gone" in file.path:
+                self.delete(file.path)
+        return iter(found)
+
+
+@pytest.fixture(autouse=True)
+def scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STORES.entries, "vanishing", Entry("tests.etl.test_sources:VanishingStore", ""))
+
+
+@pytest.fixture
+def folder_vanishing(tmp_path: Path) -> Path:
+    """`tar/a.tar` and `zip/a.zip`, each with six images."""
+    write_images(tmp_path / "images", num_images=6)
+    (tmp_path / "tar").mkdir()
+    (tmp_path / "zip").mkdir()
+    places = tmp_path / "tar" / "a.tar", tmp_path / "zip" / "a.zip"
+    with tarfile.open(places[0], "w") as tar, zipfile.ZipFile(places[1], "w") as zipped:
+        for file in sorted((tmp_path / "images").rglob("*.png")):
+            tar.add(file, arcname=f"{file.parent.name}/{file.name}")
+            zipped.write(file, arcname=f"{file.parent.name}/{file.name}")
+    return tmp_path
+
+
+def source_of(folder_vanishing: Path, kind: str, *names: str) -> SourceConfig:
+    folder_vanishing.mkdir(exist_ok=True)
+    for name in names:
+        (folder_vanishing / name).write_bytes(b"never read")
+    return SourceConfig(uri=f"vanishing://{folder_vanishing}", kind=kind)
+
+
+@pytest.mark.parametrize("kind, suffix", [("webdataset", "tar"), ("zip", "zip")])
+def test_an_archive_that_vanishes_is_missing_and_the_others_are_listed(folder_vanishing: Path, kind: str, suffix: str):
+    listing = list_images(source_of(folder_vanishing / suffix, kind, f"gone.{suffix}"), max_source_bytes=10_000)
+    assert (listing.num_images, [each.reason for each in listing.rejections]) == (6, [RejectReason.MISSING])
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("parquet", "gone.parquet"),
+        ("tfrecord", "gone.tfrecord"),
+        ("idx", "gone-images-idx3-ubyte"),
+        ("cifar", "gone_test_batch"),
+    ],
+)
+def test_every_kind_of_container_may_vanish(tmp_path: Path, kind: str, name: str):
+    batches = list(SOURCES[kind](source_of(tmp_path / "files", kind, name)).list())
+    assert [(each.key, each.reason) for batch in batches for each in batch.rejections] == [(name, "missing")]
+    assert not any(batch.images.num_rows for batch in batches)
+
+
+def test_a_file_that_decides_how_all_are_read_must_not_vanish(tmp_path: Path):
+    with pytest.raises(
+        StorageError, match=r"gone.tar vanished while .* was listed; expected a source that does not change"
+    ):
+        list_images(source_of(tmp_path / "files", "webdataset", "gone.tar"))

@@ -136,14 +136,10 @@ def test_nothing_larger_than_the_limit_is_held(web: Web):
 @pytest.mark.parametrize(
     "target",
     [
-        "file:///etc/passwd",
-        "ftp://host/x",
-        "gopher://x/",
-        "http://host:port/",
-        "http://[::1",
+        "file:///etc/passwd", "ftp://host/x", "gopher://x/", "http://host:port/", "http://[::1",
         f"http://{'x' * 64}.org/",
     ],
-)
+)  # fmt: skip
 def test_redirects_lead_to_the_web_only(target: str, web: Web):
     answer = fetch(web, f"to/{target}")
     assert isinstance(answer, NotDownloaded) and "not on the web" in answer.detail

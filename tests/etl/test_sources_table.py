@@ -1,4 +1,4 @@
-"""Tables of images: each row is an image or a rejection, whatever the table's format; nothing is read to list it."""
+"""Tables as sources: columns that name images, labels and splits; folders of tables; columns that come late."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from etl.sources import SOURCES, table_rows
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
-from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, SourceImage
+from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, RejectReason, SourceImage
 from tests.etl.building import ETL, build_source, images_of, list_images
 from tests.etl.source_files import write_table
 from tests.lab.datasets import write_images
@@ -80,12 +81,8 @@ def test_rows_that_cannot_be_used_are_rejections_with_their_numbers(tmp_path: Pa
     assert [image.key for image in images_of(list_images(source))] == ["a.jpg"]
     found = rejected(source)
     assert [found[f"t.parquet\0{row}"].split(": ", 2)[2].split(";")[0] for row in range(2, 7)] == [
-        "no URI",
-        "no label",
-        "no split's name",
-        "this URI scheme is not supported",
-        "a URI of more than 8192 bytes",
-    ]
+        "no URI", "no label", "no split's name", "this URI scheme is not supported", "a URI of more than 8192 bytes",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("column, without", [("size_bytes", UNKNOWN_SIZE), ("mtime_ns", 0)])
@@ -201,9 +198,7 @@ def test_tables_named_like_splits_are_reported_unless_a_column_has_the_splits(
     assert [f"not recognized {alike}" in each for each in warnings] == ([True] if alike else [])
 
 
-def test_of_the_tables_in_folders_one_is_looked_at_for_where_its_paths_lead_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_of_the_tables_in_folders_one_is_looked_at_for_where_its_paths_lead_from(tmp_path: Path, monkeypatch):
     (tmp_path / "1.jpg").write_bytes(b"x")
     for name in ("a.csv", "folder/b.csv", "other/c.csv"):
         write_table(tmp_path / name, {"uri": ["1.jpg"]})
@@ -393,3 +388,174 @@ def test_a_csv_file_without_a_header_line_is_reported(tmp_path: Path):
     with pytest.raises(UsageError) as caught:
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
     assert "such as uri,label" in caught.value.fix
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def table_of(uri: str) -> SourceConfig:
+    return SourceConfig(uri=uri, kind="table")
+
+
+def two_folders(root: Path) -> None:
+    for name in ("a", "b"):
+        write(root / name / "labels.csv", f"uri,label\n1.jpg,{name}\n./2.jpg,{name}\n")
+        for number in (1, 2):
+            write(root / name / f"{number}.jpg", f"{name}{number}")
+
+
+def read_all(source: SourceConfig) -> dict[str, bytes]:
+    reader = SOURCES["table"](source).open(1_000)
+
+    def data(image: SourceImage) -> bytes:
+        assert reader.is_there(image.container or image.key)
+        found = reader.read(image)
+        assert isinstance(found, bytes)
+        return found
+
+    return {image.key: data(image) for image in images_of(list_images(source))}
+
+
+@pytest.mark.parametrize("uri", ["", "/*/labels.csv", "/{a,b}/labels.csv"])
+def test_tables_of_two_folders_name_the_files_beside_them(uri: str, tmp_path: Path):
+    two_folders(tmp_path)
+    found = read_all(table_of(f"{tmp_path}{uri}"))
+    assert found == {"a/1.jpg": b"a1", "a/2.jpg": b"a2", "b/1.jpg": b"b1", "b/2.jpg": b"b2"}
+
+
+def test_a_table_in_the_root_keeps_its_keys(tmp_path: Path):
+    two_folders(tmp_path)
+    assert list(read_all(table_of(f"{tmp_path}/a/labels.csv"))) == ["1.jpg", "2.jpg"]
+    write(tmp_path / "c" / "t.csv", "uri\n../a/1.jpg\nd/../3.jpg\n")
+    keys = [image.key for image in images_of(list_images(table_of(f"{tmp_path}/c")))]
+    assert keys == ["../a/1.jpg", "d/../3.jpg"]
+
+
+def test_one_file_has_one_key_whichever_table_names_it(tmp_path: Path):
+    two_folders(tmp_path)
+    write(tmp_path / "a" / "more.csv", "uri,label\n../b/1.jpg,b\n../../elsewhere.jpg,x\n")
+    write(tmp_path / "index.csv", "uri,label\nb/2.jpg,b\n")
+    listing = list_images(table_of(str(tmp_path)))
+    assert [image.key for image in images_of(listing)] == [
+        "../elsewhere.jpg", "a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg",
+    ]  # fmt: skip
+    assert [str(each.reason) for each in listing.rejections] == ["duplicate_key"] * 2
+
+
+def test_absolute_uris_stay_and_faults_are_those_of_the_row(tmp_path: Path):
+    rows = ["/abs/1.jpg", "s3://bucket/2.jpg", "https://host/3.jpg", "C:\\\\4.jpg", "ftp://host/5.jpg", "sub\\6.jpg"]
+    write(tmp_path / "a" / "t.csv", "uri\n" + "\n".join(rows) + "\n")
+    listing = list_images(table_of(str(tmp_path)))
+    keys = [image.key for image in images_of(listing)]
+    assert keys == ["/abs/1.jpg", "a/sub/6.jpg", "https://host/3.jpg", "s3://bucket/2.jpg"]
+    assert sorted(each.key for each in listing.rejections) == ["a/t.csv\x004", "a/t.csv\x005"]
+
+
+def test_names_are_looked_up_beside_the_table(tmp_path: Path):
+    write(tmp_path / "a" / "t.csv", "uri\nx\\1.jpg\n")
+    write(tmp_path / "a" / "x\\1.jpg", "x")
+    write(tmp_path / "b" / "t.csv", "uri\n0001\n")
+    write(tmp_path / "b" / "0001", "x")
+    assert [image.key for image in images_of(list_images(table_of(str(tmp_path))))] == ["a/x\\1.jpg", "b/0001"]
+
+
+def test_a_key_of_its_own_reads_the_file_beside_its_table(tmp_path: Path):
+    for name in ("a", "b"):
+        write(tmp_path / name / "t.csv", f"uri,key\n1.jpg,k{name}\n1.jpg,same\n")
+        write(tmp_path / name / "1.jpg", name)
+    # The key is the image, whatever table has it.
+    assert read_all(table_of(str(tmp_path))) == {"ka": b"a", "kb": b"b", "same": b"a"}
+    [again] = list_images(table_of(str(tmp_path))).rejections
+    assert (again.key, again.reason) == ("same\x002", RejectReason.DUPLICATE_KEY)
+
+
+def test_paths_from_the_source_s_root_are_distinguished_from_lost_files(tmp_path: Path):
+    write(tmp_path / "images" / "1.jpg", "x")
+    write(tmp_path / "lists" / "t.csv", "uri\nimages/1.jpg\n")
+    with pytest.raises(UsageError, match=r"the table lists/t\.csv names files as 'images/1\.jpg'") as caught:
+        list_images(table_of(str(tmp_path)))
+    assert "../images/1.jpg" in caught.value.fix
+    write(tmp_path / "lists" / "t.csv", "uri\n../images/1.jpg\n")
+    assert read_all(table_of(str(tmp_path))) == {"images/1.jpg": b"x"}
+
+
+def test_tables_in_a_bucket_lead_from_their_folders(tmp_path: Path, s3_bucket: str, s3_server: str):
+    write_images(tmp_path / "images", num_images=20)
+    bucket, client = s3_bucket.removeprefix("s3://"), s3_client(s3_server)
+    for name in ("a", "b"):
+        files = sorted((tmp_path / "images").rglob("*.png"))[name == "b" :: 2]
+        uris = [file.name for file in files] if name == "a" else [f"../pictures/{file.name}" for file in files]
+        for file in files:
+            client.upload_file(str(file), bucket, f"pile/{'a' if name == 'a' else 'pictures'}/{file.name}")
+        client.put_object(Bucket=bucket, Key=f"pile/{name}/t.csv", Body="\n".join(["uri", *uris]).encode())
+    manifest = build_source(table_of(f"{s3_bucket}/pile"), tmp_path / "dataset")
+    assert manifest.counts.accepted == 20 and not manifest.counts.rejected
+
+
+VALUES = {"split": "test", "group": "g", "label": "cat", "key": "k", "size_bytes": 5, "mtime_ns": 5}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(table_rows, "_BLOCK_BYTES", 100)
+
+
+def table(tmp_path: Path, last: dict[str, Any], first: dict[str, Any] | None = None) -> SourceConfig:
+    rows = [{"uri": f"{row}.jpg", **(first or {})} for row in range(20)] + [{"uri": "20.jpg", **last}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SourceConfig(uri=str(tmp_path / "t.jsonl"), kind="table")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", VALUES)
+def test_a_key_that_comes_late_is_not_ignored(name: str, tmp_path: Path):
+    with pytest.raises(UsageError, match=rf"row 21 of the table t\.jsonl is the first with the key '{name}'") as caught:
+        list_images(table(tmp_path, {name: VALUES[name]}))
+    assert "write it in the first row too" in caught.value.fix
+    assert (f"set source.{name}_field={name}" in caught.value.fix) == ("_" not in name)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["split", "group", "label", "key"])
+@pytest.mark.parametrize("is_named", [True, False], ids=["in the config", "in the first row"])
+def test_a_column_that_the_config_or_the_first_row_names_may_come_late(name: str, is_named: bool, tmp_path: Path):
+    source = table(tmp_path, {name: VALUES[name]}, first=None if is_named else {name: None})
+    if is_named:
+        source = source.model_copy(update={f"{name}_field": name})
+    listing = list_images(source)
+    [last] = [image for image in images_of(listing) if image.place == 21]
+    found = {"split": last.split, "label": last.label, "key": last.key.rpartition("\0")[2], "group": "g"}
+    assert found[name] == VALUES[name]
+    # As in a table whose rows lack a value: a label and a key are needed, a split and a group are not.
+    assert len(listing.rejections) == (20 if name in ("label", "key") else 0)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_column_of_the_config_that_no_row_has_is_no_column(tmp_path: Path):
+    source = table(tmp_path, {"split": "test"}).model_copy(update={"split_field": "splt"})
+    with pytest.raises(UsageError, match="source.split_field = 'splt' is not a column; .*did you mean 'split'"):
+        list_images(source)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_better_name_for_the_same_column_is_not_taken_halfway(tmp_path: Path):
+    with pytest.raises(UsageError, match="row 21 .* is the first with the key 'label'"):
+        list_images(table(tmp_path, {"label": "cat", "class": "cat"}, first={"class": "dog"}))
+    with pytest.raises(UsageError, match="row 21 .* is the first with the key 'uri'"):
+        (tmp_path / "t.jsonl").write_text('{"path": "a.jpg"}\n' * 20 + '{"path": "b.jpg", "uri": "c.jpg"}\n')
+        list_images(SourceConfig(uri=str(tmp_path / "t.jsonl"), kind="table"))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_key_without_values_changes_nothing(tmp_path: Path):
+    assert list_images(table(tmp_path, {"split": None, "label": None, "more": 1})).num_images == 21
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_late_key_that_is_named_like_one_of_ours_is_reported(tmp_path: Path):
+    [warning] = list_images(table(tmp_path, {"splt": "test"})).warnings
+    assert "its column 'splt' is ignored" in warning
+    with pytest.raises(UsageError, match="category"):
+        list_images(table(tmp_path, {"category": "cat"}))

@@ -31,14 +31,9 @@ ENGINE_HERE = "tests.extending_entries:NEW_ENGINE"
 BUILD_HERE = ("--set", f"etl.engine={ENGINE_HERE}")
 _AT_FIRST = dict(ENVIRONMENT)
 MODULES = (
-    *(COMMANDS.entry(name).target.partition(":")[0] for name in COMMANDS),
-    "cv2",
-    "etl.job",
-    "etl.commit",
-    "etl.engines.local",
-    "pyarrow.dataset",
-    "shardmill.dataset.verify",
-)
+    *(COMMANDS.entry(name).target.partition(":")[0] for name in COMMANDS), "cv2", "etl.job", "etl.commit",
+    "etl.engines.local", "pyarrow.dataset", "shardmill.dataset.verify",
+)  # fmt: skip
 _TRAIN = {"evaluate", "export", "run", "train"}
 _TRAINING = (*MODULES, "tensorflow", "train.rank.worker", "train.backends.keras.backend")
 

@@ -22,14 +22,9 @@ class Terminal:
         primary, secondary = pty.openpty()
         environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "150"}
         self.process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=environment,
-            stdin=secondary,
-            stdout=secondary,
-            stderr=secondary,
-            start_new_session=True,
-        )
+            [str(part) for part in command], cwd=cwd, env=environment, stdin=secondary, stdout=secondary,
+            stderr=secondary, start_new_session=True,
+        )  # fmt: skip
         os.close(secondary)
         self._bytes = b""
         self._reader = threading.Thread(target=self._read, args=(primary,), daemon=True)

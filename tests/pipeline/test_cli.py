@@ -1,19 +1,32 @@
-"""Bad input: the exit code, and one last line with the input, the expectation and the fix."""
+"""The command line: help, words, languages, and what each command ends with."""
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+import etl.job
+import train.job
+from pipeline.cli import COMMANDS, app
+from pipeline.output.data_faults import quality_rows
+from pipeline.output.progress import SENTENCES, RunProgress
+from pipeline.running import SUMMARY_SECTIONS
 from shardmill.dataset.open import open_dataset
-from tests.lab.commands import BIN, BUILD_HERE, ENVIRONMENT, in_process, last_line, shardmill
+from shardmill.jobs.run_record import RunRecord
+from tests.lab.commands import BIN, BUILD_HERE, ENVIRONMENT, ROOT, in_process, last_line, shardmill
 from tests.lab.datasets import make_dataset, write_images
 from tests.lab.scale import exhaustive
 
@@ -307,3 +320,186 @@ def test_an_unexpected_error_is_one_line_too(error: str, text: str, tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     [line] = done.stderr.splitlines()
     assert done.returncode == 1 and line.startswith(f"ERROR 1: {error}") and "--debug" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("predict", "predict [OPTIONS] MODEL IMAGE..."),
+        ("train", "train [OPTIONS] DATASET[@N]"),
+        ("report", "report [OPTIONS] [SOURCE_OR_CONFIG]"),
+        ("init", "init [OPTIONS] [FILE]"),
+    ],
+)
+def test_help_names_arguments_without_braces(command: str, usage: str):
+    shown = CliRunner().invoke(app, [command, "--help"]).output
+    assert f"{usage} " in shown and "{" not in shown, shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_loads_and_shows_the_help_of_its_entry(name: str):
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, [name, "--help"])
+    assert shown.exit_code == 0, shown.output
+    assert " ".join(COMMANDS.entry(name).help.split()) in " ".join(shown.output.split())
+    listed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
+    assert f" {name} " in listed
+
+
+# Python turns its UTF-8 mode on by itself in the locale C, unless it is told not to.
+IN_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+ETL = ["shardmill", "etl"]
+OTHERS = [["shardmill", "run"], [sys.executable, str(ROOT / "etl" / "job.py"), "--config"]]
+
+
+def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [str(BIN / "shardmill") if arguments[0] == "shardmill" else arguments[0], *arguments[1:]],
+        cwd=folder,
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "", **environment},
+        capture_output=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("locale") / "sp äce"
+    write_images(folder / "bil der", num_images=40, num_classes=2)
+    os.rename(folder / "bil der" / "class_0", folder / "bil der" / "kätzchen")
+    (folder / "bil der" / "kätzchen" / "größe.jpg").write_bytes(b"no image")
+    (folder / "fö.toml").write_text(
+        '[source]\nuri = "bil der"\n[dataset]\nuri = "dö"\n[models]\nuri = "mö"\n'
+        "[etl]\nimage_size = 16\n[train]\nepochs = 1\n",
+        encoding="utf-8",
+    )
+    return folder
+
+
+def run_in(workdir: str, command: list[str], folder: Path, **environment: str) -> dict[str, Any]:
+    """The summary of a command on the folder's images, with its dataset in `workdir`."""
+    done = run(
+        [*command, "fö.toml", "--workdir", workdir, "--run-id", "rün", "--set", f"dataset.uri={workdir}/dä"],
+        folder, **environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert "\\x" not in done.stderr.decode() and "\\udc" not in done.stderr.decode()
+    return json.loads((folder / workdir / "runs/rün/summary.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def digest_under_utf_8(folder: Path) -> str:
+    """Of the dataset, which is the same whatever builds it."""
+    return run_in("wö rk utf-8", ETL, folder, LC_ALL="C.UTF-8")["dataset"]["content_digest"]
+
+
+@pytest.mark.starts("program")
+@pytest.mark.parametrize(
+    "command", [ETL, *(pytest.param(each, marks=pytest.mark.drill) for each in OTHERS)], ids=["etl", "run", "job"]
+)
+def test_a_locale_without_umlauts_changes_nothing(folder: Path, command: list[str], request, digest_under_utf_8: str):
+    """Dataset, summary, events, report, console: as under UTF-8."""
+    workdir = f"wö rk {request.node.callspec.id} ascii"
+    summary = run_in(workdir, command, folder, **IN_ASCII)
+    assert summary["dataset"]["content_digest"] == digest_under_utf_8
+    assert summary["dataset"]["counts"]["rejected"] == 1
+    assert summary["dataset"]["uri"] == str(folder / workdir / "dä")
+    events = (folder / workdir / "runs/rün/events.jsonl").read_text("utf-8").splitlines()
+    assert any(event.get("dataset") == summary["dataset"]["uri"] for event in map(json.loads, events))
+    if "run" in command:
+        assert "kätzchen" in (folder / workdir / "runs/rün/report.html").read_text("utf-8")
+    shown = run(["shardmill", "inspect", f"{workdir}/dä", "--rejects"], folder, **IN_ASCII)
+    assert "kätzchen/größe.jpg" in shown.stdout.decode("utf-8")
+
+
+@pytest.mark.starts("program")
+def test_a_failure_names_its_path(folder: Path):
+    done = run(["shardmill", "etl", "nirgendwö.toml"], folder, **IN_ASCII)
+    assert done.returncode == 2 and "nirgendwö.toml" in done.stderr.decode("utf-8").splitlines()[-1]
+
+
+@pytest.mark.starts("program")
+def test_a_stream_of_another_encoding_gets_escapes(folder: Path):
+    done = run(["shardmill", "etl", "nirgendwö.toml"], folder, PYTHONIOENCODING="ascii")
+    assert done.returncode == 2 and b"nirgendw\\xf6.toml" in done.stderr
+    done = run(["shardmill", "check-source", "bil der"], folder, PYTHONIOENCODING="ascii:strict")
+    assert b"k\\xe4tzchen" in done.stdout + done.stderr and b"ERROR 1" not in done.stderr
+
+
+@pytest.mark.starts("program")
+def test_python_that_does_not_take_utf_8_is_one_line(folder: Path):
+    command = [sys.executable, "-X", "utf8=0", "-m", "pipeline.cli", "inspect", "nö"]
+    done = run(command, folder, LC_ALL="C")
+    [line] = done.stderr.decode().splitlines()
+    assert (
+        done.returncode == 2 and line.startswith("ERROR 2: Python decodes file names as ") and "LC_ALL=C.UTF-8" in line
+    )
+
+
+@pytest.mark.parametrize("name", ["etl.listed", "etl.units_kept"])
+def test_no_sentence_counts_one_thing_in_the_plural(name: str):
+    sentence = SENTENCES[name].format(listed=1, images=1, units=1, kept=1, missing=1)
+    assert not re.search(r"\b1 \w+ ?\w*s\b", sentence)
+
+
+def test_an_event_without_a_field_of_its_sentence_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    progress = RunProgress(RunRecord(str(tmp_path), "r"), 3)
+    progress.event("etl.rebased", {"num_lost": 2})
+    progress.event("etl.comparing", {"inputs": "some"})
+    assert "etl.rebased: num_lost 2" in capsys.readouterr().err
+
+
+def test_sections_of_a_summary_are_those_of_its_applications():
+    assert set(SUMMARY_SECTIONS) == {*etl.job.SUMMARY_SECTIONS, *train.job.SUMMARY_SECTIONS}
+
+
+def events_in(application: str) -> Iterator[tuple[str, Path, ast.Call]]:
+    """Each `….event("name", fields)` of an application's sources, with the file that it is in."""
+    for file in (ROOT / application).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="event"), args=[ast.Constant(value=str(name)), _]):
+                    yield f"{application}.{name.removeprefix(f'{application}.')}", file, node
+
+
+def keys_near(file: Path, call: ast.Call) -> set[str]:
+    """The keys of all dictionaries in the file of a call, and in those from which it imports what the call names."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    named = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    files = [
+        ROOT / f"{node.module.replace('.', '/')}.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and named & {each.name for each in node.names}
+    ]
+    trees = [tree, *(ast.parse(each.read_text(encoding="utf-8")) for each in files if each.is_file())]
+    keys = (key for each in trees for node in ast.walk(each) if isinstance(node, ast.Dict) for key in node.keys)
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+@pytest.fixture(scope="module")
+def reported() -> dict[str, list[set[str]]]:
+    """The fields of each event that has a sentence, wherever a source reports it."""
+    found: dict[str, list[set[str]]] = {}
+    for application in ("etl", "train"):
+        for name, file, call in events_in(application):
+            if name in SENTENCES:
+                found.setdefault(name, []).append(keys_near(file, call))
+    return found
+
+
+def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields(reported: dict[str, list[set[str]]]):
+    assert set(reported) == set(SENTENCES)
+    for name, sentence in SENTENCES.items():
+        fields = {field for _, field, _, _ in Formatter().parse(sentence) if field}
+        # What counts from 0 there is counted from 1 for people: `RunProgress` adds these two.
+        assert all(fields - {"epoch", "step"} <= keys for keys in reported[name]), name
+
+
+def test_copies_under_several_classes_are_counted():
+    group = {"crosses_splits": False, "conflicting_label": True, "images": []}
+    found = {"faults": {}, "num_images": 9, "telltales": [], "equal_bytes": {"groups": []}, "near_duplicates": [group]}
+    found["near_duplicates_left_out"] = 1200
+    exact, near, _, how, left_out = (row[1] for row in quality_rows(found))
+    assert exact == "none"
+    assert near == "1 group with 0 images; 0 groups in several splits, 1 of several classes"
+    assert how == "at most 3 of 64 bits differ: inspect DATASET --near-duplicates 3"
+    assert left_out.startswith("1,200 images look too alike")

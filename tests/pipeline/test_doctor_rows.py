@@ -77,9 +77,7 @@ def java_of(folder: Path, script: str) -> Path:
         ("exit 1", "unknown; Spark 4 needs 17 or 21"),
     ],
 )
-def test_a_java_that_spark_cannot_use_is_reported(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_java_that_spark_cannot_use_is_reported(script: str, said: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("JAVA_HOME", str(java_of(tmp_path, script)))
     # With the last, the engine and the launcher, both `auto`, are Spark's.
     for overrides, status in ([], "ok"), (["etl.engine=spark"], "fail"), ([MASTER, "train.num_workers=2"], "fail"):

@@ -1,9 +1,10 @@
-"""`shardmill run FOLDER`: interrupted, run again to its end, and once more with nothing left to do; and its record."""
+"""Whole runs: how they go on, are killed, are named and look in a terminal."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,20 +12,38 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any
 
 import jsonschema
 import pytest
 
-from pipeline.config import load_pipeline
+from pipeline.commands.train import train
+from pipeline.config import load_for_dataset, load_pipeline
 from pipeline.output.progress import RunProgress
 from pipeline.preflight import FirstPlan
 from pipeline.run import _try_build
 from pipeline.running import Run
+from pipeline.tree import PipelineTree
+from shardmill.errors import CommitConflict, UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
-from tests.lab.commands import BUILD_HERE, ROOT, SUMMARY_SCHEMA, in_process, last_line, shardmill, start
-from tests.lab.datasets import write_images
+from shardmill.stores import open_store
+from tests.canaries import files_with_canaries, write_config
+from tests.lab.commands import (
+    BIN,
+    BUILD_HERE,
+    ENVIRONMENT,
+    ROOT,
+    SUMMARY_SCHEMA,
+    in_process,
+    last_line,
+    shardmill,
+    start,
+)
+from tests.lab.datasets import make_dataset, write_images
+from tests.lab.terminal import SPARK_LINES, Terminal
 from tests.processes import processes_of_session
 
 # The local engine; while there is a file `hold`, it begins no second unit, and says so by a file `held`.
@@ -212,15 +231,8 @@ def test_promote_works_on_a_models_store_and_says_which(folder: Path, photos: Pa
 
     # A worse model is exported and kept out, with exit 9 if somebody insists.
     worse = (
-        "--run-id",
-        "worse",
-        "--set",
-        "train.seed=5",
-        "--set",
-        "train.epochs=1",
-        "--set",
-        "train.learning_rate=1e-9",
-    )
+        "--run-id", "worse", "--set", "train.seed=5", "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9",
+    )  # fmt: skip
     exported = [in_process(stage, "work/dataset", *OPTIONS, *HERE, *worse, cwd=folder) for stage in ("train", "export")]
     assert [done.returncode for done in exported] == [0, 0], exported[-1].stderr
     strict = ("--workdir", "work", "--set", "gate.min_accuracy=1")
@@ -288,3 +300,185 @@ def test_the_model_is_tried_in_no_time_of_the_etl(tmp_path: Path, monkeypatch: p
         tried = partial(_try_build, run, FirstPlan(run.tree), RowSchema("png", (16, 16, 3), ("cat", "dog")))
         record.stage("etl", tried, lambda _: StageRecord(stage="etl"))
     assert seconds[0] >= 5 and record.ended[0].seconds == 0
+
+
+TRAINING = (
+    *("--set", "train.epochs=4", "--set", "train.global_batch_size=16", "--set", "train.checkpoint_every_steps=3"),
+    *("--set", "train.record_samples=true", "--set", "train.model=small_cnn"),
+)
+
+
+def train_arguments(folder: Path, name: str) -> tuple[str, ...]:
+    return (
+        "train", "c.toml", *TRAINING, "--workdir", "w", "--run-id", name, "--set",
+        f"models.uri={folder}/models-{name}",
+    )  # fmt: skip
+
+
+def steps_of(folder: Path, name: str) -> list[dict]:
+    file = folder / "w" / "runs" / name / "steps.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.drill
+def test_killed_twice_is_as_good_as_never_killed(tmp_path: Path):
+    uri = make_dataset(tmp_path, num_images=240, num_classes=3)
+    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{uri}"\n')
+    whole = shardmill(*train_arguments(tmp_path, "whole"), "--json", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    expected = json.loads(whole.stdout)["sections"]["train"]
+    num_steps = expected["steps"]
+
+    # Inside an epoch, between two checkpoints; then again, further on.
+    for enough in (num_steps // 5, num_steps // 2):
+        started = start(*train_arguments(tmp_path, "killed"), cwd=tmp_path, stdout=DEVNULL, stderr=DEVNULL)
+        deadline = time.monotonic() + 90
+        while len(steps_of(tmp_path, "killed")) < enough and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+        summary = json.loads((tmp_path / "w/runs/killed/summary.json").read_text())
+        # Nobody could write how it ended.
+        assert (summary["status"], summary["exit_code"]) == ("running", None)
+
+    last = shardmill(*train_arguments(tmp_path, "killed"), "--json", cwd=tmp_path)
+    assert last.returncode == 0, last.stderr
+    found = json.loads(last.stdout)["sections"]["train"]
+    assert found["resumed_from"] is not None
+    assert found["weights_sha256"] == expected["weights_sha256"]
+    assert found["final_loss_hex"] == expected["final_loss_hex"]
+    assert steps_of(tmp_path, "killed") == steps_of(tmp_path, "whole")
+    assert len(steps_of(tmp_path, "whole")) == num_steps
+
+
+BAD_RUN_IDS = [
+    "../x", "..", ".", "/etc", "a/b", "a/../b", "a\\b", ".hidden", "~root", "C:x", "s3://b/x", "%2e%2e%2fx", "x\ty",
+    "x\ny", "n" * 256, "\udce4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run_id", BAD_RUN_IDS)
+def test_a_bad_run_id_is_a_usage_error(run_id: str, tmp_path: Path):
+    with pytest.raises(UsageError, match="run id .*expected a name of at most 255 bytes.*give --run-id a name"):
+        RunRecord(str(tmp_path), run_id)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.starts("program")
+def test_every_command_refuses_a_bad_run_id_before_it_works(tmp_path: Path):
+    for command in ("run", "etl", "train", "compact", "gc", "inspect", "report", "doctor"):
+        done = in_process(command, *([] if command == "report" else [str(tmp_path)]), "--run-id", "../x", cwd=tmp_path)
+        assert done.returncode == 2 and "ERROR 2: run id '../x'; expected a name" in done.stderr, (command, done.stderr)
+    job = [sys.executable, str(ROOT / "etl" / "job.py"), "--config", str(tmp_path / "none.toml"), "--run-id", "../x"]
+    done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.returncode == 2 and "ERROR 2: run id '../x'" in done.stderr, done.stderr
+    assert not list(tmp_path.parent.glob("x"))
+
+
+def test_a_run_is_that_of_one_process_at_a_time(tmp_path: Path):
+    with recording(RunRecord(str(tmp_path), "r")) as first:
+        first.stage("etl", lambda: 1, lambda value: StageRecord(stage="etl"))
+        with pytest.raises(CommitConflict, match="run 'r' of .* is at work in another process.*give another --run-id"):
+            with recording(RunRecord(str(tmp_path), "r")) as second:
+                second.stage("train", lambda: 2, lambda value: StageRecord(stage="train"))
+        with recording(RunRecord(str(tmp_path), "another")):
+            pass
+    assert set(read_run(tmp_path, "r")["stages"]) == {"etl"}
+    # Its next stage is another process's.
+    with recording(RunRecord(str(tmp_path), "r")) as later:
+        later.stage("train", lambda: 2, lambda value: StageRecord(stage="train"))
+    assert set(read_run(tmp_path, "r")["stages"]) == {"etl", "train"}
+
+
+@pytest.mark.starts("server")
+def test_a_run_on_s3_is_that_of_one_process_at_a_time(s3_bucket: str):
+    with recording(RunRecord(s3_bucket, "r")):
+        with pytest.raises(CommitConflict, match="run r on .* is at work.*its lease .* lapses 30 s after"):
+            with recording(RunRecord(s3_bucket, "r")):
+                pass
+    with recording(RunRecord(s3_bucket, "r")):
+        pass
+    assert not list(open_store(s3_bucket).list("running"))
+
+
+def read_run(workdir: Path, run_id: str) -> dict[str, Any]:
+    return json.loads((workdir / "runs" / run_id / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_train_loads_its_config_once_and_records_for_who_named_the_run_that_it_cannot(
+    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loaded: list[str] = []
+
+    def counted(named: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
+        loaded.append(named)
+        return load_for_dataset(named, overrides, workdir)
+
+    monkeypatch.setattr("pipeline.commands.stage.load_for_dataset", counted)
+    options = [str(tmp_path / "c.toml"), "--workdir", str(tmp_path / "work"), *(["--run-id", "r"] if is_named else [])]
+    with pytest.raises(SystemExit) as ended:
+        train.main(options, standalone_mode=False)
+    assert ended.value.code == 2
+    assert (tmp_path / "work/runs/r/summary.json").exists() == is_named
+    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{tmp_path}/none"\n')
+    with pytest.raises(SystemExit):
+        train.main(options, standalone_mode=False)
+    assert len(loaded) == 2
+
+
+@pytest.mark.drill
+def test_a_live_spark_session_shows_no_secret_and_no_line_of_its_own(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60, num_classes=3)
+    (tmp_path / "spark-events").mkdir()
+    plain = {"enabled": "true", "dir": (tmp_path / "spark-events").as_uri(), "compress": "false"}
+    events = {f"spark.eventLog.{name}": value for name, value in {**plain, "rolling.enabled": "false"}.items()}
+    config = write_config(tmp_path, **events)
+    terminal = Terminal(BIN / "shardmill", "etl", config, "--workdir", "work", "--run-id", "r", cwd=tmp_path)
+    seen: dict[int, str] = {}
+    while terminal.process.poll() is None:
+        seen |= processes_of_session(terminal.process.pid)
+        time.sleep(0.1)
+    shown = terminal.text()
+    assert terminal.process.returncode == 0, shown
+
+    # Other users of the machine read command lines.
+    assert any("org.apache.spark.deploy.SparkSubmit" in line for line in seen.values())
+    assert [line for line in seen.values() if "canary" in line.lower()] == []
+
+    # The event log was really written, with a setting that is no secret.
+    [log] = list((tmp_path / "spark-events").glob("local-*"))
+    assert b"SparkListenerEnvironmentUpdate" in log.read_bytes() and b"spark.eventLog.enabled" in log.read_bytes()
+    assert files_with_canaries(tmp_path / "spark-events", tmp_path / "work", tmp_path / "dataset") == []
+
+    # The progress bar is one line that is drawn over again, and nothing came between.
+    lines = shown.replace("\r\n", "\n").split("\n")
+    assert any(line.count("\r") > 3 for line in lines)
+    assert [line for line in lines if "━" in line.rpartition("\r")[2]] in ([], [lines[-1]], [lines[-2]])
+
+    # The person saw our lines alone; Spark's are in the run's log.
+    assert not SPARK_LINES.search(shown), shown
+    assert "canary" not in shown and "etl: done" in shown
+    lines = (tmp_path / "work" / "runs" / "r" / "spark.log").read_text().splitlines()
+    levels = [line for line in lines if re.search(r"\b(INFO|WARN|ERROR)\b", line)]
+    # In our own layout, set by shardmill/jobs/spark-log4j2.properties.
+    assert levels and all(re.match(r"\d\d:\d\d:\d\d spark (WARN|ERROR) ", line) for line in levels), lines
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("setting", "value"), [("spark.driver.memory", "1x"), ("spark.serializer", "no.such.Serializer")]
+)
+def test_settings_that_spark_refuses_are_one_line_that_names_the_log(setting: str, value: str, tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60, num_classes=3)
+    config = write_config(tmp_path, **{setting: value})
+    terminal = Terminal(BIN / "shardmill", "etl", config, "--workdir", "work", "--run-id", "r", cwd=tmp_path)
+    terminal.process.wait(100)
+    shown = terminal.text().rstrip().splitlines()
+    assert terminal.process.returncode == 2, shown
+    assert shown[-1].startswith("ERROR 2: Spark does not start: "), shown
+    assert not [line for line in shown if SPARK_LINES.search(line)], shown
+    log = tmp_path / "work" / "runs" / "r" / "spark.log"
+    assert f"Spark's own report is in {log}" in " ".join(shown)
+    assert value in log.read_text()
+    assert "canary" not in log.read_text()

@@ -1,5 +1,4 @@
-"""The cache of remote chunks: right batches whatever is in it, each chunk fetched once, and no file but its own
-deleted."""
+"""The cache of chunks, its folder, and work that processes share."""
 
 from __future__ import annotations
 
@@ -10,7 +9,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,8 @@ import shardmill
 from shardmill.dataset.cache_room import FOLDER, CacheRoom
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE
+from shardmill.jobs.process import PREFIX, STALE_SECONDS, Scratch, private_temporary_folder, remove_stale
+from shardmill.loader.shared_work import share
 from shardmill.stores import STORES
 from tests.counting_store import BYTES_READ
 from tests.far_store import ENTRY, SCHEME
@@ -185,9 +189,7 @@ def test_settings_that_make_no_cache_are_refused_or_said(root: Path, far: str, t
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["photo.jpg"]
 
 
-def test_a_disk_without_room_is_refused_before_the_first_batch(
-    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_without_room_is_refused_before_the_first_batch(far: str, tmp_path: Path, monkeypatch):
     dataset = shardmill.open_dataset(far)
     needed = int(dataset.index("train").stored_bytes.sum())
     full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
@@ -284,3 +286,134 @@ def test_a_room_that_stays_locked_ends_the_caching(far: str, tmp_path: Path, mon
         fcntl.flock(room, fcntl.LOCK_EX)
         found = [batch.images for batch in loader]
     assert all(map(np.array_equal, found, expected)) and not entries_of(tmp_path)
+
+
+LONG_SECONDS = 60
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+def test_the_last_part_finishes_the_work(num_threads: int, num_parts: int):
+    done: list[int] = []
+    with ThreadPoolExecutor(num_threads) as pool:
+        assert share(pool, num_parts, done.append, lambda: sorted(done)).result() == list(range(num_parts))
+
+
+def test_parts_are_worked_on_at_once():
+    both = threading.Barrier(2)
+
+    def meet(part: int) -> None:
+        both.wait(LONG_SECONDS)
+
+    with ThreadPoolExecutor(2) as pool:
+        # A barrier that is broken, and with it the work, if one part waits for the other to end.
+        assert share(pool, 2, meet, lambda: "both").result() == "both"
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_the_first_part_that_failed_is_the_fault(num_parts: int):
+    is_later_done = threading.Event()
+
+    def work(part: int) -> None:
+        if part == 0 and num_parts > 1:
+            is_later_done.wait(LONG_SECONDS)
+        try:
+            raise ValueError(f"part {part}")
+        finally:
+            if part == 3:
+                is_later_done.set()
+
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="part 0"):
+        share(pool, num_parts, work, lambda: pytest.fail("finished without its parts")).result()
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_finishing_raises_is_the_fault(num_parts: int):
+    def finish() -> None:
+        raise ValueError("at the end")
+
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="at the end"):
+        share(pool, num_parts, lambda part: None, finish).result()
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_cancelled_work_does_not_begin(num_parts: int):
+    done, may_go_on = [], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(may_go_on.wait, LONG_SECONDS)
+        future = share(pool, num_parts, done.append, lambda: done.append(-1))
+        assert future.cancel()
+        may_go_on.set()
+    assert not done
+    with pytest.raises(CancelledError):
+        future.result()
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_nobody_waits_for_work_that_a_closed_pool_has_given_up(num_parts: int):
+    may_go_on = threading.Event()
+    pool = ThreadPoolExecutor(1)
+    pool.submit(may_go_on.wait, LONG_SECONDS)
+    future = share(pool, num_parts, lambda part: None, lambda: None)
+    pool.shutdown(wait=False, cancel_futures=True)
+    try:
+        with pytest.raises(CancelledError):
+            future.result(LONG_SECONDS)
+    finally:
+        may_go_on.set()
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def age(folder: Path) -> None:
+    long_ago = folder.stat().st_mtime - 2 * STALE_SECONDS
+    os.utime(folder, (long_ago, long_ago))
+
+
+def test_everything_temporary_is_inside_and_goes_with_it(temporary):
+    with private_temporary_folder() as folder:
+        assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
+        assert os.environ["TMPDIR"] == str(folder)
+        assert Path(tempfile.mkdtemp()).parent == folder
+    assert tempfile.gettempdir() == str(temporary) and not list(temporary.iterdir())
+
+
+@pytest.mark.starts("program")
+def test_what_a_killed_owner_left_goes_with_the_next_and_nothing_else_does(temporary):
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "tests.programs.own_a_temporary_folder"],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None and owner.stdin is not None
+    folder = Path(owner.stdout.readline().strip())
+    age(folder)
+    other = temporary / "somebody-elses"
+    other.mkdir()
+    (temporary / f"{PREFIX}link").symlink_to(other)
+    fresh = temporary / f"{PREFIX}not-locked-yet"
+    fresh.mkdir()
+    remove_stale()
+    assert folder.exists()
+    owner.kill()
+    owner.communicate()
+    remove_stale()
+    assert not folder.exists()
+    assert other.exists() and fresh.exists()
+
+
+def test_after_remove_it_is_gone_also_if_another_thread_removes_it(temporary):
+    scratch = Scratch()
+    for number in range(2000):
+        (scratch.path / f"{number}").touch()
+    first = threading.Thread(target=scratch.remove)
+    first.start()
+    scratch.remove()
+    assert not scratch.path.exists()
+    first.join()

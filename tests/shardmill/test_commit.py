@@ -1,14 +1,16 @@
-"""The commit: one winner among racing writers, equal content is no conflict, nothing uncounted gets through."""
+"""A commit of a version, and of one that a rollback makes: all or nothing, and only by its writer."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +18,33 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
 from etl.units.finished import Finished
 from etl.units.write_unit import write_unit
+from shardmill.checksummed import checksum_file, read_checksummed, verified_body, verify_file, with_checksum
 from shardmill.dataset.commit import commit_version, publish
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts
-from shardmill.dataset.manifest import Manifest, VersionRange, manifest_path
+from shardmill.dataset.maintenance.child import child_of
+from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.maintenance.gc import collect_garbage
+from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.rollback import roll_back
+from shardmill.dataset.manifest import Manifest, Operation, VersionRange, manifest_path
 from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import check_recorded, latest_version, read_manifest
-from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.errors import CommitConflict, IntegrityError, SecurityRefusal, UsageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch
-from tests.lab.datasets import build_here, make_dataset, write_images
+from tests.etl.building import tree_for
+from tests.lab.datasets import HERE, build_here, make_dataset, write_images
 
 ROOT = Path(__file__).parents[2]
 _NUM_WRITERS, _NUM_ROUNDS = 8, 100
@@ -120,9 +130,7 @@ class _Ended(BaseException):
     ("point", "is_published", "is_recorded"),
     [("lease", False, False), ("manifest_put", False, False), ("post_commit", True, False), ("", True, True)],
 )
-def test_the_order_of_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, is_published: bool, is_recorded: bool
-):
+def test_the_order_of_a_commit(tmp_path: Path, monkeypatch, point: str, is_published: bool, is_recorded: bool):
     """First the lease is checked, then the manifest appears, and last it is recorded."""
 
     def end(*_: object) -> None:
@@ -303,3 +311,124 @@ def test_an_index_in_several_segments_is_read_as_one(tmp_path: Path, monkeypatch
         (each.split, each.format, each.num_rows) for each in whole.shards
     ]
     verify_dataset(cut, deep=True).raise_if_failed()
+
+
+def config_of(image_size: int) -> EtlConfig:
+    return EtlConfig(image_size=image_size, unit_min_images=6, formats=("parquet",), engine=HERE)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """Versions 1 and 2, of images of 8 and 9 pixels."""
+    write_images(tmp_path / "images", num_images=24)
+    build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), config_of(8))
+    return build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), config_of(9))
+
+
+def test_a_rollback_names_the_old_files_and_copies_nothing(root: str):
+    before = {path for path in Path(root).rglob("*") if path.is_file()}
+    done = roll_back(open_store(root), 1, "back")
+    assert done.is_new
+    latest, old = open_dataset(root), open_dataset(f"{root}@1")
+    assert latest.manifest == done.manifest and latest.shards == old.shards
+    lineage = (latest.pin.version, latest.manifest.operation, latest.manifest.parent_version)
+    assert (*lineage, latest.manifest.restored_version) == (3, "rollback", 2, 1)
+    assert latest.manifest.content_digest == old.manifest.content_digest
+    assert latest.manifest.layout_digest == old.manifest.layout_digest
+    new = {str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file() and path not in before}
+    assert new == {"manifests/00000003.json", "committed/00000003.json"}
+    for version in (1, 2, 3):
+        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
+    # The content is there already, and whatever follows is no rollback.
+    again = roll_back(open_store(root), 1, "again")
+    assert not again.is_new and again.manifest.version == 3
+    assert compact_dataset(open_dataset(root), "compacting").manifest.restored_version is None
+
+
+def test_the_next_build_follows_its_source_again(root: str, tmp_path: Path):
+    roll_back(open_store(root), 1, "back")
+    outcome = build_dataset(tree_for(tmp_path, "dataset", etl=config_of(8)), run_id="same")
+    assert outcome.skipped and outcome.manifest.version == 3
+
+
+def test_what_cannot_be_restored_is_refused(root: str):
+    store = open_store(root)
+    with pytest.raises(UsageError, match="has no version 7"):
+        roll_back(store, 7, "back")
+    open_shard = open_dataset(f"{root}@1").shards[0]
+    data = store.read(open_shard.path)
+    store.delete(open_shard.path)
+    with pytest.raises(IntegrityError, match="is missing"):
+        roll_back(store, 1, "back")
+    store.put(open_shard.path, data)
+    collect_garbage(store, Retention(keep=1, older_than_seconds=0.0), "gc")
+    with pytest.raises(UsageError, match="has expired"):
+        roll_back(store, 1, "back")
+
+
+def test_gc_keeps_what_a_rollback_names(root: str):
+    store = open_store(root)
+    roll_back(store, 1, "back")
+    done = collect_garbage(store, Retention(keep=1, older_than_seconds=0.0), "gc")
+    # Versions 1 and 3 name the same files, so they count as one.
+    assert (done.expired, done.retained) == ((2,), (1, 3, 4))
+    for version in done.retained:
+        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
+
+
+@pytest.mark.parametrize("operation", ["rollback", "compact", "expire"])
+def test_a_version_that_claims_an_origin_must_hold_its_rows(root: str, operation: Operation):
+    store = open_store(root)
+    first, second = (open_dataset(f"{root}@{version}").manifest for version in (1, 2))
+    forged = child_of(second, operation, "forged", content=first, restored_version=2)
+    publish(store, forged)
+    report = verify_dataset(open_dataset(root))
+    assert [check.problem for check in report.problems] == [f"a {operation} of version 2 has different rows"]
+
+
+def test_an_envelope_is_json_and_opens_again():
+    body = b'{"accuracy": 0.5}'
+    envelope = with_checksum(body)
+    assert json.loads(envelope)["body"] == {"accuracy": 0.5}
+    assert verified_body(envelope, "here") == body
+
+
+def test_every_flipped_bit_and_every_cut_of_an_envelope_is_noticed():
+    envelope = with_checksum(b'{"accuracy": 0.3667}')
+    damaged = [
+        envelope[:place] + bytes([envelope[place] ^ (1 << bit)]) + envelope[place + 1 :]
+        for place in range(len(envelope))
+        for bit in range(8)
+    ]
+    damaged += [envelope[:length] for length in range(len(envelope))] + [envelope + b" "]
+    for data in damaged:
+        with pytest.raises(IntegrityError, match="here was altered; .*; restore it"):
+            verified_body(data, "here", fix="restore it")
+
+
+def test_a_checksummed_file_is_read_only_as_it_was(tmp_path: Path):
+    store = open_store(tmp_path)
+    store.put("models/a.bin", b"weights")
+    file = checksum_file("a.bin", b"weights")
+    assert read_checksummed(store, file, "models") == b"weights"
+    verify_file(store, file, "models")
+    for look in (read_checksummed, verify_file):
+        for wrong in (replace(file, sha256="0" * 64), replace(file, size_bytes=1 << 50), replace(file, size_bytes=0)):
+            with pytest.raises(IntegrityError, match="altered"):
+                look(store, wrong, "models")
+        with pytest.raises(IntegrityError, match=r"b\.bin is missing"):
+            look(store, replace(file, path="b.bin"), "models")
+        with pytest.raises(SecurityRefusal):
+            look(store, replace(file, path="../models/a.bin"), "models")
+
+
+def test_a_file_is_checked_in_blocks(tmp_path: Path):
+    store, block = open_store(tmp_path), 8_000_000
+    for size in (0, 1, block - 1, block, block + 1, 2 * block, 2 * block + 9):
+        data = os.urandom(size)
+        store.put("file", data)
+        verify_file(store, checksum_file("file", data))
+        if size:
+            store.put("file", data[:-1] + bytes([data[-1] ^ 1]))
+            with pytest.raises(IntegrityError, match="altered"):
+                verify_file(store, checksum_file("file", data))

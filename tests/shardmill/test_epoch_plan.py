@@ -150,15 +150,10 @@ def test_the_worked_example_of_the_module():
 @pytest.mark.parametrize(
     "change",
     [
-        {"layout_digest": "other"},
-        {"split": "test"},
-        {"seed": 2},
-        {"global_batch_size": 32},
-        {"num_streams": 4},
-        {"window_chunks": 3},
-        {"shuffle": False},
+        {"layout_digest": "other"}, {"split": "test"}, {"seed": 2}, {"global_batch_size": 32}, {"num_streams": 4},
+        {"window_chunks": 3}, {"shuffle": False},
     ],
-)
+)  # fmt: skip
 def test_the_fingerprint_covers_whatever_changes_the_plan(change: dict):
     spec = PlanSpec("layout", "train", 1, 16, 8, 2)
     assert dataclasses.replace(spec, **change).fingerprint != spec.fingerprint

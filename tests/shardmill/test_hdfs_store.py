@@ -54,9 +54,7 @@ def test_a_table_names_files_of_hdfs_whatever_their_names_are(hdfs_root: str, tm
 
 
 @pytest.mark.drill
-def test_a_delegation_token_says_who_asks_also_for_worker_processes(
-    hdfs_server: HdfsServer, hdfs_root: str, tmp_path: Path
-):
+def test_a_delegation_token_says_who_asks_also_for_worker_processes(hdfs_server: HdfsServer, hdfs_root: str, tmp_path):
     """Without the token the NameNode takes this job for somebody else's, who may not write here."""
     write_images(tmp_path / "images", num_images=8)
     hdfs_server.fetch_token(tmp_path / "token")
@@ -65,14 +63,8 @@ def test_a_delegation_token_says_who_asks_also_for_worker_processes(
     write_settings(tmp_path / "conf" / "core-site.xml", security)
     options = ("--set", f"dataset.uri={hdfs_root}/dataset", "--set", "etl.image_size=16", "--set", "etl.engine=local")
     command = [
-        sys.executable,
-        "-m",
-        "pipeline.cli",
-        "etl",
-        str(tmp_path / "images"),
-        "--workdir",
-        str(tmp_path / "work"),
-    ]
+        sys.executable, "-m", "pipeline.cli", "etl", str(tmp_path / "images"), "--workdir", str(tmp_path / "work"),
+    ]  # fmt: skip
     open_store(hdfs_root).put("made/by", b"the owner of the token")
     for token, exit_code in ((tmp_path / "none", 4), (tmp_path / "token", 0)):
         environment = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +27,6 @@ from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, ShardInfo
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.processes import memory_below
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_dataset(tmp_path_factory.mktemp("whole"), num_images=60))
-
-
-@pytest.fixture
-def dataset_root(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "dataset"))
 
 
 def recommit(root: Path, manifest: Manifest) -> None:
@@ -150,16 +139,13 @@ def _grown(shard: ShardInfo, **first: int) -> ShardInfo:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda shard: _grown(shard, num_bytes=_HUGE),
-        lambda shard: _grown(shard, num_rows=_HUGE),
-        lambda shard: _grown(shard, image_bytes=_HUGE),
-        lambda shard: _grown(shard, start=-1),
+        lambda shard: _grown(shard, num_bytes=_HUGE), lambda shard: _grown(shard, num_rows=_HUGE),
+        lambda shard: _grown(shard, image_bytes=_HUGE), lambda shard: _grown(shard, start=-1),
         lambda shard: replace(shard, footer_bytes=_HUGE, size_bytes=shard.size_bytes + _HUGE - shard.footer_bytes),
-        lambda shard: replace(shard, footer_start=_HUGE),
-        lambda shard: replace(shard, size_bytes=_HUGE),
+        lambda shard: replace(shard, footer_start=_HUGE), lambda shard: replace(shard, size_bytes=_HUGE),
         lambda shard: replace(shard, num_rows=_HUGE),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_no_file_has_are_refused_before_anything_is_allocated(
     dataset_root: Path, change: Callable[[ShardInfo], ShardInfo]
 ):

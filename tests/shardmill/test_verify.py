@@ -1,36 +1,53 @@
-"""Damage: whatever byte of a committed version is altered, cut, lost or swapped, `verify` and the reader name it."""
+"""Verification: damage is found and named, also in the index of a split and in copied rows."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+import shardmill
+from shardmill.checksummed import checksum_file
+from shardmill.dataset import chunks
+from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.index import index_table, shards_of_table
 from shardmill.dataset.manifest import encode_manifest
 from shardmill.dataset.open import open_dataset, open_pinned
+from shardmill.dataset.row_segments import ROWS_SCHEMA
+from shardmill.dataset.segment import put_segment, read_segment, rows_file
+from shardmill.dataset.shard import publish_shard
+from shardmill.dataset.split_index import SplitIndex, _read_parts, read_index
 from shardmill.dataset.verify import verify_dataset
+from shardmill.epoch_plan import plan_epoch
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.formats import SHARD_FORMATS
+from shardmill.formats.cutting import cut_chunks
+from shardmill.ids import add_digests, format_digest
+from shardmill.step_planner import StepPlanner
+from shardmill.stores import STORES, open_store
+from shardmill.values import ShardFile, ShardInfo
+from tests.counting_store import CALLS, ENTRY, SCHEME
+from tests.far_store import ENTRY as FAR_ENTRY
+from tests.far_store import SCHEME as FAR
 from tests.lab.datasets import make_dataset, read_all
 from tests.lab.scale import usually
 
 _SEED = random.SystemRandom().randrange(2**32)
 _NUM_FLIPS = usually(20, 500)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(make_dataset(tmp_path_factory.mktemp("whole"), num_images=60))
-
-
-@pytest.fixture
-def dataset_root(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "dataset"))
 
 
 def test_a_whole_dataset_passes_every_rule(whole: Path):
@@ -173,3 +190,267 @@ def test_a_mistyped_path_is_a_mistake_of_usage_and_names_what_is_near(dataset_ro
 def test_an_unknown_version_names_the_known_ones(whole: Path):
     with pytest.raises(UsageError, match="has no version 9; expected 1"):
         open_dataset(f"{whole}@9")
+
+
+NUM_FLIPS = usually(10, 1_000)
+NUM_CUTS = NUM_FLIPS // 5
+BATCH = {"global_batch_size": 8, "seed": 3, "num_streams": 2}
+
+
+@pytest.fixture(scope="module")
+def damageable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(make_dataset(tmp_path_factory.mktemp("whole"), num_images=90, chunk_bytes=3000))
+
+
+@pytest.fixture
+def root(damageable: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(damageable, tmp_path / "dataset"))
+
+
+def read(uri: Path | str, format: str, **reading: object) -> tuple[list[str], str]:
+    """A digest of each batch of an epoch; and the error with which it ended, if it did."""
+    found = []
+    with shardmill.open_dataset(str(uri)).batches("train", format=format, **BATCH, **reading) as loader:
+        try:
+            for batch in loader:
+                arrays = (batch.images, batch.labels, batch.weights, batch.sample_ids)
+                found.append(hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest())
+        except IntegrityError as error:
+            return found, str(error)
+    return found, ""
+
+
+def first_steps(root: Path, format: str) -> list[int]:
+    """By chunk of the split: the first step that needs it."""
+    dataset = shardmill.open_dataset(str(root))
+    spec, chunk_rows = dataset.batches("train", **BATCH).spec, dataset.index("train", format).chunk_rows
+    plan = plan_epoch(spec, chunk_rows, 0)
+    planner, steps = StepPlanner(plan, range(spec.num_streams)), np.full(len(chunk_rows), plan.num_steps)
+    for step in reversed(range(plan.num_steps)):
+        steps[planner.rows_of_step(step).chunks_N] = step
+    return steps.tolist()
+
+
+def damage(rng: random.Random, data: bytes, number: int) -> tuple[str, int, bytes]:
+    """Kind and place of a trial's damage, and what the file then holds."""
+    place = rng.randrange(len(data))
+    if number >= NUM_FLIPS:
+        return "cut", place, data[:place]
+    flipped = bytearray(data)
+    flipped[place] ^= 1 << rng.randrange(8)
+    return "flip", place, bytes(flipped)
+
+
+def hit(shard: ShardInfo, kind: str, place: int) -> list[int] | None:
+    """The chunks of a shard whose bytes, or those of its footer, are damaged; None if nobody reads these bytes."""
+    ends = [chunk.start + chunk.num_bytes for chunk in shard.chunks]
+    if place >= shard.footer_start or (kind == "cut" and shard.footer_bytes):
+        return list(range(len(ends)))
+    found = [number for number, end in enumerate(ends) if place < end]
+    if kind == "flip":
+        return found[:1] if place >= shard.chunks[0].start else None
+    return found
+
+
+@pytest.mark.parametrize("format", SHARD_FORMATS)
+def test_no_damaged_byte_of_a_shard_is_silent(root: Path, format: str):
+    expected, steps = read(root, format)[0], first_steps(root, format)
+    shards = shardmill.open_dataset(str(root)).shards_of("train", format)
+    firsts = np.cumsum([0, *(len(shard.chunks) for shard in shards)]).tolist()
+    rng, counts = random.Random(f"{format} {NUM_FLIPS}"), Counter()
+    for number in range(NUM_FLIPS + NUM_CUTS):
+        which = rng.randrange(len(shards))
+        shard = shards[which]
+        path = root / shard.path
+        damageable = path.read_bytes()
+        kind, place, data = damage(rng, damageable, number)
+        chunks = hit(shard, kind, place)
+        path.write_bytes(data)
+        found, error = read(root, format)
+        path.write_bytes(damageable)
+        trial = f"trial {number}: {kind} at {place} of {shard.path}: {error or 'no error'}"
+        if chunks is None:
+            assert not error and found == expected, trial
+        else:
+            at = min(steps[firsts[which] + chunk] for chunk in chunks)
+            assert path.name in error and found == expected[:at], f"{trial}; expected at step {at}"
+        counts[kind, "unread" if chunks is None else "found"] += 1
+    print(f"{format}: {dict(counts)}, none silent")
+    assert read(root, format) == (expected, "") and counts["flip", "found"] and counts["cut", "found"]
+
+
+@pytest.mark.parametrize("format", SHARD_FORMATS)
+def test_what_is_damaged_in_a_cache_is_fetched_again(damageable: Path, format: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(STORES.entries, FAR, FAR_ENTRY)
+    expected, _ = read(damageable, format)
+    uri, rng = f"{FAR}://{damageable}", random.Random(f"cache {format} {NUM_FLIPS}")
+    assert read(uri, format, cache_dir=tmp_path) == (expected, "")
+    entries = sorted(path for path in tmp_path.rglob("*-*") if path.is_file() and path.stat().st_size)
+    for number in range(NUM_FLIPS + NUM_CUTS):
+        path = rng.choice(entries)
+        data = path.read_bytes()
+        kind, place, damaged = damage(rng, data, number)
+        path.write_bytes(damaged)
+        trial = f"trial {number}: {kind} at {place} of {path.name}"
+        assert read(uri, format, cache_dir=tmp_path) == (expected, ""), trial
+        assert path.read_bytes() == data, f"{trial}: it is whole again"
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of several shards in each split and both formats."""
+    return make_dataset(tmp_path_factory.mktemp("indexed"), num_images=120, shard_max_bytes=20_000)
+
+
+def assert_says(index: SplitIndex, shards: tuple[ShardInfo, ...]) -> None:
+    infos = [chunk for shard in shards for chunk in shard.chunks]
+    assert index.num_chunks == len(infos) and index.num_shards == len(shards) > 1
+    for field in fields(ShardFile):
+        found = [getattr(index.shard(number), field.name) for number in range(index.num_shards)]
+        assert found == [getattr(shard, field.name) for shard in shards]
+    places = iter(infos)
+    for number, shard in enumerate(shards):
+        for place, info in enumerate(shard.chunks):
+            found = index.chunk(int(index.first_chunk_of_shard[number]) + place)
+            assert next(places) == info and (found.shard, found.number) == (number, place)
+            assert (found.place.start, found.place.num_bytes) == (info.start, info.num_bytes)
+            assert (found.num_rows, found.crc32c) == (info.num_rows, info.crc32c)
+    assert index.chunk_rows.tolist() == [info.num_rows for info in infos]
+    assert index.image_bytes.tolist() == [info.image_bytes for info in infos]
+    assert index.max_chunk_bytes == max(info.image_bytes for info in infos)
+    assert index.paths == [shard.path for shard in shards]
+
+
+def test_columns_say_what_the_values_say(uri: str):
+    dataset = open_dataset(uri)
+    for split in dataset.manifest.splits:
+        for name in dataset.manifest.formats:
+            assert_says(dataset.index(split, name), dataset.shards_of(split, name))
+    shards = dataset.shards_of("train", "parquet")
+    assert_says(SplitIndex.of(shards), shards)
+
+
+def test_segments_of_any_shape_are_joined_in_their_order(uri: str, tmp_path: Path):
+    """Each shard a segment of its own; formats and splits mixed; without dictionaries, in several row groups."""
+    dataset = open_dataset(uri)
+    store = open_store(str(tmp_path))
+    segments = tuple(put_segment(store, "indexes", index_table([shard])) for shard in dataset.shards)
+    manifest = dataset.manifest.model_copy(update={"index_segments": segments})
+    for (split, name), index in read_index(store, manifest).items():
+        assert_says(index, dataset.shards_of(split, name))
+    table = index_table(sorted(dataset.shards, key=lambda shard: shard.sha256))
+    out = pa.BufferOutputStream()
+    pq.write_table(table, out, use_dictionary=False, row_group_size=3)
+    store.put("indexes/mixed.parquet", out.getvalue().to_pybytes())
+    file = checksum_file("indexes/mixed.parquet", out.getvalue().to_pybytes())
+    found = read_index(store, manifest.model_copy(update={"index_segments": (file,)}))
+    for (split, name), index in found.items():
+        mine = [each for each in shards_of_table(table) if (each.split, each.format) == (split, name)]
+        assert_says(index, tuple(mine))
+
+
+def _first(shard: ShardInfo, **changed: int) -> ShardInfo:
+    return replace(shard, chunks=(replace(shard.chunks[0], **changed), *shard.chunks[1:]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shard: _first(shard, start=-4), lambda shard: _first(shard, num_bytes=1 << 62),
+        lambda shard: _first(shard, num_rows=(1 << 63) // 64 + 1), lambda shard: _first(shard, num_rows=0),
+        lambda shard: _first(shard, image_bytes=-1), lambda shard: _first(shard, crc32c=1 << 40),
+        lambda shard: replace(shard, chunks=(shard.chunks[0], *shard.chunks[2:])),
+        lambda shard: replace(shard, chunks=shard.chunks[::-1]),
+        lambda shard: replace(shard, num_rows=shard.num_rows + 1),
+        lambda shard: replace(shard, footer_bytes=shard.footer_bytes + 1),
+        lambda shard: replace(shard, footer_start=(1 << 63) - 1, size_bytes=(1 << 63) - 1, footer_bytes=0),
+        lambda shard: replace(shard, path="../outside"), lambda shard: replace(shard, rows_path="rows/../../x"),
+        lambda shard: replace(shard, path="shards/%2e%2e/%2e%2e/x"),
+        lambda shard: replace(shard, path="shards/..hidden/../x"),
+    ],
+)  # fmt: skip
+def test_what_no_file_has_is_refused_as_the_values_refuse_it(uri: str, tmp_path: Path, change):
+    shards = open_dataset(uri).shards_of("train", "parquet")
+    target = next(number for number, shard in enumerate(shards) if len(shard.chunks) > 2)
+    table = index_table([change(shard) if number == target else shard for number, shard in enumerate(shards)])
+    store = open_store(str(tmp_path))
+    with pytest.raises((IntegrityError, SecurityRefusal)):
+        _read_parts(store, put_segment(store, "indexes", table), 10_000)
+    path = table.column("shard")[0].as_py()
+    empty = table.set_column(2, "shard", pa.array([None if each == path else each for each in table[2].to_pylist()]))
+    with pytest.raises(IntegrityError, match="empty fields"):
+        _read_parts(store, put_segment(store, "indexes", empty), 10_000)
+
+
+def test_the_footers_that_a_reader_keeps_are_bounded(uri: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    dataset = open_dataset(f"{SCHEME}://{uri}")
+    index = dataset.index("train", "parquet")
+    footer_bytes = max(shard.footer_bytes for shard in dataset.shards_of("train", "parquet"))
+    monkeypatch.setattr(chunks, "_MAX_FOOTER_BYTES", 2 * (footer_bytes + chunks._SHARD_BYTES))
+    fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
+    everything = [fetcher.read_chunk(number) for number in range(index.num_chunks)]
+    assert 1 <= len(fetcher._opened) <= 2 and not fetcher._opening
+    CALLS.clear()
+    again = fetcher.read_chunk(0)
+    assert CALLS["read_range"] == 2 and np.array_equal(again.sample_ids_N, everything[0].sample_ids_N)
+    fetcher.read_chunk(0)
+    assert CALLS["read_range"] == 3
+
+
+@pytest.mark.starts("program")
+def test_the_first_batch_imports_no_pandas(uri: str):
+    """pyarrow would, where it is installed: a second on a busy machine."""
+    program = (
+        "import sys, shardmill\n"
+        f"for name in ('parquet', 'tfrecord'):\n"
+        f"    next(iter(shardmill.open_dataset({uri!r}).batches('train', global_batch_size=8, format=name)))\n"
+        "print('pandas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.fixture(scope="module")
+def version(whole: Path) -> Dataset:
+    return open_dataset(str(whole))
+
+
+def shard_of(dataset: Dataset, format_name: str) -> ShardInfo:
+    return dataset.shards_of("train", format_name)[0]
+
+
+@pytest.mark.parametrize("source_format", SHARD_FORMATS)
+@pytest.mark.parametrize("target_format", SHARD_FORMATS)
+def test_a_copied_shard_equals_the_one_that_the_etl_published(
+    version: Dataset, tmp_path: Path, source_format: str, target_format: str
+):
+    schema = version.manifest.row_schema
+    rows = read_stored_rows(version.store, shard_of(version, source_format), schema)
+    chunks = list(cut_chunks(rows, version.manifest.config["chunk_bytes"]))
+    copied = publish_shard(open_store(tmp_path / "copy"), "train", "copied", target_format, chunks, schema=schema)
+    expected = shard_of(version, target_format)
+    # The whole file and the whole row segment, byte for byte; only the names are other ones.
+    assert replace(copied, path=expected.path, rows_path=expected.rows_path) == expected
+
+
+def test_the_sums_of_the_manifest_follow_from_the_copied_rows(version: Dataset):
+    for split, info in version.manifest.splits.items():
+        rows = [
+            row
+            for shard in version.shards_of(split)
+            for row in read_stored_rows(version.store, shard, version.manifest.row_schema)
+        ]
+        assert len(rows) == info.num_rows
+        total = format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows)))
+        assert total == info.row_digest_sum
+
+
+@pytest.mark.parametrize("format_name", SHARD_FORMATS)
+def test_a_row_segment_of_another_shard_is_refused(version: Dataset, format_name: str):
+    first, second = version.shards_of("train", format_name)[:2]
+    rows = read_segment(version.store, rows_file(second), ROWS_SCHEMA, second.num_rows)
+    assert len(rows) == second.num_rows
+    of_rows = {name: getattr(second, name) for name in ("rows_path", "rows_bytes", "rows_sha256", "num_rows")}
+    mixed = replace(first, **of_rows)
+    with pytest.raises(IntegrityError, match="a different row than its row segment"):
+        list(read_stored_rows(version.store, mixed, version.manifest.row_schema))

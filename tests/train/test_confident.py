@@ -19,7 +19,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError
 from shardmill.loader.reader import read_split
-from tests.etl.extra_columns import build
+from tests.etl.incremental import build_from
 from tests.train.training import MODELS, train_here
 from train.backends import BACKENDS
 from train.config import TrainConfig
@@ -67,7 +67,7 @@ def datasets(tmp_path_factory) -> dict[str, Dataset]:
         label_kind = "class" if kind == "binary" else kind
         source = SourceConfig(uri=str(folder / "a.parquet"), kind="parquet", label_kind=label_kind)
         fractions = SplitFractions(train=0.5, validation=0.2, test=0.3)
-        build(source, folder / "dataset", image_size=8, split_fractions=fractions)
+        build_from(source, folder / "dataset", image_size=8, split_fractions=fractions)
         found[kind] = open_dataset(str(folder / "dataset"))
     return found
 

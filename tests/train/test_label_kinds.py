@@ -21,7 +21,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
-from tests.etl.extra_columns import build
+from tests.etl.incremental import build_from
 from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import batch_of
@@ -84,7 +84,7 @@ def datasets(tmp_path_factory) -> dict[str, Dataset]:
         )
         source = SourceConfig(uri=str(folder / "a.parquet"), kind="parquet", label_kind=kind)
         fractions = SplitFractions(train=0.6, validation=0.2, test=0.2)
-        build(source, folder / "dataset", image_size=16, split_fractions=fractions)
+        build_from(source, folder / "dataset", image_size=16, split_fractions=fractions)
         found[kind] = open_dataset(str(folder / "dataset"))
         assert LabelSpec.of(found[kind].manifest) == KINDS[kind]
     return found

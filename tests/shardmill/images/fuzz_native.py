@@ -1,4 +1,4 @@
-"""Calls every function of the native kernel with damaged input; run by `test_native_fuzz.py` under the sanitizers.
+"""Calls every function of the native kernel with damaged input; run by `test_native_kernel.py` under the sanitizers.
 
     python fuzz_native.py FOLDER SEED COUNT
 

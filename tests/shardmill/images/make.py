@@ -144,13 +144,9 @@ def tiff_of(pixels: np.ndarray, extra_tags: Mapping[int, Sequence[int]] | None =
     stored = pixels if pixels.dtype == np.uint8 else pixels.astype(byte_order + "u2")
     strips = [stored[start : start + 10].tobytes() for start in range(0, height, 10)]
     tags = {
-        256: [width],
-        257: [height],
-        258: [8 * pixels.dtype.itemsize] * num_samples,
-        262: [1 if num_samples == 1 else 2],
-        277: [num_samples],
-        278: [10],
-    }
+        256: [width], 257: [height], 258: [8 * pixels.dtype.itemsize] * num_samples,
+        262: [1 if num_samples == 1 else 2], 277: [num_samples], 278: [10],
+    }  # fmt: skip
     return tiff({**tags, **(extra_tags or {})}, strips, byte_order)
 
 
@@ -160,22 +156,14 @@ def one_of_each_format(picture_HWC: np.ndarray | None = None) -> dict[str, bytes
     gray = np.ascontiguousarray(rgb[:, :, 1])
     rgba = np.dstack([rgb, ramp_alpha(*gray.shape)])
     return {
-        "jpeg": jpeg(rgb, 90),
-        "progressive": by_opencv(".jpg", rgb, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
+        "jpeg": jpeg(rgb, 90), "progressive": by_opencv(".jpg", rgb, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
         "gray_jpeg": gray_jpeg(gray),
-        "cmyk": simplejpeg.encode_jpeg(np.ascontiguousarray(rgba), 90, colorspace="CMYK"),
-        "png": png(rgb),
-        "rgba_png": png(rgba),
-        "png_16": png(gray.astype(np.uint16) * 257),
-        "gif": gif(gray, gray[::-1]),
-        "webp": webp(rgb),
-        "lossy_alpha_webp": webp(rgba, 80),
-        "bmp": bmp(rgb),
-        "tiff": tiff_of(rgb),
-        "tiff_lzw": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 5]),
-        "avif": avif(rgb),
+        "cmyk": simplejpeg.encode_jpeg(np.ascontiguousarray(rgba), 90, colorspace="CMYK"), "png": png(rgb),
+        "rgba_png": png(rgba), "png_16": png(gray.astype(np.uint16) * 257), "gif": gif(gray, gray[::-1]),
+        "webp": webp(rgb), "lossy_alpha_webp": webp(rgba, 80), "bmp": bmp(rgb), "tiff": tiff_of(rgb),
+        "tiff_lzw": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 5]), "avif": avif(rgb),
         "tiff_deflate": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 8]),
-    }
+    }  # fmt: skip
 
 
 def decode(data: bytes, options: NormalizeOptions = OPTIONS) -> DecodedImage:
@@ -259,15 +247,10 @@ def with_profile(jpeg: bytes, profile: bytes, part_bytes: int = 65000) -> bytes:
 
 # How pixels must be stored so that each orientation makes them upright again (EXIF 2.32, table 6).
 STORED_FOR_ORIENTATION = {
-    1: lambda upright: upright,
-    2: np.fliplr,
-    3: lambda upright: np.rot90(upright, 2),
-    4: np.flipud,
-    5: lambda upright: upright.transpose(1, 0, 2),
-    6: np.rot90,
-    7: lambda upright: np.rot90(upright, 2).transpose(1, 0, 2),
-    8: lambda upright: np.rot90(upright, -1),
-}
+    1: lambda upright: upright, 2: np.fliplr, 3: lambda upright: np.rot90(upright, 2), 4: np.flipud,
+    5: lambda upright: upright.transpose(1, 0, 2), 6: np.rot90,
+    7: lambda upright: np.rot90(upright, 2).transpose(1, 0, 2), 8: lambda upright: np.rot90(upright, -1),
+}  # fmt: skip
 
 
 def run_length_bmp() -> bytes:

@@ -220,9 +220,7 @@ def sandbox(others: set[int]) -> Iterator[DecodeSandbox]:
 
 
 @pytest.mark.parametrize("name", CRAFTED)
-def test_a_crafted_file_ends_as_it_should_within_the_limits(
-    name: str, others: set[int], sandbox: DecodeSandbox
-) -> None:
+def test_a_crafted_file_ends_as_it_should_within_the_limits(name: str, others: set[int], sandbox: DecodeSandbox):
     build, expected = CRAFTED[name]
     data = build()
     outcome = sandbox.process(SourceImage(key="x", size_bytes=len(data)), data, OPTIONS)

@@ -102,9 +102,7 @@ def expect_the_same_pixels(sandbox: DecodeSandbox) -> ExpectTheSamePixels:
 
 @pytest.mark.parametrize("revision", [b"\0\0", b"\2\1", b"\xff\xff"])
 @pytest.mark.parametrize("kind", ["baseline", "gray", "progressive"])
-def test_an_unknown_jfif_revision_is_a_note(
-    expect_the_same_pixels: ExpectTheSamePixels, kind: str, revision: bytes
-) -> None:
+def test_an_unknown_jfif_revision_is_a_note(expect_the_same_pixels: ExpectTheSamePixels, kind: str, revision: bytes):
     clean = one_of_each_kind(kind)
     expect_the_same_pixels(with_revision(clean, revision), clean, "jfif_revision")
 
@@ -125,9 +123,7 @@ def test_scan_parameters_of_a_progressive_jpeg_count() -> None:
 
 @pytest.mark.parametrize("added", [bytes(12), bytes(2000), b"\xaa" * 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_before_the_end_marker_is_a_note(
-    expect_the_same_pixels: ExpectTheSamePixels, kind: str, added: bytes
-) -> None:
+def test_padding_before_the_end_marker_is_a_note(expect_the_same_pixels: ExpectTheSamePixels, kind: str, added: bytes):
     clean = one_of_each_kind(kind)
     expect_the_same_pixels(clean[:-2] + added + clean[-2:], clean, "extraneous_bytes")
 
@@ -147,9 +143,7 @@ def test_any_bytes_before_the_end_marker_are_a_note(
     ("kind", "marker"),
     [("restarts", 0xD2), ("progressive", 0xC4), ("progressive", 0xDA), ("progressive_restarts", 0xD0)],
 )
-def test_padding_before_other_markers_is_a_note(
-    expect_the_same_pixels: ExpectTheSamePixels, kind: str, marker: int
-) -> None:
+def test_padding_before_other_markers_is_a_note(expect_the_same_pixels: ExpectTheSamePixels, kind: str, marker: int):
     clean = one_of_each_kind(kind)
     place = clean.rindex(bytes((0xFF, marker)))
     expect_the_same_pixels(clean[:place] + bytes(40) + clean[place:], clean, "extraneous_bytes")

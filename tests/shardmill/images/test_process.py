@@ -1,21 +1,44 @@
-"""`process_image` is pure, deterministic and total: whatever the bytes, a sample or a rejection comes back."""
+"""One image through the chain: each reason, damaged images, and decoding in a process."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import multiprocessing
+import random
+import resource
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_sample_images
 
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.decode import DECODERS
+from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.images.process import process_image
-from shardmill.options import NormalizeOptions
+from shardmill.images.sandbox import DecodeSandbox
+from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
-from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_format, photo, png
+from tests.lab.scale import usually
+from tests.shardmill.images.make import (
+    OPTIONS,
+    gray_photo,
+    gray_profile,
+    jpeg,
+    one_of_each_format,
+    photo,
+    png,
+    rgb_profile,
+    with_orientation,
+    with_profile,
+)
 
 # Small enough that a header which a mutation blew up costs nothing to decode.
 FUZZ_OPTIONS = OPTIONS.model_copy(update={"max_source_pixels": 1_000_000})
@@ -187,3 +210,159 @@ def test_an_image_smaller_than_asked_for_is_left_out_in_every_format(name: str) 
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TOO_SMALL
     assert rejection.detail == "declares 32x24; min_source_side_pixels is 25"
+
+
+NUM_MUTANTS = usually(300, 10_000)
+# Small enough that a header which a mutation blew up costs nothing to decode.
+OPTIONS_OF_MUTANTS = OPTIONS.model_copy(update={"max_source_pixels": 1_000_000})
+KINDS = ("flip", "flip", "cut", "splice", "overwrite", "size")
+# Where the formats keep their widths and heights: PNG, GIF, WebP, BMP; a JPEG's frame is looked for.
+SIZE_PLACES = (16, 20, 6, 8, 26, 28, 18, 22)
+
+
+@functools.cache
+def intact_files() -> list[bytes]:
+    """Pieces of two photographs in every format, and with what else decoders look at."""
+    pictures = [np.ascontiguousarray(each[200:224, 300:332]) for each in load_sample_images().images]
+    files = [data for picture in pictures for data in one_of_each_format(picture).values()]
+    tagged = with_profile(with_orientation(jpeg(pictures[0]), 6), rgb_profile())
+    large = jpeg(np.ascontiguousarray(load_sample_images().images[0][:160, :160]), 60)  # decoded at 1/2
+    return [*files, tagged, with_profile(jpeg(pictures[1]), gray_profile(1.8)), png(pictures[0][:, :, 0]), large]
+
+
+def mutant(number: int) -> bytes:
+    """One of the intact files after one to four changes; a function of its number alone."""
+    rng = random.Random(number)
+    data = bytearray(rng.choice(intact_files()))
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(data))
+        match rng.choice(KINDS):
+            case "flip":
+                data[place] ^= 1 << rng.randrange(8)
+            case "cut":
+                del data[max(1, place) :]
+            case "splice":
+                other = rng.choice(intact_files())
+                start = rng.randrange(len(other))
+                data[place:place] = other[start : start + rng.randint(1, 64)]
+            case "overwrite":
+                data[place % min(len(data), 64)] = rng.choice([0x00, 0x01, 0x7F, 0xC0, 0xD9, 0xFF])
+            case "size":
+                frame = data.find(b"\xff\xc0")
+                place = frame + rng.choice([5, 7]) if frame >= 0 else rng.choice(SIZE_PLACES)
+                data[place : place + 2] = rng.choice([0, 1, 33, 500, 65535]).to_bytes(2, rng.choice(["big", "little"]))
+    return bytes(data)
+
+
+@pytest.mark.starts("decoder")
+def test_no_mutant_crashes_or_hangs_and_each_ends_the_same_twice() -> None:
+    dispositions: Counter[str] = Counter()
+    with DecodeSandbox() as sandbox:
+        for number in range(NUM_MUTANTS):
+            data = mutant(number)
+            source = SourceImage(f"mutant {number}", len(data), mtime_ns=5, etag="e")
+            first = sandbox.process(source, data, OPTIONS_OF_MUTANTS)
+            # The second time without the sandbox, where nothing could hide an exception.
+            assert process_image(source, data, OPTIONS_OF_MUTANTS) == first, number
+            assert first.source_sha256 == hashlib.sha256(data).hexdigest(), number
+            if isinstance(first, Rejection):
+                assert first.reason in RejectReason, number
+                assert not first.reason.startswith("decoder_"), (number, first)
+                assert (first.key, first.size_bytes, first.mtime_ns, first.etag) == (source.key, len(data), 5, "e")
+                assert first.stage == "decode", number
+                assert first.detail.isprintable(), number
+                dispositions[first.reason] += 1
+            else:
+                shape_HWC = (first.height, first.width, first.channels)
+                assert shape_HWC == OPTIONS_OF_MUTANTS.image_shape_HWC, number
+                decode_stored(first.image, OPTIONS_OF_MUTANTS.encoding, shape_HWC)
+                dispositions["accepted"] += 1
+    print(dispositions)
+    assert dispositions.total() == NUM_MUTANTS
+    # The mutations must not all be of one kind: each of these is met dozens of times in 300.
+    assert {"accepted", "truncated", "corrupt_scan", "checksum", "bad_header", "not_an_image"} <= set(dispositions)
+
+
+def test_no_mutant_ends_otherwise_with_the_native_kernel() -> None:
+    pytest.importorskip("shardmill_native", reason="the native kernel is not built (scripts/setup.sh says why)")
+    # Smaller than every one of the pictures, so that there is something to shrink.
+    wheels = OPTIONS_OF_MUTANTS.model_copy(update={"image_size": 18, "encoding": "raw"})
+    native = wheels.model_copy(update={"kernel": "native"})
+    num_accepted = num_rejected = num_different = 0
+    for number in range(NUM_MUTANTS):
+        data = mutant(number)
+        if data[:2] != b"\xff\xd8":
+            continue
+        source = SourceImage(f"mutant {number}.jpg", len(data))
+        expected, found = (process_image(source, data, options) for options in (wheels, native))
+        if isinstance(expected, Rejection):
+            assert found == expected, number
+            num_rejected += 1
+            continue
+        assert isinstance(found, ImageSample), number
+        assert (found.notes, found.source_sha256) == (expected.notes, expected.source_sha256), number
+        pixels, expected_pixels = (np.frombuffer(each.image, np.uint8).astype(int) for each in (found, expected))
+        assert np.abs(pixels - expected_pixels).max() <= 1, number
+        num_accepted += 1
+        num_different += found.image != expected.image
+    assert min(num_accepted, num_rejected) > NUM_MUTANTS / 40 and num_different > NUM_MUTANTS / 200
+
+
+PNG_OPTIONS = NormalizeOptions(image_size=16, encoding="png")
+SMALL = png(gray_photo())
+# 49 megapixels in some kilobytes.
+HUGE = png(np.zeros((7000, 7000, 3), np.uint8))
+
+Images = list[tuple[SourceImage, bytes]]
+
+
+def images_of(*contents: bytes) -> Images:
+    return [(SourceImage(f"{number}.png", len(data)), data) for number, data in enumerate(contents)]
+
+
+def without_limits(images: Images) -> Iterator[tuple[SourceImage, bytes]]:
+    """Asserts, whenever the decoder takes an image, that nothing limits who reads it."""
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    for image in images:
+        yield image
+        assert resource.getrlimit(resource.RLIMIT_AS) == unlimited
+        assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_outcomes_come_in_order_and_limits_hold_for_nothing_else():
+    images = images_of(*[SMALL, b"not an image"] * 40)
+    decoder = OwnProcessDecoder(DecodeLimits())
+    outcomes = list(decoder.decode(without_limits(images), PNG_OPTIONS))
+    assert outcomes == [(source, process_image(source, data, PNG_OPTIONS)) for source, data in images]
+
+
+@pytest.mark.starts("decoder")
+def test_of_a_run_of_images_one_that_needs_too_much_memory_is_refused_and_no_neighbour_is():
+    images = images_of(SMALL, SMALL, HUGE, SMALL)
+    decoder = OwnProcessDecoder(DecodeLimits(decode_memory_bytes=100_000_000))
+    outcomes = [outcome for _, outcome in decoder.decode(without_limits(images), PNG_OPTIONS)]
+    refused = outcomes.pop(2)
+    assert isinstance(refused, Rejection) and refused.reason is RejectReason.DECODER_MEMORY
+    assert all(isinstance(outcome, ImageSample) for outcome in outcomes)
+
+
+def decode_all(images: Images, limits: DecodeLimits) -> None:
+    assert len(list(OwnProcessDecoder(limits).decode(images, PNG_OPTIONS))) == len(images)
+
+
+def exit_code_of(images: Images, limits: DecodeLimits) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=decode_all, args=(images, limits))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.mark.starts("program")
+def test_each_image_of_a_run_has_the_time_for_itself():
+    images = images_of(*[png(np.zeros((3000, 3000, 3), np.uint8))] * 6)
+    process_image(*images[0], PNG_OPTIONS)
+    begun = time.process_time()
+    process_image(*images[0], PNG_OPTIONS)
+    seconds = time.process_time() - begun
+    assert exit_code_of(images, DecodeLimits(decode_timeout_seconds=3 * seconds)) == 0
+    assert exit_code_of(images, DecodeLimits(decode_timeout_seconds=seconds / 3)) == -signal.SIGPROF
