@@ -10,6 +10,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def size_of(num_bytes: float) -> str:
+    """`1.5 GiB`, `0.2 KiB`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
 def name_some(names: Sequence[str], limit: int = 5) -> str:
     """`a, b, c, d, e and 7 more`: the first names, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

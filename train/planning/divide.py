@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.words import size_of
 from train.backends.backend import model_spec
 from train.contracts.mesh_shape import AXES_OF_LAYERS
 from train.models import MODELS
@@ -15,7 +16,6 @@ from train.models.user import imported_packages
 from train.planning.auto import AUTO
 from train.planning.host_memory import GPU_FRAMEWORK_BYTES, HOST_FRAMEWORK_BYTES, Limit, bytes_of_a_rank, limit_of
 from train.planning.input_memory import input_bytes
-from train.planning.memory_fit import size_of
 from train.planning.memory_table import MemoryRow, Room, row_of, why_refused
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import check_spread

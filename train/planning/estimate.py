@@ -15,7 +15,7 @@ from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig, require_uri
-from shardmill.words import counted
+from shardmill.words import counted, size_of
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
@@ -24,7 +24,7 @@ from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, limit_of, ra
 from train.planning.input_memory import input_bytes
 from train.planning.make import plan_training
 from train.planning.memory import Memory, measured
-from train.planning.memory_fit import Fit, decided, size_of
+from train.planning.memory_fit import Fit, decided
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import ShardmillError
 from shardmill.free_memory import free_bytes
 from shardmill.storage import Store
+from shardmill.words import size_of
 from train.backends.backend import model_spec
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import weight_bytes
@@ -30,7 +31,7 @@ from train.planning.host_memory import (
 )
 from train.planning.images_at_once import images_at_once, most_microbatches
 from train.planning.memory_counted import counted_record
-from train.planning.memory_fit import Fit, MemoryFacts, decided, fit, size_of
+from train.planning.memory_fit import Fit, MemoryFacts, decided, fit
 from train.planning.memory_record import MemoryRecord
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, StepCost, probe
 from train.planning.rank_part import RankPart, RankParts

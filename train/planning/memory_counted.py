@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from shardmill.words import size_of
 from train.config import TrainConfig
 from train.planning.host_memory import GPU_FRAMEWORK_BYTES, HOST_FRAMEWORK_BYTES, Limit
-from train.planning.memory_fit import HALF, size_of
+from train.planning.memory_fit import HALF
 from train.planning.memory_record import MemoryRecord
 from train.planning.state_bytes import StateBytes
 

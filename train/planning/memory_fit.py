@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardmill.words import size_of
+
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
@@ -141,14 +143,6 @@ def fit(facts: MemoryFacts) -> Fit:
     )
     reason = f"{_needs(facts)}: {_done(facts, rule, num_microbatches)}"
     return Fit(rule.choice, num_microbatches, rule.halved, rule.recomputed, reason)
-
-
-def size_of(num_bytes: float) -> str:
-    """Format bytes in a readable unit."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {unit}"
-    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _needs(facts: MemoryFacts) -> str:

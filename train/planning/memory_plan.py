@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
-from shardmill.words import counted
+from shardmill.words import counted, size_of
 from train.backends.backend import ModelSpec, model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
@@ -23,7 +23,7 @@ from train.planning.divide import REPLICATED, ModelFacts, division_rules, nothin
 from train.planning.host_memory import GPU_FRAMEWORK_BYTES, HOST_FRAMEWORK_BYTES
 from train.planning.images_at_once import images_at_once
 from train.planning.input_memory import input_bytes
-from train.planning.memory_fit import decided, size_of
+from train.planning.memory_fit import decided
 from train.planning.memory_table import PARTS, MemoryRow, Room, row_of, why_refused
 from train.planning.preflight import check_trainable
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, probe

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardmill.errors import UsageError
+from shardmill.words import size_of
 from train.config import TrainConfig
 from train.contracts.mesh_shape import axes_in_words
 from train.planning.images_at_once import images_at_once, most_microbatches
-from train.planning.memory_fit import Fit, MemoryFacts, fit, size_of
+from train.planning.memory_fit import Fit, MemoryFacts, fit
 from train.planning.state_bytes import StateBytes
 from train.strategies import STRATEGIES, find_strategy, mesh_of
 

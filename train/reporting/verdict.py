@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from train.planning.memory_fit import size_of
+from shardmill.words import size_of
 from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, StepSums, straggler_among
 from train.strategies import less_work_in
 
