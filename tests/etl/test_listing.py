@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from etl.sources.patterns import expanded, is_pattern, matches
 
 from etl.config import EtlConfig, SourceConfig
 from etl.listing import list_source as listing_module
@@ -24,6 +23,7 @@ from etl.listing.listing import Listing
 from etl.sources.containers import Containers
 from etl.sources.file_splits import splits_of
 from etl.sources.folders import FolderSource
+from etl.sources.names import expanded, is_pattern, matches
 from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill import ids
 from shardmill.errors import UsageError

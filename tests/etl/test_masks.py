@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from etl.sources.outlines import OUTLINES
 from matplotlib.path import Path as Polygon
 from PIL import Image
 
@@ -21,6 +20,7 @@ import shardmill
 from etl.boxes_config import BoxesConfig
 from etl.config import SourceConfig
 from etl.sources.boxes import ANNOTATED_SIZE
+from etl.sources.mask_places import OUTLINES
 from etl.units.move_annotations import Annotated
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset
