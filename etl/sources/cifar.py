@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.sources.columns import file_columns, listed_rows
 from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone, open_file, reading
 from etl.sources.file_splits import splits_of, with_warnings
-from etl.sources.idx import as_bmp, listed_pixels
+from etl.sources.idx import as_bmp
 from etl.sources.labels import text_of
 from etl.sources.listed import ListingBatch
 from etl.sources.names import CIFAR_SUFFIXES
@@ -116,13 +117,16 @@ def _class_names(store: Store, file: StoredFile) -> tuple[str, ...]:
 
 def _listed(file: StoredFile, labels_N: np.ndarray, names: tuple[str, ...] | None, split: str | None) -> ListingBatch:
     """`names`: of the classes, empty if they are called by their numbers; None if labels are not taken."""
-    problems, labels = None, None if names is None else pa.array(labels_N).cast(pa.string())
+    numbers_N, problems = np.arange(len(labels_N)), pa.nulls(len(labels_N), pa.string())
+    columns = file_columns(file, numbers_N, numbers_N // _BLOCK_IMAGES, split)
     if names:
         is_named_N = labels_N < len(names)
-        labels = pa.array(names).take(pa.array(np.where(is_named_N, labels_N, 0)))
+        columns["label"] = pa.array(names).take(pa.array(np.where(is_named_N, labels_N, 0)))
         problem = f"its label has no name: the file of names has {len(names)}"
         problems = pc.if_else(pa.array(is_named_N), pa.scalar(None, pa.string()), problem)
-    return listed_pixels(file, np.arange(len(labels_N)), split, _BLOCK_IMAGES, labels, problems)
+    elif names is not None:
+        columns["label"] = pa.array(labels_N).cast(pa.string())
+    return listed_rows(columns, problems, file.path)
 
 
 @dataclass(frozen=True, slots=True)

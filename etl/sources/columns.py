@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -23,6 +24,7 @@ from shardmill.words import first_of
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+    from shardmill.storage import StoredFile
 
 _TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256", "known_mask_sha256"), "")
 _DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "block": 0, **_TEXTS}
@@ -159,6 +161,22 @@ def listed_rows(columns: Mapping[str, pa.Array], problems: pa.Array, table: str)
         tuple(bad_row(table, each["row"], each["problem"]) for each in refused.to_pylist()),
         groups=columns["group"].filter(problems.is_null()) if "group" in columns else None,
     )
+
+
+def file_columns(
+    file: StoredFile, numbers_N: np.ndarray, blocks_N: np.ndarray, split: str | None
+) -> dict[str, pa.Array]:
+    """The columns of images that one file holds, by their numbers in it."""
+    num_rows, places = len(numbers_N), pa.array(numbers_N)
+    return {
+        "key": pc.binary_join_element_wise(file.path, places.cast(pa.string()), "\0"),
+        "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
+        "etag": pa.repeat(file.etag, num_rows),
+        "split": pa.repeat(pa.scalar(split, pa.string()), num_rows),
+        "container": pa.repeat(file.path, num_rows),
+        "place": places,
+        "block": pa.array(blocks_N),
+    }
 
 
 def bad_row(table: str, row: int, problem: str) -> Rejection:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.boxes import BoxColumns
-from etl.sources.columns import as_names, as_splits, is_there_once, or_else
+from etl.sources.columns import as_names, as_splits, choose_column, is_there_once, or_else
 from etl.sources.labels import Target, as_labels, class_names_of, text_of_value, value_texts
 from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
@@ -290,17 +290,28 @@ def _scalar(value: Any, kind: str) -> int | float | str | bool:
     return float(value)
 
 
-class ChosenColumns(Protocol):
-    """A file's own names; None for what it lacks."""
+@dataclass(frozen=True, slots=True)
+class ChosenColumns:
+    """A file's own names of what we take from it; None for what it lacks."""
+
+    label: str | None
+    split: str | None
+    key: str | None
+    group: str | None
 
     @property
-    def label(self) -> str | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def key(self) -> str | None: ...
-    @property
-    def group(self) -> str | None: ...
+    def names(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys(name for each in fields(self) if (name := getattr(self, each.name)) is not None))
+
+
+def usual_columns(names: Sequence[str], config: SourceConfig) -> dict[str, str | None]:
+    """The columns of splits, keys and groups."""
+    return {
+        "split": choose_column(names, config.split_field, ("split",), "split_field"),
+        "key": choose_column(names, config.key_field, ("key",), "key_field"),
+        "group": choose_column(names, config.group_field, ("group",), "group_field"),
+    }
 
 
 @dataclass(frozen=True, slots=True)

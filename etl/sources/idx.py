@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import cv2
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from etl.sources.columns import listed_rows
+from etl.sources.columns import file_columns, listed_rows
 from etl.sources.containers import (
     ContainerReader,
     Containers,
@@ -135,36 +134,13 @@ def _list_pair(
         return
     for start in range(0, num_whole, BATCH_ROWS):
         rows = np.arange(start, min(start + BATCH_ROWS, num_whole), dtype=np.int64)
-        some = None if labels is None else pa.array(labels[rows]).cast(pa.string())
-        yield listed_pixels(file, rows, split, _BLOCK_IMAGES, some)
+        columns = file_columns(file, rows, rows // _BLOCK_IMAGES, split)
+        if labels is not None:
+            columns["label"] = pa.array(labels[rows]).cast(pa.string())
+        yield listed_rows(columns, pa.nulls(len(rows), pa.string()), file.path)
     if num_whole < images.shape[0]:
         problem = f"it is cut: {num_whole} of its {images.shape[0]} images are there"
         yield ListingBatch.of_rejections(damaged(file, problem))
-
-
-def listed_pixels(
-    file: StoredFile,
-    places_N: np.ndarray,
-    split: str | None,
-    block_images: int,
-    labels: pa.Array | None = None,
-    problems: pa.Array | None = None,
-) -> ListingBatch:
-    """Images of one file by their numbers in it; `labels`, and what is wrong with each if something is."""
-    num_rows = len(places_N)
-    places = pa.array(places_N)
-    columns: dict[str, pa.Array] = {
-        "key": pc.binary_join_element_wise(file.path, places.cast(pa.string()), "\0"),
-        "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
-        "etag": pa.repeat(file.etag, num_rows),
-        "split": pa.repeat(pa.scalar(split, pa.string()), num_rows),
-        "container": pa.repeat(file.path, num_rows),
-        "place": places,
-        "block": pa.array(places_N // block_images),
-    }
-    if labels is not None:
-        columns["label"] = labels
-    return listed_rows(columns, pa.nulls(num_rows, pa.string()) if problems is None else problems, file.path)
 
 
 def as_bmp(pixels: np.ndarray) -> bytes:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.sources.columns import choose_column, choose_label_column, listed_rows, misspelt, with_constants
+from etl.sources.columns import choose_label_column, file_columns, listed_rows, misspelt, with_constants
 from etl.sources.containers import ContainerReader, Containers, damaged, gone, open_file, refused_if_large
-from etl.sources.extra import ExtraColumns, row_columns
+from etl.sources.extra import ChosenColumns, ExtraColumns, row_columns, usual_columns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.mask_places import ReaderOfMasks, in_column
@@ -137,12 +136,7 @@ def _list_file(
     names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)] + [*constants]
     # Only labels that are no classes may be lists.
     label_names = names if extra.target is None else [*schema.names, *constants]
-    chosen = _Columns(
-        choose_label_column(label_names, config, _LABEL_COLUMNS),
-        choose_column(names, config.split_field, ("split",), "split_field"),
-        choose_column(names, config.key_field, ("key",), "key_field"),
-        choose_column(names, config.group_field, ("group",), "group_field"),
-    )
+    chosen = ChosenColumns(choose_label_column(label_names, config, _LABEL_COLUMNS), **usual_columns(names, config))
     signs = ()
     if chosen.label is None and config.label_kind == "class":
         signs = _label_signs(parquet, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
@@ -155,8 +149,8 @@ def _list_file(
     for group in range(parquet.metadata.num_row_groups):
         for rows in column_batches(parquet, group, in_file):
             rows_N = np.arange(first_row, first_row + rows.num_rows, dtype=np.int64)
-            place = _Place(pa.array(rows_N), pa.array(blocks.of(rows_N, group)), facts.split, mask)
-            batch = _listed(with_constants(rows, constants), chosen, file, place, extra)
+            columns = file_columns(file, rows_N, blocks.of(rows_N, group), facts.split)
+            batch = _listed(with_constants(rows, constants), chosen, columns, file.path, mask, extra)
             yield replace(batch, extra_types=extra.types)
             first_row += rows.num_rows
 
@@ -170,47 +164,14 @@ def _label_signs(parquet: pq.ParquetFile, taken: Collection[str], where: str) ->
     return column_signs(schema, unused, next(batches, pa.table({})), where)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The file's own names; None for what it lacks."""
-
-    label: str | None
-    split: str | None
-    key: str | None
-    group: str | None
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(name for name in (self.label, self.split, self.key, self.group) if name is not None))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Position of a batch of rows, and what their file says of all of them."""
-
-    rows: pa.Array
-    blocks: pa.Array
-    split: str | None
-    mask: str
-    """What stands for the mask of each row; empty without masks."""
-
-
-def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, extra: ExtraColumns) -> ListingBatch:
-    num_rows = rows.num_rows
-    found = row_columns(rows, chosen, file.path, extra, pa.repeat(place.mask, num_rows) if place.mask else None)
-    numbered = pc.binary_join_element_wise(file.path, place.rows.cast(pa.string()), "\0")
-    columns = {
-        # A key is the image's identity, whatever file holds its row.
-        "key": numbered if found.keys is None else found.keys,
-        "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
-        "etag": pa.repeat(file.etag, num_rows),
-        "split": pa.repeat(pa.scalar(place.split, pa.string()), num_rows),
-        "container": pa.repeat(file.path, num_rows),
-        "place": place.rows,
-        "block": place.blocks,
-        **found.columns,
-    }
-    return listed_rows(columns, found.problems, file.path)
+def _listed(
+    rows: pa.Table, chosen: ChosenColumns, columns: dict[str, pa.Array], where: str, mask: str, extra: ExtraColumns
+) -> ListingBatch:
+    """`columns`: what their file says of all rows; `mask`: what stands for the mask of each, empty without masks."""
+    found = row_columns(rows, chosen, where, extra, pa.repeat(mask, rows.num_rows) if mask else None)
+    # A key is the image's identity, whatever file holds its row.
+    keys = {} if found.keys is None else {"key": found.keys}
+    return listed_rows({**columns, **keys, **found.columns}, found.problems, where)
 
 
 def holds_images(uri: str) -> bool:

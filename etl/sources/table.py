@@ -26,7 +26,7 @@ from etl.sources.columns import (
     with_constants,
 )
 from etl.sources.containers import Containers, is_named
-from etl.sources.extra import ExtraColumns, column_of, row_columns
+from etl.sources.extra import ChosenColumns, ExtraColumns, column_of, row_columns, usual_columns
 from etl.sources.file_splits import look_alikes, with_warnings
 from etl.sources.labels import are_inexact, value_texts, whole_texts
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
@@ -49,21 +49,13 @@ _HEADER_HINT = "; a CSV file needs a header line, such as uri,label"
 
 
 @dataclass(frozen=True, slots=True)
-class TableColumns:
-    """The table's own names of what we take from it; None for what it lacks."""
+class TableColumns(ChosenColumns):
+    """With those of a table of URIs."""
 
     uri: str
-    label: str | None
-    split: str | None
-    key: str | None
-    group: str | None
     mask: str | None
     size_bytes: str | None
     mtime_ns: str | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for field in fields(self) if (name := getattr(self, field.name)) is not None)
 
 
 class ColumnChoice:
@@ -140,9 +132,7 @@ def _choose_columns(config: SourceConfig, names: Sequence[str], table: str) -> T
     return TableColumns(
         uri=uri,
         label=choose_label_column(names, config, LABEL_COLUMNS),
-        split=choose_column(names, config.split_field, ("split",), "split_field"),
-        key=choose_column(names, config.key_field, ("key",), "key_field"),
-        group=choose_column(names, config.group_field, ("group",), "group_field"),
+        **usual_columns(names, config),
         mask=choose_column(names, config.mask_field, (), "mask_field"),
         size_bytes=choose_column(names, "", ("size_bytes",), ""),
         mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
