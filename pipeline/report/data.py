@@ -25,6 +25,17 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
+class MistakenImage:
+    """An image of the evaluation that the model took for another class."""
+
+    sample_id: int
+    split: str
+    given_label: str
+    prediction: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
 class RejectedGroup:
     """All inputs that were refused for one reason, and a few of them to look at."""
 
@@ -72,3 +83,5 @@ class ReportData:
     """Also that for which a version was refused."""
     history: tuple[EpochRecord, ...] = ()
     evaluation: Evaluation | None = None
+    mistakes: tuple[tuple[Picture, MistakenImage], ...] = ()
+    """The most confident ones of the evaluation."""

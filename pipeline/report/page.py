@@ -127,7 +127,7 @@ def _charts(data: ReportData) -> dict[str, Markup]:
     }
     evaluation = data.evaluation
     if evaluation is not None and evaluation.confused and len(evaluation.per_class) <= MAX_CONFUSION_CLASSES:
-        names = _answers(evaluation, evaluation.confused)
+        names = answers(evaluation, evaluation.confused)
         charts["confusion"] = confusion_chart(names, _confusion_matrix(evaluation.confused, len(names)))
     return charts
 
@@ -219,10 +219,11 @@ def _weakest_classes(evaluation: Evaluation | None) -> list[Any]:
     return sorted(evaluation.per_class, key=weakness)[:NUM_WEAKEST_CLASSES]
 
 
-def _answers(evaluation: Evaluation, confused: Confusion) -> list[str]:
+def answers(evaluation: Evaluation, confused: Confusion) -> list[str]:
     """The classes, and what a model may answer beside them."""
     names = [figures.name for figures in evaluation.per_class]
-    return [*names, ANOTHER_CLASS] if len(names) in confused.predicted else names
+    predicted = {*confused.predicted, *(each.predicted for each in confused.mistakes)}
+    return [*names, ANOTHER_CLASS] if len(names) in predicted else names
 
 
 def _confusion_matrix(confused: Confusion, num_classes: int) -> list[list[int]]:
@@ -237,7 +238,7 @@ def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]
     if evaluation is None or evaluation.confused is None:
         return []
     cells = evaluation.confused
-    names = _answers(evaluation, cells)
+    names = answers(evaluation, cells)
     mistakes = [
         (names[true], names[predicted], count)
         for true, predicted, count in zip(cells.true, cells.predicted, cells.num_samples, strict=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from pipeline.report.data import Picture, RejectedGroup, ReportData, SuspectGroup
-from pipeline.report.page import render
+from pipeline.report.data import MistakenImage, Picture, RejectedGroup, ReportData, SuspectGroup
+from pipeline.report.page import answers, render
 from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
 from shardmill.data_faults.drift import Drift
 from shardmill.data_faults.looks import read_looks
@@ -23,7 +23,7 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
 from shardmill.loader.boxes import RowBoxes
 from shardmill.loader.drawn import is_drawn, named_boxes, picture_of
-from shardmill.loader.samples import Samples, read_samples
+from shardmill.loader.samples import Samples, read_samples, samples_by_id
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.typed_columns import BOXES
@@ -64,14 +64,15 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
     stages = read_stage_records(workdir, run_id)
     detail = {record.stage: record.detail for record in stages}
     history = TypeAdapter(tuple[EpochRecord, ...]).validate_python(detail.get("train", {}).get("history", ()))
-    evaluation = detail.get("evaluate", {}).get("evaluation")
+    evaluation = TypeAdapter(Evaluation | None).validate_python(detail.get("evaluate", {}).get("evaluation"))
     data = {
         "run_id": run_id,
         "summary": summary,
         "config_toml": _read_text(open_store(workdir), f"{run_folder(run_id)}/config.toml"),
         "stages": stages,
         "history": history,
-        "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
+        "evaluation": evaluation,
+        "mistakes": _mistakes(evaluation, detail.get("evaluate", {}).get("dataset")),
         "drift": _drift(summary, detail),
     }
     failed_build = detail.get("etl", {}).get("ledger")
@@ -87,6 +88,28 @@ def _drift(summary: dict[str, Any], detail: dict[str, dict[str, Any]]) -> Drift 
     refused = (detail.get(stage, {}).get("drift") for stage in ("etl", "drift"))
     found = next(filter(None, (*refused, summary.get("drift"))), None)
     return Drift.model_validate(found) if found else None
+
+
+def _mistakes(evaluation: Evaluation | None, dataset: str | None) -> tuple[tuple[Picture, MistakenImage], ...]:
+    """Those that the evaluation has kept, with their images."""
+    if evaluation is None or evaluation.confused is None or dataset is None:
+        return ()
+    names = answers(evaluation, evaluation.confused)
+    mistakes = {
+        each.sample_id: MistakenImage(
+            each.sample_id, evaluation.split, names[each.true], names[each.predicted], each.confidence
+        )
+        for each in evaluation.confused.mistakes
+    }
+    try:
+        found = samples_by_id(open_dataset(dataset), mistakes.values())
+    except (ShardmillError, FileNotFoundError):
+        return ()
+    return tuple(
+        (Picture("", found[sample_id].source, *thumbnail(found[sample_id].image_HWC)), each)
+        for sample_id, each in mistakes.items()
+        if sample_id in found
+    )
 
 
 def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:

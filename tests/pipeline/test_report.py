@@ -53,11 +53,13 @@ from shardmill.jobs.run_files import (
 )
 from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord, recording
+from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 from tests.lab.commands import SUMMARY_SCHEMA
 from tests.lab.datasets import build_here, write_images
-from train.contracts.values import ClassFigures, Confusion, EpochRecord, Evaluation
+from train.contracts.values import ClassFigures, Confusion, EpochRecord, Evaluation, Mistake
+from train.published.evaluation import Evaluated, evaluation_record
 
 HOSTILE = "<script>alert('x')</script>\"&"
 
@@ -150,6 +152,33 @@ def test_the_files_of_a_run_are_gathered(tmp_path: Path):
     assert f"Before: {num_bytes / 1e6:.1f} MB in 61 files" in page
     for title, bucket in (("Longer side, in pixels", "16-31"), ("Width to height", "7:8 to 8:7")):
         assert bucket in page[page.index(title) :].split("</svg>")[0]
+
+
+def test_the_most_confident_mistakes_are_shown_with_their_images(tmp_path: Path):
+    for split in ("train", "test"):
+        write_images(tmp_path / "images" / split, num_images=6)
+    uri = build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), EtlConfig(image_size=16))
+    dataset = open_dataset(uri)
+    first, second, third = read_samples(dataset, "test", 3)
+    gone = Mistake(1234567, 0, 1, 0.97)
+    shown = [Mistake(second.sample_id, 0, 3, 0.991), Mistake(first.sample_id, 2, 1, 0.5)]
+    evaluation = replace(
+        evaluation_of(dataset.manifest.class_names), confused=Confusion((0,), (1,), (3,), (shown[0], gone, shown[1]))
+    )
+    write_stage_record(tmp_path, "r", evaluation_record(Evaluated(evaluation, dataset.pin, skipped=False)))
+    data = gather(tmp_path, "r", {})
+    assert [each.sample_id for _, each in data.mistakes] == [each.sample_id for each in shown]
+    page = render(data)
+    pictures = re.findall(r"<figure.*?</figure>", page[page.index("The most confident mistakes") :], re.DOTALL)
+    assert (
+        len(pictures) == 2 and str(third.sample_id) not in page and all("data:image/png" in each for each in pictures)
+    )
+    for each in ("class_0", "a class that is not in the dataset", "0.99", str(second.sample_id), second.source):
+        assert each in pictures[0]
+    # A version that is gone leaves the figures.
+    shutil.rmtree(tmp_path / "dataset")
+    data = gather(tmp_path, "r", {})
+    assert data.mistakes == () and data.evaluation == evaluation
 
 
 def test_a_report_of_very_many_images_says_that_it_has_not_searched_them(tmp_path: Path, monkeypatch):

@@ -15,6 +15,7 @@ from tests.lab.datasets import make_dataset
 from train.contracts.values import Evaluation
 from train.evaluation.evaluate import Outputs, evaluate_batches, scores_by
 from train.labels import LabelSpec
+from train.metrics.one_class import NUM_MISTAKES
 from train.strategies.collective import SingleCollective
 
 NUM_CLASSES = 7
@@ -83,6 +84,15 @@ def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
         -np.log(softmax(logits_NK)[np.arange(len(samples)), labels_N]).mean(), rel=1e-9
     )
     assert matrix(evaluation) == confusion.tolist()
+    mistakes = [
+        (-float(probabilities_K.max().round(6)), sample.sample_id, label, int(predicted))
+        for sample, probabilities_K, label, predicted in zip(
+            samples, softmax(logits_NK), labels_N.tolist(), predicted_N, strict=True
+        )
+        if predicted != label
+    ]
+    found = [(-each.confidence, each.sample_id, each.true, each.predicted) for each in evaluation.confused.mistakes]
+    assert found == sorted(mistakes)[:NUM_MISTAKES] and len(found) > 5
     for label, figures in enumerate(evaluation.per_class):
         assert figures.name == dataset.manifest.class_names[label]
         assert figures.num_samples == dataset.manifest.splits[split].class_counts[label] == (labels_N == label).sum()

@@ -88,6 +88,17 @@ class ClassFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Mistake:
+    """An image that the model took for another class; both by the numbers of `Confusion`."""
+
+    sample_id: int
+    true: int
+    predicted: int
+    confidence: float
+    """The probability of the predicted class, to six places."""
+
+
+@dataclass(frozen=True, slots=True)
 class Confusion:
     """The cells of the confusion matrix that are not 0, row by row.
 
@@ -98,12 +109,15 @@ class Confusion:
     true: tuple[int, ...]
     predicted: tuple[int, ...]
     num_samples: tuple[int, ...]
+    mistakes: tuple[Mistake, ...] = ()
+    """Some of them, the most confident first."""
 
     def most_frequent(self, limit: int) -> Confusion:
         """The fullest cells."""
         cells = sorted(zip(self.num_samples, self.true, self.predicted, strict=True), key=lambda cell: -cell[0])
         chosen = sorted((true, predicted, number) for number, true, predicted in cells[:limit])
-        return Confusion(*(tuple(column) for column in zip(*chosen, strict=True))) if chosen else self
+        true, predicted, num_samples = zip(*chosen, strict=True) if chosen else ((), (), ())
+        return Confusion(true, predicted, num_samples, self.mistakes)
 
 
 @dataclass(frozen=True, slots=True)

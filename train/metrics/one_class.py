@@ -1,21 +1,25 @@
-"""Metrics for one class per image: accuracy, top five, and a sparse confusion matrix.
+"""Metrics for one class per image: accuracy, top five, a sparse confusion matrix, and the most confident mistakes.
 
 A model may answer with a class that the dataset does not have: all such count as one more, behind the dataset's.
-Shape legend: N batch, K classes, C columns of the model's classes, P pairs of a true and a predicted class that occur.
+Shape legend: N batch, K classes, C columns of the model's classes, P pairs of a true and a predicted class that occur,
+M mistakes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from shardmill.values import Batch
-from train.contracts.values import ClassFigures, Confusion, Evaluation
+from train.contracts.values import ClassFigures, Confusion, Evaluation, Mistake
 from train.labels import LabelSpec
 from train.metrics.metrics import Exchange, check_finite
 
 TOP = 5
+NUM_MISTAKES = 24
+_MISTAKE = np.dtype([("confidence", "f8"), ("sample_id", "i8"), ("pair", "i8")])
 
 
 class ClassMetrics:
@@ -30,6 +34,7 @@ class ClassMetrics:
         self._loss_sum = 0.0
         self._num_top5 = 0
         self._pairs: list[np.ndarray] = []
+        self._mistakes_M = np.empty(0, _MISTAKE)
 
     def add(self, scores_NC: np.ndarray, batch: Batch) -> None:
         """The first K columns are the dataset's classes; those behind them are others that the model knows."""
@@ -43,22 +48,38 @@ class ClassMetrics:
         self._num_top5 += int((((scores_NC > of_true_N1) | is_tied_before_NC).sum(axis=1) < TOP).sum())
         predicted_N = np.minimum(scores_NC.argmax(axis=1), num_classes)
         self._pairs.append(labels_N * (num_classes + 1) + predicted_N)
+        is_wrong_N = predicted_N != labels_N
+        found_M = np.empty(int(is_wrong_N.sum()), _MISTAKE)
+        found_M["confidence"] = np.exp(scores_NC[is_wrong_N].max(axis=1)).round(6)
+        found_M["sample_id"] = batch.sample_ids_N[is_real_N][is_wrong_N]
+        found_M["pair"] = self._pairs[-1][is_wrong_N]
+        self._mistakes_M = _most_confident([self._mistakes_M, found_M])
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
         pairs_P, counts_P = np.unique(np.concatenate([*self._pairs, np.empty(0, np.int64)]), return_counts=True)
-        mine = np.array([self._loss_sum, self._num_top5]).tobytes() + np.stack([pairs_P, counts_P]).tobytes()
-        of_ranks = exchange.gather_bytes(mine)
-        sums = [np.frombuffer(data[:16]) for data in of_ranks]
-        tables = [np.frombuffer(data[16:], np.int64).reshape(2, -1) for data in of_ranks]
+        mine = np.array([self._loss_sum, self._num_top5, len(self._mistakes_M)]).tobytes()
+        of_ranks = exchange.gather_bytes(mine + self._mistakes_M.tobytes() + np.stack([pairs_P, counts_P]).tobytes())
+        sums = [np.frombuffer(data[:24]) for data in of_ranks]
+        ends = [24 + int(each[2]) * _MISTAKE.itemsize for each in sums]
+        mistakes_M = [np.frombuffer(data[24:end], _MISTAKE) for data, end in zip(of_ranks, ends, strict=True)]
+        tables = [np.frombuffer(data[end:], np.int64).reshape(2, -1) for data, end in zip(of_ranks, ends, strict=True)]
         all_pairs = np.concatenate([table[0] for table in tables])
         pairs_P, place = np.unique(all_pairs, return_inverse=True)
         # Integers in float64 are exact below 2^53.
         counts_P = np.bincount(place, np.concatenate([table[1] for table in tables])).astype(np.int64)
         loss = math.fsum(each[0] for each in sums) / max(1, counts_P.sum())
         check_finite(loss, split)
-        return self._figures(split, loss, int(sum(each[1] for each in sums)), pairs_P, counts_P)
+        num_answers = len(self._names) + 1
+        mistakes = tuple(
+            Mistake(sample_id, pair // num_answers, pair % num_answers, confidence)
+            for confidence, sample_id, pair in _most_confident(mistakes_M).tolist()
+        )
+        return self._figures(split, loss, int(sum(each[1] for each in sums)), pairs_P, counts_P, mistakes)
 
-    def _figures(self, split: str, loss: float, num_top5: int, pairs_P: np.ndarray, counts_P: np.ndarray) -> Evaluation:
+    def _figures(
+        self, split: str, loss: float, num_top5: int, pairs_P: np.ndarray, counts_P: np.ndarray,
+        mistakes: tuple[Mistake, ...],
+    ) -> Evaluation:  # fmt: skip
         num_classes, num_samples = len(self._names), int(counts_P.sum())
         true_P, predicted_P = np.divmod(pairs_P, num_classes + 1)
         is_right_P = true_P == predicted_P
@@ -83,5 +104,11 @@ class ClassMetrics:
             accuracy=float(num_right_K.sum() / num_samples),
             top5_accuracy=num_top5 / num_samples if num_classes > TOP else None,
             per_class=per_class,
-            confused=Confusion(tuple(true_P.tolist()), tuple(predicted_P.tolist()), tuple(counts_P.tolist())),
+            confused=Confusion(tuple(true_P.tolist()), tuple(predicted_P.tolist()), tuple(counts_P.tolist()), mistakes),
         )
+
+
+def _most_confident(found: Sequence[np.ndarray]) -> np.ndarray:
+    """Of equally confident ones the lowest sample ids, so that they are the same at any world size."""
+    all_M = np.concatenate(found)
+    return all_M[np.lexsort((all_M["sample_id"], -all_M["confidence"]))[:NUM_MISTAKES]]

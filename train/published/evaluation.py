@@ -36,6 +36,7 @@ class Evaluated:
     """Exact figures of an export; None if the dataset has no split to evaluate on."""
 
     evaluation: Evaluation | None
+    dataset: DatasetPin
     skipped: bool
     """True if they were known before this run."""
 
@@ -55,7 +56,7 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
         evaluation = result.evaluation
         if evaluation is not None:
             evaluation = replace(evaluation, confused=read_confusion(store, record.training_dir))
-        return Evaluated(evaluation, skipped=not is_new)
+        return Evaluated(evaluation, pin, skipped=not is_new)
     check_not_expired(open_store(pin.uri), pin.version)
     dataset = open_pinned(pin)
     split = dataset.manifest.evaluation_split
@@ -67,7 +68,7 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
         )
     model = load_exported(models_uri, export.number)
     with read_split(dataset, split, augment=export.record.unchanged) as batches:
-        return Evaluated(evaluate_export(model, dataset, split, batches), skipped=False)
+        return Evaluated(evaluate_export(model, dataset, split, batches), pin, skipped=False)
 
 
 def _pin_to_evaluate(dataset_uri: str, trained_on: DatasetPin) -> DatasetPin:
@@ -95,5 +96,8 @@ def evaluation_record(found: Evaluated) -> StageRecord:
         stage="evaluate",
         status="skipped" if found.skipped else "done",
         sections={"evaluation": evaluation_section(found.evaluation)},
-        detail={"evaluation": TypeAdapter(Evaluation | None).dump_python(shown, mode="json")},
+        detail={
+            "evaluation": TypeAdapter(Evaluation | None).dump_python(shown, mode="json"),
+            "dataset": f"{found.dataset.uri}@{found.dataset.version}",
+        },
     )
