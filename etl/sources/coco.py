@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -81,7 +82,7 @@ def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_outli
     for categories that no mask has.
     """
     try:
-        content = json.loads(stream.read(), object_hook=_packed if has_outlines else _without_outlines)
+        content = json.loads(stream.read(), object_hook=partial(_packed, has_outlines=has_outlines))
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             f"{printable(where)} does not parse: {error}",
@@ -90,7 +91,11 @@ def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_outli
         ) from None
     names = _LISTS if has_boxes or has_outlines else _LISTS[:1]
     lists = {name: content.get(name) if isinstance(content, Mapping) else None for name in names}
-    missing = [name for name, values in lists.items() if not _are_objects(values)]
+    missing = [
+        name
+        for name, values in lists.items()
+        if not isinstance(values, list) or not all(isinstance(each, dict) for each in values)
+    ]
     if missing:
         raise _no_coco(where, f"has no list {' and '.join(missing)}")
     try:
@@ -106,20 +111,12 @@ def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_outli
     return CocoFile(tuple(found.values()), num_crowds, num_strays, num_without)
 
 
-def _without_outlines(value: dict[str, Any]) -> dict[str, Any]:
-    return {name: value[name] for name in _KEPT.intersection(value)}
-
-
-def _packed(value: dict[str, Any]) -> dict[str, Any]:
-    """With its outline as a text, which takes a fraction of the memory of its numbers."""
-    kept = {name: value[name] for name in _KEPT_WITH_OUTLINES.intersection(value)}
+def _packed(value: dict[str, Any], *, has_outlines: bool) -> dict[str, Any]:
+    """What is read of an object; its outline as a text, which takes a fraction of the memory of its numbers."""
+    kept = {name: value[name] for name in (_KEPT_WITH_OUTLINES if has_outlines else _KEPT).intersection(value)}
     if kept.get("segmentation"):
         kept["segmentation"] = json.dumps(kept["segmentation"], separators=(",", ":"))
     return kept
-
-
-def _are_objects(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(each, dict) for each in values)
 
 
 def _distinct(name: str, lists: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

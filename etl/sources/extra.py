@@ -218,13 +218,10 @@ def _name_of(kind: pa.DataType) -> str | None:
     if pa.types.is_float64(kind):
         return "float64"
     # A date of JSON or CSV is a text, too.
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_time(kind):
+    is_time = pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_time(kind)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_time:
         return "string"
     return "bool" if pa.types.is_boolean(kind) else None
-
-
-def _is_time(kind: pa.DataType) -> bool:
-    return pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_time(kind)
 
 
 def _texts_of(column: pa.Array) -> list[Any] | None:

@@ -149,7 +149,8 @@ def names_any(text: str) -> bool:
 def matches(path: str, pattern: str) -> bool:
     """Whether `path` fits a pattern of the same depth; `{000..146}` stands for numbers of that many digits."""
     parts = path.split("/")
-    return any(_all_match(parts, each.split("/")) for each in _without_lists(pattern))
+    patterns = (each.split("/") for each in _without_lists(pattern))
+    return any(len(parts) == len(each) and all(map(_part_matches, parts, each)) for each in patterns)
 
 
 def expanded(pattern: str) -> Iterator[str]:
@@ -180,10 +181,6 @@ def _without_ranges(pattern: str) -> Iterator[str]:
     for number in range(int(found[1]), int(found[2]) + 1):
         for rest in _without_ranges(pattern[found.end() :]):
             yield f"{pattern[: found.start()]}{number:0{len(found[1])}}{rest}"
-
-
-def _all_match(parts: list[str], patterns: list[str]) -> bool:
-    return len(parts) == len(patterns) and all(map(_part_matches, parts, patterns))
 
 
 def _part_matches(part: str, pattern: str) -> bool:

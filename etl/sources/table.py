@@ -77,7 +77,9 @@ class ColumnChoice:
             self._names = list(rows.column_names)
             self._chosen = self._choose()
             return self._chosen, tuple(self._names)
-        new = [name for name in rows.column_names if name not in self._names and _has_values(rows.column(name))]
+        new = [
+            name for name in rows.column_names if name not in self._names and rows.column(name).null_count < len(rows)
+        ]
         if new:
             self._names += new
             self._check_unchanged(rows, first_row)
@@ -116,18 +118,15 @@ class ColumnChoice:
             )
 
 
-def _has_values(column: pa.ChunkedArray) -> bool:
-    return column.null_count < len(column)
-
-
 def _choose_columns(config: SourceConfig, names: Sequence[str], table: str) -> TableColumns:
     uri = choose_column(names, config.uri_field, URI_COLUMNS, "uri_field")
     is_text = is_named(table, (".csv", ".csv.gz", ".tsv", ".tsv.gz"))
     if uri is None:
+        has_ids = any(re.fullmatch(r"id|.*([_ ]id|Id|ID)", name) for name in names)
         raise UsageError(
             f"the table {table} has the columns {', '.join(names[:20])}",
             f"expected a column of URIs, called {' or '.join(URI_COLUMNS)}",
-            f"name it with source.uri_field{_HEADER_HINT if is_text else ''}{_ID_HINT if _has_ids(names) else ''}",
+            f"name it with source.uri_field{_HEADER_HINT if is_text else ''}{_ID_HINT if has_ids else ''}",
         )
     return TableColumns(
         uri=uri,
@@ -137,10 +136,6 @@ def _choose_columns(config: SourceConfig, names: Sequence[str], table: str) -> T
         size_bytes=choose_column(names, "", ("size_bytes",), ""),
         mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
     )
-
-
-def _has_ids(names: Sequence[str]) -> bool:
-    return any(re.fullmatch(r"id|.*([_ ]id|Id|ID)", name) for name in names)
 
 
 class TableSource:

@@ -204,29 +204,22 @@ def boxes_of_features(features: Mapping[str, FeatureList], config: BoxesConfig) 
     width, height = (size[0] if len(size) == 1 and isinstance(size[0], int) else 0 for size in sizes)
     if counts[0] and not (width > 0 and height > 0):
         raise ValueError(f"no {' and '.join(_SIZE_FEATURES)}, which boxes in shares of them need")
-    odd = next((share for each in shares for share in each if not _is_share(share)), None)
-    if odd is not None:
+    for odd in (share for each in shares for share in each):
+        if isinstance(odd, float) and _LEAST_SHARE <= odd <= _LARGEST_SHARE:
+            continue
         raise ValueError(f"a box has {odd!r}, expected shares of width and height, from 0 to 1")
     record: dict[str, Any] = {
         BOXES: [[x0 * width, y0 * height, x1 * width, y1 * height] for x0, y0, x1, y1 in zip(*shares, strict=True)]
     }
     if config.labels_field:
-        record[BOX_LABELS] = [_label_of(value) for value in _side(features, config.labels_field)]
+        labels = _side(features, config.labels_field)
+        record[BOX_LABELS] = [each if isinstance(each, int | float) else text_of(bytes(each)) for each in labels]
     return record | (dict(zip(SIZE_FIELDS, (width, height), strict=True)) if width and height else {})
 
 
 def _side(features: Mapping[str, FeatureList], name: str) -> Sequence[Any]:
     """Writers leave a feature without values out."""
     return features[name].values if name in features else ()
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and _LEAST_SHARE <= value <= _LARGEST_SHARE
-
-
-def _label_of(value: Any) -> Any:
-    """Of bytes the text; None if it is none."""
-    return value if isinstance(value, int | float) else text_of(bytes(value))
 
 
 # In the order of preference.
