@@ -1,7 +1,8 @@
 """The models that can be trained by name; a new one is a module and an entry here, and the shared tests run over it.
 
-Each entry is called as `factory((H, W, C), num_classes)` and returns a Keras 3 model that takes float32 images_NHWC, or
-a PyTorch module that takes images_NCHW; standardized unless `train.standardize` is false.
+Each entry is called as `factory((H, W, C), num_classes, seed=seed)` and returns a Keras 3 model that takes float32
+images_NHWC, or a PyTorch module that takes images_NCHW, standardized unless `train.standardize` is false, with the
+values that train/models/first_values.py draws for this seed. Factories of a user and of libraries get no seed.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from shardmill.errors import UsageError
+from train.models.first_values import begun_keras
 
 SMALLEST_SIDE = 32
 
 
-def resnet50(image_shape: tuple[int, int, int], num_classes: int) -> Any:
+def resnet50(image_shape: tuple[int, int, int], num_classes: int, *, seed: int | None = None) -> Any:
     """Standardized images of at least 32 x 32 with one or three channels -> `num_classes` float32 logits."""
     import keras
 
@@ -28,5 +29,5 @@ def resnet50(image_shape: tuple[int, int, int], num_classes: int) -> Any:
         include_top=False, weights=fresh, input_shape=(height, width, 3), pooling="avg"
     )
     features = backbone(x)
-    outputs = keras.layers.Dense(num_classes, dtype="float32")(features)
-    return keras.Model(inputs, outputs, name="resnet50_classifier")
+    outputs = keras.layers.Dense(num_classes, dtype="float32", name="head")(features)
+    return begun_keras(keras.Model(inputs, outputs, name="resnet50_classifier"), seed)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from train.models.first_values import begun_keras
+
 CHANNELS_OF_STAGES = (64, 128, 256, 256)
 LARGEST_FINAL_SIDE = 6
 
 
-def small_cnn(image_shape: tuple[int, int, int], num_classes: int) -> Any:
+def small_cnn(image_shape: tuple[int, int, int], num_classes: int, *, seed: int | None = None) -> Any:
     """Convolve by steps of two until the map is small, then one dense layer to `num_classes` float32 logits."""
     import keras
 
@@ -25,11 +27,11 @@ def small_cnn(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     while stage == 0 or side > LARGEST_FINAL_SIDE:
         num_channels = CHANNELS_OF_STAGES[min(stage, len(CHANNELS_OF_STAGES) - 1)]
         x = keras.layers.Conv2D(
-            num_channels, 3, strides=2, padding="same", activation="gelu", kernel_initializer="he_normal"
+            num_channels, 3, strides=2, padding="same", activation="gelu", name=f"convolutions_{stage}"
         )(x)
         side = -(-side // 2)
         stage += 1
     x = keras.layers.Flatten()(x)
     # Float32 under mixed precision too: sixteen bits are too coarse for a softmax.
-    outputs = keras.layers.Dense(num_classes, dtype="float32")(x)
-    return keras.Model(inputs, outputs, name="small_cnn")
+    outputs = keras.layers.Dense(num_classes, dtype="float32", name="head")(x)
+    return begun_keras(keras.Model(inputs, outputs, name="small_cnn"), seed)

@@ -66,6 +66,14 @@ def trains_module(config: TrainConfig) -> bool:
     return config.backend == "torch" and "keras" not in imported_packages(config)
 
 
+def build_named(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_outputs: int) -> Any:
+    """What the factory of `train.model` returns. Raises UsageError if it raises."""
+    if MODELS.is_own(config.model):
+        return call_factory(config.model, image_shape_HWC, num_outputs)
+    seed = {} if MODELS.is_of_library(config.model) else {"seed": config.seed}
+    return models_of(config)[config.model](image_shape_HWC, num_outputs, **seed)
+
+
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:
     """Call the factory and return its model. Raises UsageError if it raises."""
     factory: Any = MODELS[name]

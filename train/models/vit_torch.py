@@ -9,6 +9,7 @@ Shape legend: N batch, H height, W width, C channels, P patches, E width of a to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from shardmill.errors import UsageError
 from train.layers.torch import SampleDropout
+from train.models.first_values import begin_torch
 
 FEWEST_PATCHES_PER_SIDE = 8
 
@@ -130,7 +132,12 @@ class VisionTransformer(nn.Module):
     """
 
     def __init__(
-        self, image_shape_HWC: tuple[int, int, int], num_classes: int, size: Size, dropout: float = 0.0
+        self,
+        image_shape_HWC: tuple[int, int, int],
+        num_classes: int,
+        size: Size,
+        dropout: float = 0.0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         if size.width % size.num_heads:
@@ -146,18 +153,7 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(size, dropout) for _ in range(size.num_blocks)))
         self.norm = nn.LayerNorm(size.width, eps=1e-6)
         self.head = nn.Linear(size.width, num_classes)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw fresh weights, from the distributions of the Keras model."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-        nn.init.normal_(self.embedding.position_bias, std=0.02)
+        begin_torch(self, seed)
 
     def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
         tokens_NPE = self.blocks(self.dropout(self.embedding(images_NCHW)))
@@ -172,41 +168,24 @@ def _dropout(rate: float) -> nn.Module:
     return SampleDropout(rate) if rate else nn.Identity()
 
 
-def vit(image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0, **size: int) -> VisionTransformer:
-    """The model of train/models/vit.py: same parameters, same function. `size`: fields of `Size`."""
-    return VisionTransformer(image_shape, num_classes, replace(SMALL, **size), dropout)
+def _factory(size: Size) -> Callable[..., VisionTransformer]:
+    """The factory of one size, which takes each field of `Size` by name."""
+
+    def build(
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        dropout: float = 0.0,
+        *,
+        seed: int | None = None,
+        **other: int,
+    ) -> VisionTransformer:
+        return VisionTransformer(image_shape, num_classes, replace(size, **other), dropout, seed)
+
+    return build
 
 
-def vit_tiny(
-    image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0, **size: int
-) -> VisionTransformer:
-    """DeiT's smallest (arXiv:2012.12877): 12 blocks of width 192, 3 heads."""
-    return VisionTransformer(image_shape, num_classes, replace(TINY_16, **size), dropout)
-
-
-def vit_small(
-    image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0, **size: int
-) -> VisionTransformer:
-    """DeiT's second (arXiv:2012.12877): 12 blocks of width 384, 6 heads."""
-    return VisionTransformer(image_shape, num_classes, replace(SMALL_16, **size), dropout)
-
-
-def vit_base(
-    image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0, **size: int
-) -> VisionTransformer:
-    """ViT-Base (arXiv:2010.11929): 12 blocks of width 768, 12 heads."""
-    return VisionTransformer(image_shape, num_classes, replace(BASE_16, **size), dropout)
-
-
-def vit_large(
-    image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0, **size: int
-) -> VisionTransformer:
-    """ViT-Large (arXiv:2010.11929): 24 blocks of width 1024, 16 heads."""
-    return VisionTransformer(image_shape, num_classes, replace(LARGE_16, **size), dropout)
-
-
-def vit_huge(
-    image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0, **size: int
-) -> VisionTransformer:
-    """ViT-Huge (arXiv:2010.11929): 32 blocks of width 1280, 16 heads."""
-    return VisionTransformer(image_shape, num_classes, replace(HUGE_14, **size), dropout)
+vit = _factory(SMALL)
+"""The model of train/models/vit.py: same parameters, same function, same first values."""
+# The first two are DeiT's (arXiv:2012.12877), the others those of arXiv:2010.11929.
+vit_tiny, vit_small = _factory(TINY_16), _factory(SMALL_16)
+vit_base, vit_large, vit_huge = _factory(BASE_16), _factory(LARGE_16), _factory(HUGE_14)

@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.labels import LabelSpec, check_labels
 from train.layers.sample_bits import number_layers
 from train.models import MODELS
-from train.models.user import call_factory
+from train.models.user import build_named
 
 # Keras's names for our words.
 DTYPE_POLICIES = {"off": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
@@ -52,7 +52,7 @@ def build_model(
     labels: LabelSpec,
     class_weights: tuple[float, ...] = (),
 ) -> BuiltModel:
-    """Build the model that `train.model` names, with fresh weights from Keras's global seed.
+    """Build the model that `train.model` names, with fresh weights.
 
     Raises UsageError for an unknown name, a factory that does not import or fails, or an output other than (N, K).
     """
@@ -62,10 +62,7 @@ def build_model(
     former_policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy(DTYPE_POLICIES[config.mixed_precision])
     try:
-        if MODELS.is_own(config.model):
-            model = call_factory(config.model, image_shape_HWC, labels.num_outputs)
-        else:
-            model = MODELS[config.model](image_shape_HWC, labels.num_outputs)
+        model = build_named(config, image_shape_HWC, labels.num_outputs)
         if not isinstance(model, keras.Model):
             raise UsageError(
                 f"train.model = {config.model!r}: the factory returned {type(model).__module__}.{type(model).__name__}",

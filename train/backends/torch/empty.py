@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from shardmill.errors import ShardmillError
 from train.backends.backend import ModelSpec
 from train.backends.torch.freeze import freeze
-from train.backends.torch.model import classifier_of, create_model, start_keras_if_imported
+from train.backends.torch.model import classifier_of, start_keras_if_imported
 from train.backends.torch.optimizers import new_optimizer, state_tensors
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 from train.models.modules import no_module
+from train.models.user import build_named
 
 
 def empty_module(config: TrainConfig, spec: ModelSpec) -> Any:
@@ -23,11 +25,12 @@ def empty_module(config: TrainConfig, spec: ModelSpec) -> Any:
     """
     torch = import_torch()
     start_keras_if_imported(config)
+    make = partial(build_named, config, spec.image_shape_HWC, spec.labels.num_outputs)
     try:
         with torch.device("meta"):
-            module = create_model(config, spec)
+            module = make()
     except ShardmillError:
-        module = create_model(config, spec)
+        module = make()
     if not isinstance(module, torch.nn.Module) or hasattr(module, "trainable_variables"):
         raise no_module(config)
     module = module.to("meta").train()

@@ -28,8 +28,8 @@ from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
 from train.labels import check_labels
 from train.models import MODELS
-from train.models.modules import models_of, no_module
-from train.models.user import call_factory, imported_packages
+from train.models.modules import no_module
+from train.models.user import build_named, imported_packages
 
 # Of a single image there are no statistics.
 NUM_TRIED_IMAGES = 2
@@ -63,13 +63,13 @@ class BuiltModule:
 
 
 def build_module(config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> BuiltModule:
-    """Build what `train.model` names, with fresh weights from PyTorch's seed. Raises UsageError if it does not fit.
+    """Build what `train.model` names, with fresh weights. Raises UsageError if it does not fit.
 
     `has_numbers`: false on a rank that is given those of rank 0, which also tries the model.
     """
     check_labels(config, spec.labels)
     start_keras_if_imported(config)
-    make, why_whole = partial(create_model, config, spec), ""
+    make, why_whole = partial(build_named, config, spec.image_shape_HWC, spec.labels.num_outputs), ""
     if not has_numbers:
         model, why_whole = built_without_numbers(make)
         if model is not None:
@@ -105,13 +105,6 @@ def _limit_momentum(config: TrainConfig, model: Any, spec: ModelSpec, is_keras: 
     """By how long the training is, which is no part of what the model is."""
     if not MODELS.is_own(config.model):
         limit_momentum(model, is_keras, largest_momentum(spec.steps_per_epoch))
-
-
-def create_model(config: TrainConfig, spec: ModelSpec) -> Any:
-    """What the factory of `train.model` returns. Raises UsageError if it raises."""
-    if MODELS.is_own(config.model):
-        return call_factory(config.model, spec.image_shape_HWC, spec.labels.num_outputs)
-    return models_of(config)[config.model](spec.image_shape_HWC, spec.labels.num_outputs)
 
 
 def classifier_of(model: Any, *, is_keras: bool, spec: ModelSpec) -> Any:
