@@ -55,7 +55,7 @@ def pages(*sections: str) -> list[Path]:
     text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     nav = {title: section for entry in yaml.safe_load(text)["nav"] for title, section in entry.items()}
     listed = below([nav[section] for section in sections])
-    # Notebooks are run by tests/test_notebooks.py.
+    # Notebooks are run by tests/test_examples.py.
     return [README, *(ROOT / "docs" / page for page in listed if not page.startswith("notebooks/"))]
 
 

@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, the tour names what exists, generated pages are complete."""
+"""The documentation: what it says is so, its links lead somewhere, and `llms.txt` names every page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import shardmill
 from pipeline.choices import config_keys
 from pipeline.cli import COMMANDS
 from pipeline.tree import PipelineTree
+from scripts.docs_site import hooks, llms
 from scripts.docs_site.code_map import code_map, first_sentence, modules
 from scripts.docs_site.pages import PAGES
 from shardmill.errors import ERROR_BY_EXIT_CODE
@@ -186,3 +189,43 @@ def test_every_exit_code_is_explained():
     for code, kind in ERROR_BY_EXIT_CODE.items():
         retries = "yes" if kind.is_worth_retrying else "no"
         assert re.search(rf"^\| {code} \|.*`{kind.__name__}` \| {retries} \|$", text, re.MULTILINE)
+
+
+LINK = re.compile(r"^- \[([^\]]+)\]\(([^)]+)\)(?:: (.+))?$", re.MULTILINE)
+
+
+def test_it_names_every_page_and_each_link_leads_to_one(tmp_path: Path):
+    text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    config = SimpleNamespace(**yaml.safe_load(text), repo_url="")
+    config.site_dir = str(tmp_path)
+    sources = {str(path.relative_to(ROOT / "docs")): path.read_text for path in (ROOT / "docs").rglob("*.md")}
+    # As MkDocs calls the hook: for each page, and then once.
+    for path, read in {**sources, **PAGES}.items():
+        hooks.on_page_markdown(read(), SimpleNamespace(file=SimpleNamespace(src_uri=path)), config, files=None)
+    hooks.on_post_build(config)
+
+    written = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    head, *sections = written.split("\n## ")
+    assert head.startswith(f"# {config.site_name}\n\n> {config.site_description}\n")
+    assert [section.partition("\n")[0] for section in sections] == [
+        *(title for entry in config.nav for title in entry if title not in llms.OPTIONAL), "Optional"
+    ]  # fmt: skip
+    links = LINK.findall(written)
+    assert sorted(target for _, target, _ in links) == sorted({**sources, **PAGES})
+    for _, target, _ in links:
+        # Their own links among each other lead somewhere, too.
+        page = (tmp_path / target).read_text(encoding="utf-8")
+        inner = re.findall(r"\]\((?!http|#|data:)([^)#]+\.md)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+        assert [each for each in inner if not ((tmp_path / target).parent / each).exists()] == [], target
+    assert sum(bool(note) for *_, note in links) >= 0.9 * len(links) and len(written) < 30_000
+
+    # What a plugin of MkDocs would insert is there.
+    api = (tmp_path / "reference" / "python.md").read_text(encoding="utf-8")
+    assert ":::" not in api and "run(source_or_config: 'Place', /" in api
+    assert "### LoadableDataset.torch_loader" in api
+
+
+def test_the_first_sentence_is_text():
+    page = "# Title\n\n```bash\nmake\n```\n\ngoes on.\n\nThe *page* of [links](a.md) and `code.py`. More.\n"
+    assert llms.first_sentence(page) == "The *page* of links and `code.py`."
+    assert llms.first_sentence("# Title\n\n| a |\n|---|\n") == ""

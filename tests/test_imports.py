@@ -11,13 +11,18 @@ import pytest
 from tests.import_graph import HEAVY, ROOT, imports_of, modules
 from tests.lab.datasets import make_dataset
 
-# Whose code may know a framework: all else sees backends, strategies and models through their registries.
-FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod"}
-MAY_KNOW_A_FRAMEWORK = (
-    "train/backends/", "train/models/", "train/layers/", "train/strategies/", "shardmill/loader/torch.py",
-    "shardmill/loader/torch_device.py", "shardmill/loader/tensorflow.py",
-)  # fmt: skip
-STARTS_RANKS_BY_HOROVOD = "train/launching/horovod_spark.py"
+FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod", "jax"}
+# Where they may be used, at any depth, and what of them: backends compute, strategies exchange, models have layers,
+# loaders hand over batches; all else sees those through their registries (docs/decisions/0008).
+ROOMS = {
+    **dict.fromkeys(("train/backends/", "train/strategies/", "train/models/", "train/layers/"), tuple(FRAMEWORKS)),
+    "shardmill/loader/torch.py": ("torch",), "shardmill/loader/torch_device.py": ("torch",),
+    "shardmill/loader/tensorflow.py": ("tensorflow",), "shardmill/loader/jax.py": ("jax",),
+    # It asks the framework that runs for its processes.
+    "shardmill/loader/ranks.py": ("jax",),
+    # Of Horovod that which starts ranks.
+    "train/launching/horovod_spark.py": ("horovod.spark", "horovod.runner"),
+}  # fmt: skip
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,18 +67,23 @@ def test_tests_of_trainings_are_collected_without_a_framework():
     code = (
         "import sys, pytest\n"
         "assert pytest.main(['--collect-only', '-q', '--tier', 'fast', 'tests/train']) == 0\n"
-        f"assert not (found := {FRAMEWORKS} & sys.modules.keys()), found\n"
+        f"assert not (found := {FRAMEWORKS - {'jax'}} & sys.modules.keys()), found\n"
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
 
 
 def test_framework_code_is_that_of_backends_strategies_and_loaders():
-    wrong = [
-        f"{module.relative} imports {name}"
+    used = [
+        (module.relative, name)
         for module in modules().values()
         for name in sorted(imports_of(module, only_at_import=False))
-        if name.partition(".")[0] in FRAMEWORKS and not module.relative.startswith(MAY_KNOW_A_FRAMEWORK)
-        if not (module.relative == STARTS_RANKS_BY_HOROVOD and name.startswith(("horovod.spark", "horovod.runner")))
+        if name.partition(".")[0] in FRAMEWORKS
+    ]
+    assert all(any(path.startswith(room) for path, _ in used) for room in ROOMS)
+    wrong = [
+        f"{path} imports {name}"
+        for path, name in used
+        if not any(path.startswith(room) and name.startswith(names) for room, names in ROOMS.items())
     ]
     assert not wrong, "\n".join(wrong)

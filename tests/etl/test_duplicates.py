@@ -184,11 +184,11 @@ def test_the_smallest_key_keeps_an_id_in_whatever_order_and_parts_they_come(shor
         assert [each.key for each in listing.rejections] == sorted(f"{image.key}\0002" for image in twice)
         found.add((listing.fingerprint, listing.key_sum, listing.num_listed, *units_of(listing)))
     assert len(found) == 1
-    # Without the keys that come before them, the others have other ids, and their units other names.
+    # Without the keys that come before them, others have other ids, and their units other names; a unit may have none.
     rest = sorted(some, key=lambda image: image.key)[20:]
     alone, all_units = listed(rest), {unit for each in found for unit in each[3:]}
     assert {image.key: image.sample_id for image in images_of(alone)} == ids_by_hand([image.key for image in rest])
-    assert not all_units.intersection(units_of(alone))
+    assert len(all_units.intersection(units_of(alone))) <= 1
 
 
 def test_a_few_images_that_are_listed_thousands_of_times_are_refused_each_time_but_the_first():
