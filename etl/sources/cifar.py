@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from etl.sources.columns import file_columns, listed_rows
 from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone, open_file, reading
 from etl.sources.file_splits import splits_of, with_warnings
-from etl.sources.idx import as_bmp
+from etl.sources.idx import as_png
 from etl.sources.labels import text_of
 from etl.sources.listed import ListingBatch
 from etl.sources.names import CIFAR_SUFFIXES
@@ -58,8 +58,8 @@ class CifarSource:
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[CifarBatch]:
-        """Reads images by number, as BMP."""
-        return ContainerReader(self._files.store, read_batch, lambda batch, image: as_bmp(batch.image_HWC(image.place)))
+        """Reads images by number, as PNG."""
+        return ContainerReader(self._files.store, read_batch, lambda batch, image: as_png(batch.image_HWC(image.place)))
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no batch. Damage is a rejection."""

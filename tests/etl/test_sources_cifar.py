@@ -12,7 +12,7 @@ import pytest
 from etl.config import SourceConfig
 from etl.sources import SOURCES
 from etl.sources.cifar import read_pickle
-from etl.sources.idx import as_bmp
+from etl.sources.idx import as_png
 from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
 from tests.cifar_files import FILES, NAMES, python2_batch, records, write_cifar10
@@ -50,7 +50,7 @@ def test_batches_are_splits_with_names(form: str, tmp_path: Path):
     reader = SOURCES["cifar"](source).open(10_000)
     for image in images[::7]:
         assert image.label == NAMES[image.place % 10]
-        assert reader.read(image) == as_bmp(pixels[image.container][image.place])
+        assert reader.read(image) == as_png(pixels[image.container][image.place])
     manifest = build_source(source, tmp_path / "dataset")
     assert manifest.counts.by_split == {"test": 30, "train": 150} and manifest.class_names == NAMES
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from etl.sources import SOURCES
-from etl.sources.idx import as_bmp
+from etl.sources.idx import as_png
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
-from shardmill.images.bmp import decode_bmp
+from shardmill.images.png import decode_png
 from shardmill.options import NormalizeOptions
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images
@@ -23,11 +23,11 @@ from tests.etl.source_files import idx, idx_bytes, write_pair
 from tests.services.s3 import s3_client
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (28, 28), (8, 6, 3), (300, 400), (90, 1)])
-def test_a_bmp_holds_exactly_the_pixels(shape: tuple[int, ...]):
+@pytest.mark.parametrize("shape", [(1, 1), (28, 28), (8, 6, 3), (300, 400), (90, 1), (1, 90)])
+def test_a_png_holds_exactly_the_pixels(shape: tuple[int, ...]):
     pixels = np.random.default_rng(1).integers(0, 255, shape, np.uint8)
-    decoded = decode_bmp(as_bmp(pixels), NormalizeOptions()).pixels_HWC
-    assert np.array_equal(decoded, pixels if pixels.ndim == 3 else np.dstack([pixels] * 3))
+    decoded = decode_png(as_png(pixels), NormalizeOptions()).pixels_HWC
+    assert np.array_equal(decoded, pixels.reshape(*shape[:2], -1))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -43,7 +43,7 @@ def test_pairs_are_splits_with_labels(packed: bool, channels: int, tmp_path: Pat
     for image in images[::7]:
         assert image.label == str(image.place % 3)
         if image.split == "train":
-            assert reader.read(image) == as_bmp(pixels[image.place])
+            assert reader.read(image) == as_png(pixels[image.place])
     manifest = build_source(source, tmp_path / "dataset")
     assert manifest.counts.by_split == {"test": 20, "train": 60} and manifest.class_names == ("0", "1", "2")
 
