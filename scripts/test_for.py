@@ -116,9 +116,9 @@ def _modules_of_fixtures(test: str) -> set[str]:
 
 
 def named_tests(file: Path) -> list[Path]:
-    """The test files that bear a module's name, in the tests of its package."""
+    """The test files that bear the name of a module or of its folder, in the tests of its package."""
     folder = ROOT / "tests" / file.relative_to(ROOT).parts[0]
-    names = (f"test_{file.stem}.py", f"test_{file.parent.name}_{file.stem}.py")
+    names = [f"test_{name}.py" for name in (file.stem, f"{file.parent.name}_{file.stem}", file.parent.name)]
     return sorted(path for path in folder.rglob("test_*.py") if path.name in names)
 
 

@@ -8,7 +8,7 @@ import time
 
 from tests.train.inline_workers import CLOCK, LIMITS, launch_watched
 from tests.train.multi_rank_workers import no_answer_from
-from tests.train.training import StepWatcher, task_of
+from tests.train.training import DriverRecorder, task_of
 from train.launching import inline
 from train.launching.rank import DEFAULT_WORKER
 
@@ -22,4 +22,4 @@ dataset_uri, folder = sys.argv[1:]
 inline.GRACE_SECONDS = 0.5
 no_answer_from(dataset_uri, after_reads=0, under="shards/validation/", sleep=stand_still)
 task = task_of(dataset_uri, folder, watch=LIMITS, strategy="single", launcher="inline", epochs=2)
-launch_watched(task, StepWatcher(), DEFAULT_WORKER)
+launch_watched(task, DriverRecorder(), DEFAULT_WORKER)

@@ -7,7 +7,7 @@ import signal
 
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_order
-from tests.train.training import StepWatcher
+from tests.train.training import DriverRecorder
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.launching.faults import RankLost
@@ -30,7 +30,7 @@ def main() -> None:
     config = TrainConfig(num_workers=2, strategy="horovod", launcher="local", max_restarts=1)
     plan = resolve(config, SparkConfig())
     try:
-        launch_until_done(launch, plan, StepWatcher(), check=lambda config: None)
+        launch_until_done(launch, plan, DriverRecorder(), check=lambda config: None)
     except Terminated as error:
         print(error)
 

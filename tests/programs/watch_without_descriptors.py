@@ -6,14 +6,14 @@ import socket
 import time
 
 from shardmill.jobs.observer import SilentObserver
-from tests.train.test_watchdog import task_of
+from tests.train.launch_workers import watched_task
 from train.launching.connection import ADDRESS_VARIABLE, Connection
 from train.launching.messages import Challenge
 from train.launching.watchdog import Watchdog
 from train.reporting.run_log import RunLog
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+with Watchdog(watched_task(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
     caller, fillers = socket.socket(), []
     try:
         while True:

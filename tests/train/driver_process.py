@@ -45,27 +45,18 @@ def start_driver(
         train = {**train, "attach": {"port": free_ports(1)[0]}}
         local = [Place(rank, num_workers, rank, num_workers) for rank in range(num_workers)]
         places = [{JOB_TOKEN_VARIABLE: "t" * 32, **place.environment()} for place in local]
-    given = {
-        "train": train,
-        "dataset": {"uri": dataset.uri, "version": dataset.version, "manifest_sha256": dataset.manifest_sha256},
-        "models_uri": str(folder / models),
-        "master": f"local[{num_workers}]",
-        "worker": worker,
-        "reach": reach,
-    }
+    given = {"train": train, "dataset": {"uri": dataset.uri, "version": dataset.version,
+                                         "manifest_sha256": dataset.manifest_sha256},
+             "models_uri": str(folder / models), "master": f"local[{num_workers}]", "worker": worker,
+             "reach": reach}  # fmt: skip
     mark, temporary = f"mark-{uuid.uuid4()}", folder / "temporary"
     temporary.mkdir(exist_ok=True)
     process, *others = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
-            cwd=ROOT,
-            env={**os.environ, MARK: mark, "TMPDIR": str(temporary), **place},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)], cwd=ROOT,
+                         env={**os.environ, MARK: mark, "TMPDIR": str(temporary), **place}, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
         for place in places
-    ]
+    ]  # fmt: skip
     return Driver(process, mark, temporary, launcher, others)
 
 

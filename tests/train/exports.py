@@ -43,31 +43,13 @@ def put_export(
         with read_split(dataset, split) as batches:
             evaluation = evaluate_batches(scores, batches, split, labels, SingleCollective()).without_classes()
     scale = _scale(manifest.normalize.image_shape_HWC)
-    record = ExportRecord(
-        created_at="",
-        run_id="run",
-        artifact_dir=artifact_dir,
-        files=tuple(files),
-        keras_note="",
-        model="nearest_mean",
-        class_names=manifest.class_names,
-        normalize=manifest.normalize,
-        normalization_fingerprint=manifest.normalization_fingerprint,
-        decoder_id=manifest.decoder_id,
-        channel_mean=scale.mean,
-        channel_std=scale.std,
-        dataset=dataset.pin,
-        content_digest=manifest.content_digest,
-        layout_digest=manifest.layout_digest,
-        training_dir="",
-        checkpoint="",
-        weights_sha256="",
-        caution=caution,
-        training_evaluation=evaluation,
-        evaluation=evaluation,
-        parity_max_abs_diff=0.0,
-        parity_num_images=0,
-    )
+    record = ExportRecord(created_at="", run_id="run", artifact_dir=artifact_dir, files=tuple(files), keras_note="",
+                          model="nearest_mean", class_names=manifest.class_names, normalize=manifest.normalize,
+                          normalization_fingerprint=manifest.normalization_fingerprint, decoder_id=manifest.decoder_id,
+                          channel_mean=scale.mean, channel_std=scale.std, dataset=dataset.pin,
+                          content_digest=manifest.content_digest, layout_digest=manifest.layout_digest, training_dir="",
+                          checkpoint="", weights_sha256="", caution=caution, training_evaluation=evaluation,
+                          evaluation=evaluation, parity_max_abs_diff=0.0, parity_num_images=0)  # fmt: skip
     number = max(record_numbers(store, EXPORTS), default=0) + 1
     assert put_record(store, EXPORTS, number, record)
     return Export(number, record)

@@ -65,12 +65,8 @@ def main() -> None:
     outcome: dict[str, object]
     try:
         with attached(config):
-            result = LAUNCHERS[config.launcher].launch(
-                task,
-                SparkConfig(master=given["master"]),
-                teller,
-                **({"worker": given["worker"]} if given["worker"] else {}),
-            )
+            how = {"worker": given["worker"]} if given["worker"] else {}
+            result = LAUNCHERS[config.launcher].launch(task, SparkConfig(master=given["master"]), teller, **how)
         outcome = {"weights_sha256": result.weights_sha256, "world_size": result.world_size}
     except (ShardmillError, KeyboardInterrupt, Terminated) as error:
         outcome = {

@@ -10,11 +10,14 @@ from typing import NoReturn
 
 from shardmill.errors import IntegrityError
 from shardmill.jobs.process import Terminated
-from shardmill.values import Cursor
+from shardmill.values import Cursor, DatasetPin
+from train.config import TrainConfig
 from train.contracts.activities import Activity, during, waiting
 from train.contracts.task import WorkerTask
 from train.contracts.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
 from train.contracts.world import World
+from train.settings.watch import WatchConfig
+from train.strategies.options import LocalSgdOptions
 
 NUM_STEPS = 4
 
@@ -31,30 +34,20 @@ def well(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
 
 def result_of(task: WorkerTask, world: World) -> TrainResult:
-    return TrainResult(
-        dataset=task.dataset,
-        training_dir=task.training_dir,
-        exported="last",
-        weights_epoch=0,
-        checkpoint="",
-        last_checkpoint="",
-        continued_from="",
-        model=ModelIdentity("", "0" * 64),
-        strategy=task.config.strategy,
-        world_size=world.world_size,
-        num_epochs=1,
-        num_steps=NUM_STEPS,
-        seconds=0.0,
-        images_per_second=0.0,
-        time_shares=TimeShares(),
-        final_loss_hex=(0.5).hex(),
-        weights_sha256=f"{world.rank:064x}",
-        stopped_early=False,
-        resumed_from=Cursor(0, 0),
-        history=(),
-        evaluation=None,
-        placement=world.placement,
-    )
+    return TrainResult(dataset=task.dataset, training_dir=task.training_dir, exported="last", weights_epoch=0,
+                       checkpoint="", last_checkpoint="", continued_from="", model=ModelIdentity("", "0" * 64),
+                       strategy=task.config.strategy, world_size=world.world_size, num_epochs=1, num_steps=NUM_STEPS,
+                       seconds=0.0, images_per_second=0.0, time_shares=TimeShares(), final_loss_hex=(0.5).hex(),
+                       weights_sha256=f"{world.rank:064x}", stopped_early=False, resumed_from=Cursor(0, 0), history=(),
+                       evaluation=None, placement=world.placement)  # fmt: skip
+
+
+def watched_task(
+    num_workers: int, strategy: str = "horovod", *, silos: tuple[str, ...] = (), **watch: float
+) -> WorkerTask:
+    config = TrainConfig(num_workers=num_workers, strategy=strategy, launcher="local", watch=WatchConfig(**watch))
+    config, pin = config.with_options(LocalSgdOptions(silos=silos)), DatasetPin("/nowhere", 1, "0" * 64)
+    return WorkerTask(config, pin, "/nowhere", "trainings/test", "")
 
 
 def tells_its_devices(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

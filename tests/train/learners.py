@@ -21,7 +21,7 @@ THREE = LabelSpec("class", ("a", "b", "c"))
 SPEC = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
 STATEFUL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
-CLIFF = {"keras": f"{MODELS}:with_cliff", "torch": "tests.train.torch_non_finite_models:with_cliff"}
+CLIFF = {"keras": f"{MODELS}:with_cliff", "torch": f"{TORCH_MODELS}:Cliff"}
 
 
 def learner(name: str, model: str, **config: Any):
@@ -36,14 +36,10 @@ def state(learner) -> dict[StatePart, list[bytes]]:
 
 def batch_of(shape_HWC: tuple[int, int, int], num_rows: int = 4, num_classes: int = 3) -> Batch:
     rng = np.random.default_rng(0)
-    return Batch(
-        images_NHWC=rng.integers(0, 256, (num_rows, *shape_HWC), dtype=np.uint8),
-        labels_N=np.arange(num_rows, dtype=np.int64) % num_classes,
-        weights_N=np.ones(num_rows, dtype=np.float32),
-        sample_ids_N=np.arange(num_rows, dtype=np.int64),
-        epoch=0,
-        step=0,
-    )
+    return Batch(images_NHWC=rng.integers(0, 256, (num_rows, *shape_HWC), dtype=np.uint8),
+                 labels_N=np.arange(num_rows, dtype=np.int64) % num_classes,
+                 weights_N=np.ones(num_rows, dtype=np.float32), sample_ids_N=np.arange(num_rows, dtype=np.int64),
+                 epoch=0, step=0)  # fmt: skip
 
 
 def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int]):

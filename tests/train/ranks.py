@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardmill.dataset.open import open_dataset
+from shardmill.ids import format_sample_id
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import FieldValue
+from shardmill.loader.reader import read_batches
 from tests.lab.scale import exhaustive, usually
 from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILL_AT
-from tests.train.training import MODELS, Recorder, task_of
+from tests.train.training import MODELS, DriverRecorder, Recorder, task_of
 from train.checkpoints.shards import INDEX, OPTIMIZER_PART, WEIGHTS_PART, shard_file
-from train.checkpoints.state import MARKER, OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.checkpoints.state import MARKER, OPTIMIZER, WEIGHTS, rank_file
 from train.config import TrainConfig
 from train.contracts.values import BEFORE_CHECKPOINT, TrainResult
 from train.launching.faults import RankLost
+from train.planning.auto import resolve
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES, mesh_of
 
@@ -27,7 +33,7 @@ TORCH_MODELS = "tests.train.torch_models"
 STATEFUL_MODEL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 # PyTorch's does not use all of its weights in every step, on no rank or on some.
 SMOOTH_MODEL = {"keras": f"{MODELS}:smooth", "torch": f"{TORCH_MODELS}:routed"}
-ORDINARY_MODEL = {"keras": "tests.train.ordinary_models:relu_cnn", "torch": f"{TORCH_MODELS}:relu_cnn"}
+ORDINARY_MODEL = {"keras": "tests.train.models_under_test:relu_cnn", "torch": f"{TORCH_MODELS}:relu_cnn"}
 
 STATEFUL = {"checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24, "record_samples": True,
             "epochs": 3}  # fmt: skip
@@ -38,6 +44,13 @@ LONG = {"num_streams": 12, "global_batch_size": 24, "epochs": usually(4, 27), "l
 VIT: dict[str, Any] = {
     "model": f"{TORCH_MODELS}:tiny_vit", "num_streams": 12, "global_batch_size": 24, "epochs": 3,
     "label_smoothing": 0.1, "record_samples": True, "checkpoint_every_steps": 3, "gradient_clip_norm": 1.0,
+}  # fmt: skip
+
+SERVED = {
+    "strategy": "parameter_server", "launcher": "local", "num_workers": 2,
+    "parameter_server": {"num_servers": 2}, "num_streams": 6,
+    "global_batch_size": 12, "epochs": 6, "model": f"{MODELS}:counting", "learning_rate": 0.003, "record_samples": True,
+    "checkpoint_every_steps": 3,
 }  # fmt: skip
 
 # What makes a strategy do what others do not.
@@ -52,7 +65,7 @@ def stateful(strategy: str) -> dict[str, Any]:
     model = STATEFUL_MODEL[STRATEGIES[strategy].backends[0]]
     if "pipeline" in STRATEGIES[strategy].axes:
         # Stages take no batch norm.
-        model = "tests.train.torch_chain_models:stateful_chain"
+        model = "tests.train.sharded_models:stateful_chain"
     # Where the model has batch norms; the others keep statistics of their own.
     shared = {"sync_batch_norm": strategy == "horovod"}
     return {**STATEFUL, **OF_STRATEGY.get(strategy, {}), **shared, "strategy": strategy, "model": model}
@@ -65,22 +78,16 @@ def usually_of(usual: set[str], names: Iterable[str]) -> list[object]:
 
 
 @dataclass
-class Watcher:
-    """An observer that remembers."""
-
-    losses: dict[tuple[int, int], str] = field(default_factory=dict)
-    sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    events: list[str] = field(default_factory=list)
+class Watcher(DriverRecorder):
     before_checkpoint: set[tuple[int, int]] = field(default_factory=set)
     """The steps that were told before the last checkpoint counted."""
 
-    def step(self, step: GlobalStep) -> None:
+    def step(self, step: GlobalStep) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert {report.loss_hex for report in step.reports} == {step.loss_hex}, "every rank has the same global loss"
-        self.losses[step.epoch, step.step] = step.loss_hex
-        self.sample_ids[step.epoch, step.step] = step.sample_ids
+        super().step(step)
 
-    def event(self, name: str, fields: dict) -> None:
-        self.events.append(name)
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        super().event(name, fields)
         if name == BEFORE_CHECKPOINT:
             self.before_checkpoint = set(self.losses)
 
@@ -127,11 +134,19 @@ def files_of_checkpoint(config: TrainConfig, num_replicas: int = 0) -> set[str]:
     return {MARKER, WEIGHTS, OPTIMIZER, *own}
 
 
-def last_weights(models: Path, result: TrainResult) -> list[np.ndarray]:
-    return load_arrays((models / result.last_checkpoint / WEIGHTS).read_bytes())
-
-
 def assert_weights_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
     for several, one in zip(found, expected, strict=True):
         # Some gradients are rounding alone, as those of the biases of attention's keys.
         assert np.linalg.norm(several - one) <= 1e-5 * np.linalg.norm(one) + 1e-7
+
+
+def planned(uri: str, config: TrainConfig) -> dict[tuple[int, int], tuple[str, ...]]:
+    """The sample ids of every step, as the plan has them."""
+    dataset, config = open_dataset(uri), resolve(config, SparkConfig()).config
+    found = {}
+    for epoch in range(config.epochs):
+        with read_batches(dataset, dataset.plan_epoch(config.plan_spec(dataset), epoch)) as batches:
+            for batch in batches:
+                ids = batch.sample_ids_N[batch.weights_N > 0].tolist()
+                found[epoch, batch.step] = tuple(map(format_sample_id, ids))
+    return found

@@ -1,9 +1,10 @@
-"""The launcher `attach`: real processes that torchrun, or variables like SLURM's, start as one job; they end as one."""
+"""The launcher `attach`: processes that torchrun, or variables like SLURM's, start as one job, on one host or two."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,28 +17,28 @@ import pytest
 
 from pipeline.preflight import check_one_process
 from pipeline.tree import PipelineTree
-from shardmill.environments import find_place
+from shardmill.environments import ENVIRONMENTS, find_place
 from shardmill.environments.place import Place
+from shardmill.environments.slurm import first_host, tasks_per_node
 from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig, load_tree
+from shardmill.jobs.spark import loopback_warning as spark_loopback_warning
+from tests.lab.scale import exhaustive
 from tests.processes import children_of_all_threads
+from tests.services.hosts import Host
 from tests.services.marked import MARK, free_ports
 from tests.train.driver_process import PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
-from train.launching.attach import JOB_TOKEN_VARIABLE, Gate, attached, call_gate
-from train.launching.attach_options import AttachOptions, host_of_rank_0
+from train.launching.attach import JOB_TOKEN_VARIABLE, Gate, attached, call_gate, check_world_size
+from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
 from train.launching.connection import ProtocolError
+from train.planning.auto import resolve
+from train.tree import TrainTree
 
 TOKEN = "secret of this job" * 2
-SHARDMILL = str(Path(sys.executable).with_name("shardmill"))
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-SLURM = {
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_STEP_NODELIST": "gpu[07-08,11]",
-    "SLURM_PROCID": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
-}
+SHARDMILL, TORCHRUN = (str(Path(sys.executable).with_name(name)) for name in ("shardmill", "torchrun"))
+SLURM = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[07-08,11]",
+         "SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,13 +145,9 @@ class Job:
     """Processes as SLURM's `srun -n` starts them, each of which runs tests/train/launch_driver.py."""
 
     def __init__(self, num_processes: int, worker: str, models: Path, stop_timeout_seconds: float) -> None:
-        train = {
-            "launcher": "attach",
-            "num_workers": num_processes,
-            "strategy": "torch_ddp",
-            "attach": {"port": free_ports(1)[0]},
-            "watch": {"start_timeout_seconds": 30, "stop_timeout_seconds": stop_timeout_seconds},
-        }
+        train = {"launcher": "attach", "num_workers": num_processes, "strategy": "torch_ddp",
+                 "attach": {"port": free_ports(1)[0]},
+                 "watch": {"start_timeout_seconds": 30, "stop_timeout_seconds": stop_timeout_seconds}}  # fmt: skip
         dataset = {"uri": PIN.uri, "version": PIN.version, "manifest_sha256": PIN.manifest_sha256}
         given = {"train": train, "dataset": dataset, "models_uri": str(models), "master": "", "worker": worker}
         mark = f"mark-{uuid.uuid4()}"
@@ -164,16 +161,10 @@ class Job:
                 "SLURM_STEP_TASKS_PER_NODE": str(num_processes),
                 "SLURM_STEP_NODELIST": socket.gethostname(),
             }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
-                    cwd=ROOT,
-                    env={**os.environ, MARK: mark, JOB_TOKEN_VARIABLE: TOKEN, **slurm},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            environment = {**os.environ, MARK: mark, JOB_TOKEN_VARIABLE: TOKEN, **slurm}
+            command = [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
         self.driver = Driver(self.processes[0], mark)
 
     def ends(self) -> list[tuple[int, str]]:
@@ -297,3 +288,141 @@ def test_torchrun_trains_as_processes_of_our_own_do(tiny_uri, tmp_path):
 def test_a_whole_run_is_for_one_process():
     with pytest.raises(UsageError, match=r"`shardmill etl` in one process, then start `shardmill train` in all"):
         check_one_process(PipelineTree.model_validate({"train": {"launcher": "attach"}}))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("strategy", "model"), [("torch_ddp", "tests.train.torch_models:smooth"), exhaustive("horovod", "small_cnn")]
+)
+def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, Host], strategy: str, model: str):
+    settings = [f"model={model}", f"strategy={strategy}", "epochs=2", "global_batch_size=24", "num_streams=6"]
+
+    def command(name: str, *more: str) -> list[str]:
+        sets = [part for each in (*settings, *more) for part in ("--set", f"train.{each}")]
+        return [SHARDMILL, "train", tiny_uri, "--workdir", str(tmp_path / name), "--run-id", "one", *sets]
+
+    here = subprocess.run(
+        command("here", "launcher=local", "num_workers=2"), cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert here.returncode == 0, here.stderr
+
+    torchrun = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", two_hosts[0].address,
+                "--master-port", str(free_ports(1)[0]), "--no-python"]  # fmt: skip
+    attach = command("there", "launcher=attach", f"attach.port={free_ports(1)[0]}")
+    processes = [
+        subprocess.Popen(
+            host.command(*torchrun, "--node-rank", str(number), *attach),
+            cwd=ROOT, env={**os.environ, JOB_TOKEN_VARIABLE: "t" * 32}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for number, host in enumerate(two_hosts)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=280)[0] for process in processes]
+    finally:
+        # Torchrun ends its ranks, which have sessions of their own.
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+    assert [process.returncode for process in processes] == [0, 0], "".join(said)
+    runs = [json.loads((tmp_path / name / "runs/one/summary.json").read_text())["train"] for name in ("here", "there")]
+    # On a host of its own a rank computes with all of its processors: the bits differ.
+    losses = [float.fromhex(run["final_loss_hex"]) for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (runs[1]["launcher"], runs[1]["world_size"]) == ("attach", 2)
+    told = (tmp_path / "there/runs/one/events.jsonl").read_text()
+    assert all(host.name in told for host in two_hosts)
+
+
+def test_a_rank_that_waits_for_rank_0_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("train.launching.attach.PATIENCE_SECONDS", 0.3)
+    [port] = free_ports(1)
+    with pytest.raises(OSError):
+        call_gate(f"127.0.0.1:{port}", "t" * 32, 1, time.monotonic() + 1.5)
+    # Once, and again only six times as long after it.
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match(rf"shardmill: rank 1 waits for \d s more for rank 0 at 127.0.0.1:{port}: .*refused", line)
+
+
+@pytest.mark.parametrize("host", ["gpu-07:29610", "http://gpu-07"])
+def test_a_host_is_no_host_and_port(host):
+    with pytest.raises(UsageError, match=f'train.attach.host = "{host}"; expected a host\'s name or address alone'):
+        load_tree(TrainTree, None, (f"train.attach.host={host}",))
+    train = load_tree(TrainTree, None, ("train.attach.host=fe80::1",)).train
+    assert train.options(AttachOptions).host == "fe80::1"
+
+
+@pytest.mark.parametrize("starter", ENVIRONMENTS.values(), ids=str)
+def test_variables_that_another_program_has_left_are_named(monkeypatch, starter):
+    # What nearer starters have left in the environment of the tests would count first.
+    for each in ENVIRONMENTS.values():
+        monkeypatch.delenv(each.rank, raising=False)
+    monkeypatch.setenv(starter.rank, "1")
+    monkeypatch.setenv(starter.world_size, "2")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    with pytest.raises(UsageError) as refused:
+        resolve(TrainConfig(num_workers=1, strategy="single"), SparkConfig())
+    assert f"{starter.rank} = 1, {starter.world_size} = 2" in refused.value.what
+    assert f"`unset {starter.rank} {starter.world_size}`" in refused.value.fix
+    with pytest.raises(UsageError, match=f"`unset {starter.rank} {starter.world_size}`"):
+        check_world_size(3, SparkConfig())
+    monkeypatch.delenv(starter.rank)
+    assert resolve(TrainConfig(num_workers=1, strategy="single"), SparkConfig()).config.launcher == "inline"
+
+
+def of_hosts(monkeypatch, addresses: dict[str, list[str]]) -> None:
+    """Names resolve as a host's /etc/hosts may have them."""
+
+    def look_up(host: str, port: object, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if host not in addresses and not host[0].isdigit() and ":" not in host:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in addresses.get(host, [host])]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+
+
+def test_a_loopback_address_of_rank_0_is_warned_of_if_ranks_are_on_other_hosts(monkeypatch):
+    of_hosts(monkeypatch, {"gpu-1": ["127.0.1.1"], "gpu-2": ["10.0.0.2"], "gpu-3": ["10.0.0.3", "127.0.1.1"]})
+    here, there, together = Place(0, 4, 0, 2), Place(2, 4, 0, 2), Place(0, 2, 0, 2)
+    assert all(loopback_warning(host, together) == "" for host in ("gpu-1", "127.0.0.1", "::1"))
+    for place, does in (
+        (here, "rank 0 is rank 0 at gpu-1, which is 127.0.1.1"),
+        (there, "rank 2 calls rank 0 at gpu-1"),
+    ):
+        warning = loopback_warning("gpu-1", place)
+        assert warning.startswith(does) and "set train.attach.host to the address of rank 0's host" in warning
+    assert loopback_warning("127.0.0.1", here) and loopback_warning("::1", here)
+    # It listens on one of them, and may be called at any.
+    assert loopback_warning("gpu-3", here) and not loopback_warning("gpu-3", there)
+    for host in ("gpu-2", "10.0.0.9", "unknown"):
+        assert loopback_warning(host, here) == loopback_warning(host, there) == ""
+
+
+def test_rank_0_warns_as_it_begins_to_listen(monkeypatch, capsys):
+    monkeypatch.setattr("train.launching.attach.LATE_SECONDS", 0.1)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.1.1", JOB_TOKEN_VARIABLE: TOKEN}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = TrainConfig(num_workers=2, strategy="torch_ddp", launcher="attach")
+    config = config.with_options(AttachOptions(port=free_ports(1)[0]))
+    with attached(config):
+        assert "WARNING: rank 0 is rank 0 at 127.0.1.1: a loopback address" in capsys.readouterr().err
+
+
+def test_sparks_driver_at_a_loopback_address_is_warned_of_if_executors_may_be_elsewhere():
+    for name in ("spark.driver.host", "spark.driver.bindAddress"):
+        settings = {"spark.driver.host": "10.0.0.1", name: "127.0.0.1"}
+        for master in ("yarn", "spark://10.0.0.5:7077", "k8s://https://10.0.0.5:6443"):
+            assert spark_loopback_warning(master, settings.get).startswith(f"{name} = 127.0.0.1 is a loopback address")
+        for master in ("local[2]", "local-cluster[2,1,1024]", "spark://127.0.0.1:7077"):
+            assert spark_loopback_warning(master, settings.get) == ""
+    assert spark_loopback_warning("yarn", {"spark.driver.host": "10.0.0.1"}.get) == ""
+
+
+def test_slurms_lists_are_read():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert [first_host(nodes) for nodes in ("a,b", "n[3-7,9],m2", "r[1-2]n[05-06]", "login", "")] == [
+        "a", "n3", "r1n05", "login", ""
+    ]  # fmt: skip

@@ -1,25 +1,33 @@
-"""A checkpoint is whole or it is not there: nothing altered, mixed or foreign is ever loaded."""
+"""A checkpoint is whole or it is not there, belongs to one training, and is read back by any number of ranks."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardmill.checksummed import with_checksum
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import CommitConflict, IntegrityError, SecurityRefusal, StorageError, UsageError
 from shardmill.stores import STORES, open_store
 from shardmill.values import DatasetPin
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
+from tests.lab.datasets import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
+from train.backends.keras.runtime import assign_variables
 from train.checkpoints.attempts import claim_attempt
 from train.checkpoints.checkpoint import (
     MARKER,
@@ -30,10 +38,15 @@ from train.checkpoints.checkpoint import (
     delete_checkpoint,
     open_checkpoint,
 )
-from train.checkpoints.state import OPTIMIZER, WEIGHTS
+from train.checkpoints.shards import WEIGHTS_PART, Shard, ShardIndex, dump_index, read_index, shard_file
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, arrays_sha256, dump_arrays, load_arrays
+from train.config import TrainConfig
 from train.contracts.progress import BestEpoch, Progress
-from train.contracts.values import ModelIdentity
+from train.contracts.values import ModelIdentity, to_json
+from train.identity import fields_of_settings, settings_of, settings_that_matter
 from train.results import read_result
+from train.settings.kinds import DEFAULTED, DURATION, EXECUTION
+from train.strategies.options import LocalSgdOptions
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -310,3 +323,253 @@ def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole
     assert train_here(tiny_uri, models, recorder, **CONFIG).weights_sha256 == whole.weights_sha256
     assert recorder.named("resumed")[0]["global_step"] == 3
     assert open_store(models).stat("t/result.json") is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"train.seed: then 0, now 1;"),
+        ({"model": "small_cnn"}, r'train.model: then "tests.*:linear", now "small_cnn"'),
+        ({"optimizer": "sgd", "momentum": 0.5, "schedule": "step", "schedule_step": {"factor": 0.5}},
+         r'train.momentum: then absent, now 0.5; train.optimizer: then "auto", now "sgd"; train.schedule: .*; '
+         r"train.schedule_step.factor: then absent, now 0.5; train.weight_decay: then absent, now 0.0001;"),
+        ({"global_batch_size": 16}, r"train.global_batch_size: then 32, now 16"),
+        ({"augment": {"images": "photographs"}}, r"train.augment: then .*false.* now .*true"),
+    ],
+)  # fmt: skip
+def test_another_training_is_refused_with_each_difference(tiny_uri, models, change, message):
+    with pytest.raises(UsageError, match=f"belongs to another training: .*{message}"):
+        train_here(tiny_uri, models, **{**CONFIG, **change})
+
+
+def test_another_dataset_version_is_refused(models, tmp_path):
+    other = make_dataset(tmp_path / "other", num_images=90)
+    with pytest.raises(UsageError, match="dataset: then version 1, now version 1"):
+        train_here(other, models, **CONFIG)
+
+
+def test_a_factory_that_builds_something_else_is_refused(tiny_uri, tmp_path, monkeypatch):
+    for width in (4, 8):
+        (tmp_path / f"v{width}").mkdir()
+        (tmp_path / f"v{width}" / "changing_factory.py").write_text(
+            "import keras\n"
+            "def model(image_shape, num_classes):\n"
+            f"    layers = [keras.layers.Flatten(), keras.layers.Dense({width}), keras.layers.Dense(num_classes)]\n"
+            "    return keras.Sequential([keras.Input(image_shape), *layers])\n"
+        )
+    import sys
+
+    config = {"model": "changing_factory:model", "checkpoint_every_steps": 1}
+    monkeypatch.syspath_prepend(tmp_path / "v4")
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
+    del sys.modules["changing_factory"]
+    monkeypatch.syspath_prepend(tmp_path / "v8")
+    with pytest.raises(UsageError, match=r"source of train.model: then SHA-256 \w+, now \w+; built model: then"):
+        train_here(tiny_uri, tmp_path / "models", **config)
+
+
+def test_a_factory_that_builds_something_else_from_the_same_source_is_refused(tiny_uri, tmp_path, monkeypatch):
+    """It reads a setting from the environment: nothing in its source shows it, and no shape of a weight."""
+    (tmp_path / "swaying_factory.py").write_text(
+        "import os\n"
+        "import keras\n"
+        "def model(image_shape, num_classes):\n"
+        "    layers = [keras.layers.Activation(os.environ['ACTIVATION']), keras.layers.Flatten()]\n"
+        "    return keras.Sequential([keras.Input(image_shape), *layers, keras.layers.Dense(num_classes)])\n"
+    )
+    config = {"model": "swaying_factory:model", "checkpoint_every_steps": 1}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ACTIVATION", "relu")
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
+    monkeypatch.setenv("ACTIVATION", "tanh")
+    with pytest.raises(UsageError, match="belongs to another training: built model: then configuration"):
+        train_here(tiny_uri, tmp_path / "models", **config)
+    with pytest.raises(UsageError, match="the source here has SHA-256 .* which the driver found"):
+        train_here(tiny_uri, tmp_path / "models", expect_source="0" * 64, **config)
+
+
+def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
+    recorder = Recorder()
+    free = {"format": "tfrecord", "reading": {"prefetch_bytes": 1, "threads": 1}, "checkpoint_every_steps": 0,
+            "strategy": "horovod"}  # fmt: skip
+    assert {"reading.prefetch_bytes", "reading.threads", *free} - {"reading"} <= settings_of(EXECUTION)
+    result = train_here(tiny_uri, models, recorder, **{**CONFIG, **free})
+    assert recorder.named("resumed")
+    assert result.weights_sha256 == whole.weights_sha256
+
+
+def test_every_free_setting_exists():
+    free = settings_of(EXECUTION) | settings_of(DURATION) | settings_of(DEFAULTED) | {"backend"}
+    assert fields_of_settings().keys() >= free
+    # Written out, because a new setting that is named here would rename every training there is: declare it DEFAULTED.
+    assert sorted(settings_that_matter(TrainConfig())) == [
+        "augment", "backend", "early_stop_epochs", "global_batch_size", "gradient_clip_norm", "label_smoothing",
+        "learning_rate", "learning_rate_batch_size", "loss", "mixed_precision", "model", "model_outputs",
+        "num_streams", "optimizer", "schedule", "seed", "standardize", "warmup_steps",
+    ]  # fmt: skip
+
+
+def test_a_setting_that_changes_nothing_makes_no_other_training():
+    """What images are declared to be, if that decides nothing; the value of `auto`."""
+    for one, other in (
+        ({}, {"augment": {"random_flip": False}}),
+        ({"augment": {"random_flip": True}}, {"augment": {"images": "photographs"}}),
+        ({"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4}),
+    ):
+        assert settings_that_matter(TrainConfig(**one)) == settings_that_matter(TrainConfig(**other))
+
+
+def test_what_makes_another_training_than_those_before_it_is_named():
+    averaged = TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(local_steps=4))
+    assert settings_that_matter(averaged).keys() - settings_that_matter(TrainConfig()).keys() == {
+        "strategy",
+        "local_sgd.local_steps",
+    }
+    assert settings_that_matter(TrainConfig(strategy="horovod")) == settings_that_matter(TrainConfig())
+
+
+def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, models):
+    marker = newest(models) / MARKER
+    body = to_json(open_dataset(tiny_uri).pin)
+    marker.write_bytes(with_checksum(body))
+    with pytest.raises(UsageError, match="has a different layout"):
+        train_here(tiny_uri, models, **CONFIG)
+    assert marker.exists()
+
+
+def chunks(size: int, count: int) -> list[tuple[int, int]]:
+    """(offset, size) as `torch.chunk` cuts; the last ones may be empty."""
+    step = -(-size // count)
+    return [(min(rank * step, size), max(0, min(step, size - rank * step))) for rank in range(count)]
+
+
+def shards_of(name: str, shape: tuple[int, ...], cuts: tuple[int, ...], replicas: int) -> list[Shard]:
+    """One box for each rank: axis by axis cut into `cuts` pieces, all of that `replicas` times."""
+    boxes = [
+        Shard(WEIGHTS_PART, name, shape, tuple(offset for offset, _ in box), tuple(size for _, size in box))
+        for box in product(*(chunks(size, count) for size, count in zip(shape, cuts, strict=True)))
+    ]
+    return boxes * replicas
+
+
+@st.composite
+def layouts(draw, shapes):
+    """An index in which each array is cut otherwise; the same number of ranks for all."""
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    of_ranks = [[] for _ in range(num_ranks)]
+    for name, shape in shapes.items():
+        divisors = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
+        cuts = [1] * len(shape)
+        left = num_ranks
+        for axis in range(len(shape)):
+            cuts[axis] = draw(st.sampled_from([each for each in divisors if left % each == 0]))
+            left //= cuts[axis]
+        for rank, box in enumerate(shards_of(name, shape, tuple(cuts), left)):
+            of_ranks[rank].append(box)
+    return ShardIndex(tuple(map(tuple, of_ranks)))
+
+
+SHAPES = st.dictionaries(
+    st.sampled_from("abcd"), st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple), min_size=1
+)
+
+
+@given(st.data())
+def test_any_layout_is_read_by_any_other(data):
+    shapes = data.draw(SHAPES)
+    whole = {name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
+    saved, wanted = data.draw(layouts(shapes)), data.draw(layouts(shapes))
+
+    def box_of(shard: Shard) -> np.ndarray:
+        return whole[shard.name][
+            tuple(map(slice, shard.offsets, map(sum, zip(shard.offsets, shard.shape, strict=True))))
+        ]
+
+    files = {
+        shard_file(WEIGHTS_PART, rank): dump_arrays([box_of(shard) for shard in saved.written_by(rank, WEIGHTS_PART)])
+        for rank in range(len(saved.of_ranks))
+    }
+    # Each element is written once.
+    written = sum(
+        math.prod(s.shape) for rank in range(len(saved.of_ranks)) for s in saved.written_by(rank, WEIGHTS_PART)
+    )
+    assert written == sum(array.size for array in whole.values())
+    for shards in wanted.of_ranks:
+        needed = saved.files_with(shards)
+        read = saved.assemble(shards, {name: files[name] for name in needed}, "the checkpoint")
+        for shard, array in zip(shards, read, strict=True):
+            assert np.array_equal(array, box_of(shard))
+        # No file too many: without any one of them something is missing.
+        for left_out in needed:
+            with pytest.raises(IntegrityError):
+                saved.assemble(shards, {name: files[name] for name in needed if name != left_out}, "the checkpoint")
+    for shard, array in zip(
+        saved.whole(WEIGHTS_PART), saved.assemble(saved.whole(WEIGHTS_PART), files, "it"), strict=True
+    ):
+        assert np.array_equal(array, whole[shard.name])
+
+
+def test_the_index_is_read_back():
+    index = ShardIndex((tuple(shards_of("a", (4, 3), (2, 1), 1)[:1]), tuple(shards_of("a", (4, 3), (2, 1), 1)[1:])))
+    assert read_index(lambda name: dump_arrays(dump_index(index))) == index
+
+
+def small_model(seed: int = 0):
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+
+
+def test_values_come_back_bit_for_bit():
+    import keras
+
+    variables = [
+        keras.Variable(np.array([0.1, -0.0, np.nan, np.inf], np.float32)),
+        keras.Variable(np.array(5), dtype="int64"),
+        keras.random.SeedGenerator(9).state,
+    ]
+    data = dump_arrays([np.asarray(variable) for variable in variables])
+    assert data == dump_arrays([np.asarray(variable) for variable in variables]), "equal values give equal bytes"
+    before = [np.array(variable).tobytes() for variable in variables]
+    for variable in variables:
+        variable.assign(np.zeros(variable.shape, str(variable.dtype)))
+    assign_variables(variables, load_arrays(data), "this file")
+    assert [np.array(variable).tobytes() for variable in variables] == before
+
+
+def weights_sha256(model):
+    return arrays_sha256(np.asarray(variable) for variable in model.weights)
+
+
+def test_the_hash_sees_every_weight():
+    model = small_model()
+    hashes = {weights_sha256(model)}
+    assert weights_sha256(small_model()) in hashes
+    for weight in model.weights:
+        changed = np.array(weight)
+        changed.flat[0] = np.nextafter(changed.flat[0], np.float32(9))
+        weight.assign(changed)
+        hashes.add(weights_sha256(model))
+    assert len(hashes) == 1 + len(model.weights)
+
+
+def test_other_shapes_are_refused_before_anything_is_assigned():
+    import keras
+
+    first, second = keras.Variable(np.zeros(2, np.float32)), keras.Variable(np.zeros(3, np.float32))
+    arrays = [np.ones(2, np.float32), np.ones(4, np.float32)]
+    with pytest.raises(UsageError, match=r"a file holds float32 \(4,\) for .*; this model has float32 \(3,\) there"):
+        assign_variables([first, second], arrays, "a file")
+    assert not np.array(first).any()
+    with pytest.raises(UsageError, match="holds 2 variables; this model has 1"):
+        assign_variables([first], arrays, "a file")
+
+
+def test_pickled_arrays_are_not_read():
+    buffer = io.BytesIO()
+    np.savez(buffer, **{"00000": np.array([{"a": 1}], dtype=object)})
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        load_arrays(buffer.getvalue())

@@ -1,10 +1,11 @@
-"""A checkpoint is written behind the training: nothing waits for it, and no kill, slow or failing store loses one."""
+"""A checkpoint is written behind the training, by the newest attempt: no kill, slow or failing store loses one."""
 
 from __future__ import annotations
 
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.errors import StorageError
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import CommitConflict, StorageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
@@ -23,7 +25,11 @@ from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
 from tests.lab.scale import usually
 from tests.train.checkpoints import CONFIG, FullStore, OneRank, Silent
-from tests.train.training import Recorder, StepWatcher, task_of, train_here
+from tests.train.driver_process import start_driver
+from tests.train.forked_ranks import launch_forked
+from tests.train.multi_rank_workers import KILLED_IN
+from tests.train.ranks import WORKERS, Watcher, train_on_ranks
+from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints, open_checkpoint
 from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
@@ -31,8 +37,9 @@ from train.checkpoints.state import MARKER, WEIGHTS, rank_file
 from train.contracts.activities import Activity
 from train.contracts.progress import BestEpoch, Progress
 from train.contracts.values import RESULT, ModelIdentity
-from train.launching import LAUNCHERS
+from train.launching import LAUNCHERS, faults
 from train.launching.faults import RankLost
+from train.results import read_result
 
 NUM_KILLS = usually(3, 300)
 
@@ -248,7 +255,9 @@ def test_a_rank_of_two_that_is_killed_inside_a_checkpoint_changes_nothing(tiny_u
               "checkpoint_every_steps": 1}  # fmt: skip
 
     def launch(models: str):
-        return LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path / models, **config), SparkConfig(), StepWatcher())
+        return LAUNCHERS["local"].launch(
+            task_of(tiny_uri, tmp_path / models, **config), SparkConfig(), DriverRecorder()
+        )
 
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, f"{place}@{tmp_path / 'was-there'}")
@@ -269,3 +278,103 @@ def test_no_kill_costs_a_complete_checkpoint(tiny_uri, tmp_path):
     assert done.stdout.count("newest checkpoint") == NUM_KILLS
     *_, killed, undisturbed = done.stdout.split()
     assert killed == undisturbed
+
+
+# A kill comes within two checkpoints. Rank 0 writes an index, too, and the marker.
+PLACES = {
+    0: [*(f"checkpoint_file:{number}" for number in range(1, 9)),
+        *(f"checkpoint_{place}:{number}" for place in ("marker", "done") for number in (1, 2))],
+    1: [f"checkpoint_file:{number}" for number in range(1, 7)],
+}  # fmt: skip
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(120 + 10 * NUM_KILLS)
+def test_no_kill_of_a_rank_costs_a_complete_checkpoint(tiny_uri, tmp_path, monkeypatch):
+    config = {"model": "tests.train.torch_models:linear", "strategy": "torch_fsdp", "global_batch_size": 12,
+              "num_streams": 6, "epochs": NUM_KILLS // 3 + 2, "checkpoint_every_steps": 1}  # fmt: skip
+    whole_result, whole = train_on_ranks(tiny_uri, tmp_path / "whole", 2, config)
+    print("seed", seed := random.randrange(2**32))
+    # That one was killed says all: no other fault of the same cause is waited for.
+    monkeypatch.setattr(faults, "GRACE_SECONDS", 0.1)
+    pick, store, losses, newest = random.Random(seed), open_store(tmp_path / "killed"), {}, None
+    for _ in range(NUM_KILLS):
+        rank = pick.randrange(2)
+        monkeypatch.setenv(KILLED_IN, f"{rank} {pick.choice(PLACES[rank])}")
+        task = task_of(tiny_uri, tmp_path / "killed", num_workers=2, launcher="local", **config)
+        # In so short a grace, and under load, the driver may not have heard of the signal yet.
+        with pytest.raises(RankLost, match=f"rank {rank} .*(SIGKILL|killed by an unknown signal)"):
+            launch_forked(task, watcher := Watcher(), f"{WORKERS}:one_rank_dies_in_a_checkpoint")
+        assert watcher.losses.items() <= whole.losses.items(), "it went on with other numbers"
+        begun_at = newest.marker.progress.cursor if newest else None
+        assert min(watcher.losses) == ((begun_at.epoch, begun_at.step) if begun_at else (0, 0))
+        losses |= watcher.losses
+
+        found = next(complete_checkpoints(store, "t"), None)
+        if newest:
+            assert found and found.marker.global_step >= newest.marker.global_step, "a complete checkpoint was lost"
+        for file in found.marker.files if found else ():
+            assert found and found.read(store, file.path)
+        newest = found
+    result, rest = train_on_ranks(tiny_uri, tmp_path / "killed", 2, config)
+    assert result.resumed_from == (newest.marker.progress.cursor if newest else None)
+    assert losses | rest.losses == whole.losses
+    assert result.weights_sha256 == whole_result.weights_sha256
+
+
+def test_attempts_that_begin_at_once_get_different_numbers_without_gaps(tmp_path):
+    numbers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: numbers.append(claim_attempt(open_store(tmp_path), "t", 1).number))
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(numbers) == list(range(1, 17))
+
+
+def test_only_the_newest_attempt_publishes_and_only_once(tmp_path):
+    store = open_store(tmp_path)
+    first, second, third = (claim_attempt(store, "t", world_size) for world_size in (4, 3, 2))
+    for old in (first, second):
+        with pytest.raises(CommitConflict, match=f"attempt {old.number} at .* attempt 3 began on host .*, process"):
+            old.publish("t/result.json", b"old")
+    third.publish("t/result.json", b"new")
+    # A reply that was lost: the same bytes again are no conflict.
+    third.publish("t/result.json", b"new")
+    with pytest.raises(CommitConflict, match="another attempt has published"):
+        claim_attempt(store, "t", 1).publish("t/result.json", b"other")
+    assert store.read("t/result.json") == b"new"
+    # Another training has numbers of its own.
+    assert claim_attempt(store, "other", 1).number == 1
+
+
+@pytest.mark.drill
+def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the_training(tiny_uri, tmp_path):
+    """A scheduler whose worker was killed knows nothing of the training that still lives; here it sleeps meanwhile."""
+    how = {"launcher": "inline", "strategy": "single", "num_workers": 1, "model": f"{MODELS}:stateful", "epochs": 3}
+    sizes = {"global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 1, "checkpoint": {"keep": 100}}
+    train: dict[str, object] = {**how, **sizes}
+    pin = open_dataset(tiny_uri).pin
+    older = start_driver(tmp_path, train, dataset=pin)
+    older.wait_for_step()
+    older.process.send_signal(signal.SIGSTOP)
+    try:
+        retry = start_driver(tmp_path, train, dataset=pin).outcome()
+    finally:
+        older.process.send_signal(signal.SIGCONT)
+    fenced = older.outcome()
+    assert (fenced.get("error"), "attempt 2 began" in fenced["message"]) == ("CommitConflict", True), fenced
+
+    store = open_store(tmp_path / "models")
+    result = read_result(store, "trainings/test")
+    assert result is not None and result.weights_sha256 == retry["weights_sha256"]
+    newest = next(complete_checkpoints(store, "trainings/test"))
+    assert newest.path == result.last_checkpoint
+    # What the older one published, it published before the retry began.
+    names = [marker.parent.name for marker in (tmp_path / "models").glob(f"trainings/test/checkpoints/*/{MARKER}")]
+    older_steps, newer_steps = ([name[:13] for name in names if name.endswith(number)] for number in ("1", "2"))
+    # But for the one that was on its way when it fell asleep.
+    assert max(sorted(older_steps)[:-1], default="") < min(newer_steps)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardmill.errors import UsageError
-from shardmill.jobs.config import SparkConfig
 from tests.lab.scale import exhaustive
 from tests.train.ranks import SMOOTH_MODEL, train_on_ranks
-from tests.train.training import Recorder, check_terms, train_here
-from train.config import TrainConfig
+from tests.train.training import Recorder, train_here
 from train.strategies import STRATEGIES
 
 # Momentum alone: Adam would blow the rounding of small gradients up.
@@ -40,16 +37,3 @@ def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, c
     assert 1e-6 < max(differences) < 0.05, differences
     assert result.evaluation is not None and alone.evaluation is not None
     assert result.evaluation.accuracy >= alone.evaluation.accuracy - 0.1
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"strategy": "single", "compression": "fp16"}, r"'single'; it has 'none'; set .* to 'horovod' or 'torch_ddp'"),
-        ({"strategy": "horovod", "compression": "bf16"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
-        ({"strategy": "local_sgd", "compression": "bf16"}, r"train.strategy to 'torch_ddp'"),
-    ],
-)
-def test_a_compression_that_a_strategy_lacks_is_refused(given, message):
-    with pytest.raises(UsageError, match=message):
-        check_terms(TrainConfig(**given), SparkConfig())

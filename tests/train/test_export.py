@@ -1,4 +1,4 @@
-"""Exports: numbered and immutable, equal to the training model, and usable where none of our code is."""
+"""Exports: numbered, immutable, equal to the training model, probabilities, and usable without our code."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalCall=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
 from __future__ import annotations
@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,12 +26,20 @@ from shardmill.section import Section
 from shardmill.stores import open_store
 from tests.lab.datasets import make_dataset
 from tests.services.faulty_store import FaultyStore, send_twice
+from tests.train.learners import TORCH_MODELS, batch_of
 from tests.train.ranks import SMOOTH_MODEL
 from tests.train.training import ONE_LAYER
+from train.backends import BACKENDS
+from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.backends.keras.backend import KERAS_FILE
+from train.backends.torch.layer_output import LAYER_OUTPUT
+from train.backends.torch.model import classifier_of
+from train.backends.torch.serving import load_program, served_module, write_program
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import Evaluation, TrainResult
+from train.contracts.world import World
+from train.labels import LabelSpec
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.planning.auto import resolve
@@ -41,8 +51,11 @@ from train.records import put_record, read_record, record_numbers
 from train.reporting.run_log import RunLog
 from train.results import read_result
 
-MODELS = "tests.train.launch_models"
+if TYPE_CHECKING:
+    import torch
 
+
+MODELS = "tests.train.models_under_test"
 # Runs where no module of ours is: `-S` would hide the environment too, so it only checks that none was imported.
 FOREIGN_READER = """
 import json, sys
@@ -58,8 +71,6 @@ print(json.dumps([
     for each in (served, loaded)
 ]))
 """
-
-
 CLASSES = Evaluation("test", 400, 0.5, 0.9, None, ())
 NUMBERS = Evaluation("test", 400, 4.0, None, None, (), label_kind="float", mean_absolute_error=2.0)
 
@@ -264,7 +275,7 @@ def test_an_export_that_is_not_there_is_answered_with_those_that_are(models):
     [
         # Its layers tell all: written down without the class.
         ("with_arguments", ""),
-        ("with_config", "load it with custom_objects for tests.train.launch_models.WithConfig"),
+        ("with_config", "load it with custom_objects for tests.train.models_under_test.WithConfig"),
         ("with_tensorflow", "no .keras file: NotImplementedError"),
     ],
 )
@@ -344,3 +355,162 @@ def test_every_number_has_one_writer(tmp_path):
         thread.join()
     assert sorted(number for number, _ in won) == list(range(1, 21)) == record_numbers(store, "notes")
     assert all(read_record(store, "notes", number, Note).writer == writer for number, writer in won)
+
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "answers_of_pt2.py"
+
+
+@pytest.mark.starts("program")
+def test_standardization_and_class_names_are_inside(dataset, tmp_path):
+    config = config_of(model=SMOOTH_MODEL["torch"], epochs=1)
+    record = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run").export.record
+    images = images_of(dataset)
+    expected = load_exported(str(tmp_path), 1).predict(images)
+    np.save(tmp_path / "images.npy", images)
+    [file] = (tmp_path / record.artifact_dir).rglob("*.pt2")
+    # In another folder and isolated, so that no module of ours is there.
+    command = [sys.executable, "-I", str(PROGRAM), str(file), str(tmp_path / "images.npy")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told, names = json.loads(done.stdout.splitlines()[-1]), dataset.manifest.class_names
+    assert np.abs(np.array(told["probabilities"], np.float32) - expected).max() <= 1e-5
+    assert told["label"] == [names[best] for best in expected.argmax(axis=1)]
+
+
+SHAPE_HWC = (8, 8, 3)
+
+
+def net() -> torch.nn.Sequential:
+    """Standardized images_NCHW -> logits of three classes."""
+    from torch import manual_seed, nn
+
+    manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    layers = {"features": features, "pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(4, 3)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    spec = ModelSpec(SHAPE_HWC, LabelSpec("class", ("a", "b", "c")), InputScale((0.0,) * 3, (255.0,) * 3))
+    classifier = classifier_of(net(), is_keras=False, spec=spec)
+    write_program(served_module(classifier, "class", are_logits=True), spec, "net", tmp_path / "program")
+    return tmp_path / "program"
+
+
+def test_a_modules_output_comes_with_the_answers(program: Path):
+    import torch
+
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (5, *SHAPE_HWC), np.uint8)
+    model = net().eval()
+    features_of, first_of, pool_of = (model.get_submodule(name) for name in ("features", "features.0", "pool"))
+    with torch.no_grad():
+        pixels_NCHW = torch.from_numpy(images_NHWC).permute(0, 3, 1, 2).float() / 255
+        features = features_of(pixels_NCHW)
+        expected = {"features": features, "features.0": first_of(pixels_NCHW), "pool": pool_of(features)}
+    for name, output in expected.items():
+        answers_NK, layer_ND = LAYER_OUTPUT.load(program, name)(images_NHWC)
+        assert np.allclose(layer_ND, output.flatten(1).numpy(), atol=1e-6), name
+        assert np.allclose(answers_NK, load_program(program).answers(images_NHWC), atol=1e-6)
+
+
+def test_a_module_that_is_not_there_is_named_beside_those_that_are(program: Path):
+    with pytest.raises(UsageError, match="no layer 'pol'; expected one of its 6 layers; .* did you mean 'pool'"):
+        LAYER_OUTPUT.load(program, "pol")
+
+
+SHAPE = (8, 8, 3)
+EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+SOFTMAXES = ["nested_softmax", "ops_softmax", "softmax_of_zeros", "softmax_then_identity", "own_softmax_layer"]
+SIGMOIDS = ["nested_sigmoid", "ops_sigmoid"]
+LOGITS = ["logits", "zeros", "constant_distribution", "small_relu", "tanh"]
+
+
+def learner(backend: str, factory: str, labels: LabelSpec, **train: object) -> Any:
+    BACKENDS[backend].start(World(), 0)
+    module = MODELS if backend == "keras" else TORCH_MODELS
+    config = TrainConfig(model=f"{module}:{factory}", optimizer="sgd", **train)
+    return BACKENDS[backend].build(config, ModelSpec(SHAPE, labels, InputScale((127.5,) * 3, (64.0,) * 3)))
+
+
+def classes(number: int) -> LabelSpec:
+    return LabelSpec("class", tuple("abcdefghij"[:number]))
+
+
+def several(number: int) -> LabelSpec:
+    return LabelSpec("multi_label", tuple("abcdefghij"[:number]))
+
+
+@EACH_BACKEND
+@pytest.mark.parametrize("factory", SOFTMAXES)
+@pytest.mark.parametrize("num_classes", [2, 10])
+def test_a_softmax_is_recognised_wherever_it_is(backend, factory, num_classes):
+    one = learner(backend, factory, classes(num_classes))
+    assert not one.outputs_are_logits
+    images_NHWC = batch_of(SHAPE).images_NHWC
+    # Not a second time in what an export answers.
+    np.testing.assert_array_equal(one.answers(images_NHWC), one.outputs(images_NHWC))
+
+
+@EACH_BACKEND
+@pytest.mark.parametrize("factory", SIGMOIDS)
+@pytest.mark.parametrize("num_classes", [1, 2, 10])
+def test_a_sigmoid_is_recognised_wherever_it_is(backend, factory, num_classes):
+    assert not learner(backend, factory, several(num_classes)).outputs_are_logits
+
+
+@EACH_BACKEND
+@pytest.mark.parametrize("factory", LOGITS)
+@pytest.mark.parametrize("labels", [classes(2), classes(10), several(1), several(2), several(10)], ids=str)
+def test_logits_are_no_probabilities_though_they_look_so_at_first(backend, factory, labels):
+    assert learner(backend, factory, labels).outputs_are_logits
+
+
+@EACH_BACKEND
+@pytest.mark.parametrize("num_classes", [2, 10])
+def test_logarithms_of_probabilities_are_logits(backend, num_classes):
+    assert learner(backend, "log_softmax", classes(num_classes)).outputs_are_logits
+
+
+@EACH_BACKEND
+@pytest.mark.parametrize("factory", ["softmax_of_zeros", "zeros", "logits"])
+def test_looking_leaves_the_model_as_it_was(backend, factory):
+    seen, said = (
+        learner(backend, factory, classes(3), model_outputs=each).arrays(StatePart.WEIGHTS)
+        for each in ("auto", "logits")
+    )
+    assert [array.tobytes() for array in seen] == [array.tobytes() for array in said]
+
+
+@EACH_BACKEND
+def test_what_cannot_be_right_is_refused_with_the_key_to_set(backend):
+    with pytest.raises(
+        UsageError, match=r"do not always add up to 1; .*one class; .*set train.model_outputs to \"logits\""
+    ):
+        learner(backend, "ops_sigmoid", classes(3))
+    assert learner(backend, "ops_sigmoid", classes(3), model_outputs="logits").outputs_are_logits
+    for factory, labels, found in (
+        ("logits", classes(3), "not all from 0 to 1"),
+        ("ops_sigmoid", classes(3), "each from 0 to 1, but do not add up to 1"),
+        ("tanh", several(3), "not all from 0 to 1"),
+    ):
+        with pytest.raises(UsageError, match=rf"train.model_outputs = \"probabilities\", .*{found}.*\"auto\""):
+            learner(backend, factory, labels, model_outputs="probabilities")
+    assert not learner(backend, "ops_softmax", classes(3), model_outputs="probabilities").outputs_are_logits
+
+
+def test_a_compiled_loss_that_contradicts_the_outputs_is_refused():
+    with pytest.raises(
+        UsageError, match="loss for probabilities, but returns any numbers; .*from_logits=True.*train.loss"
+    ):
+        learner("keras", "logits_without_from_logits", classes(3))
+    assert learner("keras", "logits_without_from_logits", classes(3), loss="softmax").outputs_are_logits
+    with pytest.raises(UsageError, match="from_logits=True, but returns probabilities; .*from_logits=False"):
+        learner("keras", "softmax_with_from_logits", classes(3))
+    assert not learner("keras", "softmax_with_from_logits", classes(3), loss="softmax").outputs_are_logits
+
+
+@EACH_BACKEND
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_softmax_in_sixteen_bits_is_one(backend, precision):
+    assert not learner(backend, "ops_softmax", classes(10), mixed_precision=precision).outputs_are_logits

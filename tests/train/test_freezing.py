@@ -111,6 +111,6 @@ def test_ranks_start_from_the_same_file_and_unfreeze_together(model, how, tiny_u
     assert one.named("initialized")[0]["share"] == 1.0
 
     _, several = train_on_ranks(tiny_uri, tmp_path / "several", how.pop("num_workers"), {**settings, **how})
-    assert "initialized" in several.events and several.losses.keys() == one.losses.keys()
+    assert "initialized" in several.names and several.losses.keys() == one.losses.keys()
     for place, loss in one.losses.items():
         assert float.fromhex(several.losses[place]) == pytest.approx(float.fromhex(loss), rel=1e-5)

@@ -1,26 +1,54 @@
-"""The decision table of docs/promotion.md, a test for each row."""
+"""The decision table of docs/promotion.md; models that only guess, and models that are sure of what is wrong."""
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from etl.config import SourceConfig, SplitFractions
 from shardmill.checksummed import with_checksum
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import GateNotPassed, IntegrityError, UsageError
+from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
+from shardmill.typed_columns import LABEL_TYPES
+from tests.etl.incremental import build_from
 from tests.lab.datasets import build_here, make_dataset, write_images
+from tests.lab.scale import exhaustive
 from tests.train.exports import put_export
-from train.contracts.values import Evaluation
+from tests.train.learners import LINEAR
+from tests.train.training import Recorder, train_here
+from train.backends import BACKENDS
+from train.backends.backend import InputScale, ModelSpec
+from train.backends.batch_norms import largest_momentum
+from train.config import TrainConfig
+from train.contracts.progress import EarlyStop, Progress
+from train.contracts.values import EpochRecord, Evaluation
+from train.contracts.world import World
+from train.evaluation.evaluate import scores_of
+from train.labels import LabelSpec
 from train.published.current import read_history
 from train.published.decision import Comparison, Incomparable, Promotion
+from train.published.export import check_figures, export_training
 from train.published.exported import Export
+from train.published.figures import by_name, evaluate_export
 from train.published.gate import FEW_SAMPLES, decide, promote_export
+from train.published.load import load_exported
 from train.published.promote import choose_export, roll_back
+from train.rank.session import Chance
+from train.results import read_result
 from train.settings.gate import GateConfig
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"
@@ -85,11 +113,8 @@ def datasets(tmp_path_factory) -> Path:
         each.rename(images / f"other_{each.name}")
     from etl.config import EtlConfig
 
-    build_here(
-        str(images),
-        str(folder / "others" / "dataset"),
-        EtlConfig(image_size=16, encoding="png", unit_min_images=40, split_fractions=fractions),
-    )
+    build_here(str(images), str(folder / "others" / "dataset"),
+               EtlConfig(image_size=16, encoding="png", unit_min_images=40, split_fractions=fractions))  # fmt: skip
     return folder
 
 
@@ -300,3 +325,220 @@ def test_few_samples_are_those_that_were_compared():
 def test_what_cannot_be_compared_stays_unless_it_is_damaged_or_given_up(is_damaged, flags, decision, said):
     found = decide(evaluation(0.9), Incomparable("too large", is_damaged=is_damaged), GateConfig(), **flags)
     assert (found.decision, found.is_passed) == (decision, decision == "promoted") and said in found.reason
+
+
+LATE = {"keras": "tests.train.models_under_test:late_statistics", "torch": "tests.train.torch_models:late_statistics"}
+EACH_BACKEND = pytest.mark.parametrize("backend", LATE)
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory) -> str:
+    fractions = {"train": 0.4, "validation": 0.3, "test": 0.3}
+    return make_dataset(tmp_path_factory.mktemp("data"), num_images=240, split_fractions=fractions)
+
+
+@pytest.fixture
+def guessing(uri, backend, tmp_path):
+    """A training's settings, what it reported and its result."""
+    settings = {"model": LATE[backend], "epochs": 4, "augment": {"random_flip": False}}
+    recorder = Recorder()
+    return settings, recorder, train_here(uri, tmp_path, recorder, **settings)
+
+
+@EACH_BACKEND
+def test_it_is_reported_and_not_promoted(guessing, backend, tmp_path):
+    settings, recorder, result = guessing
+    assert result.history[-1].train_accuracy > 0.6, "it has not learned"
+    [told] = recorder.named("guessing")
+    assert (
+        told["warning"].startswith(result.caution) and "the weights of the last epoch are exported" in told["warning"]
+    )
+    assert "no better than guessing" in result.caution
+    assert (result.exported, result.weights_epoch, result.checkpoint) == ("last", 3, result.last_checkpoint)
+    assert read_result(open_store(str(tmp_path)), "t").caution == result.caution
+
+    export = export_training(str(tmp_path), TrainConfig(**settings, global_batch_size=32), result, "run").export
+    decision = promote_export(str(tmp_path), export, GateConfig(), "run").gate
+    assert decision.decision == "kept" and decision.reason.startswith(result.caution)
+
+
+@EACH_BACKEND
+def test_a_model_that_does_better_is_not_said_to(uri, backend, tmp_path):
+    recorder = Recorder()
+    result = train_here(uri, tmp_path, recorder, model=LINEAR[backend], epochs=3)
+    assert (result.caution, result.exported, recorder.named("guessing")) == ("", "best", [])
+
+
+def record(epoch: int, loss: float, figure: float, *, train_accuracy: float | None = 0.5, **how: object) -> EpochRecord:
+    validation = replace(Evaluation("validation", 60, loss, figure, None, ()), **how)
+    return EpochRecord(epoch, 10, 1.0, train_accuracy, 1e-3, 1.0, validation)
+
+
+def test_a_first_epoch_of_low_loss_that_guesses_is_not_the_best(uri):
+    chance = Chance.of(open_dataset(uri).manifest)
+    progress = Progress()
+    for each in (record(0, 1.1, 0.33), record(1, 1.3, 0.7), record(2, 1.2, 0.34), record(3, 1.25, 0.8)):
+        is_guessing = chance.is_all((*progress.history, each))
+        assert is_guessing == (each.epoch in (0, 2))
+        progress = progress.after_epoch(each, EarlyStop(), f"epoch {each.epoch}", is_guessing=is_guessing)
+    assert (progress.best.epoch, progress.best.is_guessing) == (3, False)
+
+
+def test_what_a_guess_reaches_depends_on_the_labels(uri):
+    manifest = open_dataset(uri).manifest
+
+    def of(kind: str, counts: tuple[int, ...], num_rows: int = 100) -> Chance | None:
+        split = manifest.splits["train"].model_copy(update={"class_counts": counts, "num_rows": num_rows})
+        changed = {"splits": {"train": split, "validation": split}, "columns": {"label": LABEL_TYPES[kind]}}
+        return Chance.of(manifest.model_copy(update=changed))
+
+    assert of("class", (80, 10, 10)).train_accuracy == of("class", (80, 10, 10)).validation_figure == 0.8
+    # The mean precision of any order of images is the share of a class; "no" is right for the rare one.
+    assert of("multi_label", (80, 10, 0)).validation_figure == pytest.approx(0.45)
+    assert of("multi_label", (80, 10, 0)).train_accuracy == pytest.approx((0.8 + 0.9 + 1.0) / 3)
+    assert of("class", (80, 10, 10)).validation_limit == pytest.approx(0.88)
+    assert of("class", (10, 10, 9), 29) is None and of("class", (100, 0, 0)) is None
+
+
+def test_a_training_that_has_not_learned_is_not_at_fault_for_its_validation(uri):
+    chance = Chance.of(open_dataset(uri).manifest)
+    assert not chance.has_learned([record(0, 1.1, 0.3, train_accuracy=0.38)])
+    assert chance.has_learned([record(0, 1.1, 0.3, train_accuracy=0.45)])
+
+
+def test_numbers_are_compared_with_the_first_epoch():
+    chance = Chance(0.0, 0.0, 0.0)
+    numbers = {"label_kind": "float", "mean_absolute_error": 1.0}
+    first = replace(record(0, 5.0, 0.0, train_accuracy=None, **numbers), train_loss=4.0)
+    worse = replace(record(1, 4.5, 0.0, train_accuracy=None, **numbers), train_loss=1.0)
+    better = replace(worse, validation=replace(worse.validation, loss=1.5))
+    assert chance.is_all([first, worse]) and chance.has_learned([first, worse])
+    assert not chance.is_all([first, better]) and not chance.has_learned([first])
+    assert "loss 4.5 after epoch 2 is no better than the loss 4 of the first epoch" in chance.told([first, worse])
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10, 300, 100_000])
+def test_moving_statistics_are_those_of_the_model_by_the_end_of_an_epoch(steps):
+    momentum = largest_momentum(steps)
+    assert 0.5 <= momentum < 1 and (momentum**steps <= 0.0501 or momentum == 0.5)
+    assert largest_momentum(300) == pytest.approx(0.99, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "own"),
+    [
+        exhaustive("keras", "resnet50", 0.99),
+        exhaustive("keras", "keras.applications:MobileNetV2", 0.999),
+        ("torch", "torchvision.models:resnet18", 0.9),
+        ("keras", LATE["keras"], None),
+        ("torch", LATE["torch"], None),
+    ],
+)
+def test_models_by_name_follow_the_length_of_an_epoch(backend, model, own):
+    def built(steps_per_epoch: int) -> tuple[set[float], str]:
+        BACKENDS[backend].start(World(), 0)
+        spec = ModelSpec((32, 32, 3), LabelSpec("class", ("a", "b")), InputScale((0.0,) * 3, (1.0,) * 3))
+        one = BACKENDS[backend].build(TrainConfig(model=model), replace(spec, steps_per_epoch=steps_per_epoch))
+        if backend == "keras":
+            layers = one._model._flatten_layers()
+            found = {layer.momentum for layer in layers if "BatchNorm" in type(layer).__name__}
+        else:
+            found = {1 - each.momentum for each in one.classifier.modules() if "BatchNorm" in type(each).__name__}
+        return {round(each, 6) for each in found}, one.config_sha256
+
+    (short, identity), (unknown, same) = built(10), built(0)
+    assert identity == same, "an older checkpoint would no longer fit"
+    if own is None:
+        assert short == unknown == {0.99999}
+    else:
+        assert short == {round(largest_momentum(10), 6)} and unknown == {own}
+
+
+NUM_IMAGES = 160
+SURE = 30.0
+"""A float32 sigmoid is exactly 1 from a logit of 16.7 on."""
+
+
+def _image(brightness: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), brightness, np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def _labels(kind: str, brightness_N: np.ndarray) -> list[Any]:
+    """What can be learned from the brightness, but for every seventh image, whose label says the contrary."""
+    is_bright_N = (brightness_N > 127) ^ (np.arange(len(brightness_N)) % 7 == 0)
+    match kind:
+        case "class":
+            return [f"class {int(each) + (number % 3 == 0)}" for number, each in enumerate(is_bright_N)]
+        case "binary":
+            return ["bright" if each else "dark" for each in is_bright_N]
+        case "multi_label":
+            return [["bright", "image"] if each else ["image"] for each in is_bright_N]
+        case _:
+            return (is_bright_N * 1e6).tolist()
+
+
+@pytest.fixture(scope="module")
+def bright_datasets(tmp_path_factory) -> dict[str, Dataset]:
+    brightness_N = np.random.default_rng(0).integers(0, 256, NUM_IMAGES)
+    found = {}
+    for kind in ("class", "binary", "multi_label", "float"):
+        folder = tmp_path_factory.mktemp(kind)
+        images = [_image(each) for each in brightness_N]
+        pq.write_table(pa.table({"image": images, "labels": _labels(kind, brightness_N)}), folder / "a.parquet")
+        label_kind = "class" if kind == "binary" else kind
+        source = SourceConfig(uri=str(folder / "a.parquet"), kind="parquet", label_kind=label_kind)
+        fractions = SplitFractions(train=0.5, validation=0.2, test=0.3)
+        build_from(source, folder / "dataset", image_size=8, split_fractions=fractions)
+        found[kind] = open_dataset(str(folder / "dataset"))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["class", "binary", "multi_label", "float"])
+@pytest.mark.parametrize("backend", LINEAR)
+def test_it_is_exported_with_the_loss_that_training_recorded(bright_datasets, kind, backend, tmp_path):
+    dataset, settings = bright_datasets[kind], {"model": LINEAR[backend], "epochs": 4, "schedule": "constant"}
+    settings |= {"learning_rate": 100.0 if kind == "float" else 3.0, "augment": {"random_crop_padding": 0}}
+    result = train_here(dataset.pin.uri, tmp_path, **settings)
+    assert result.evaluation.loss > SURE, "the model is not sure enough of what it mistakes"
+
+    config = TrainConfig(**settings, global_batch_size=32)
+    export = export_training(str(tmp_path), config, result, "run").export
+    assert export.record.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-4)
+    assert export.record.evaluation.figure == pytest.approx(result.evaluation.figure, rel=1e-4)
+
+    # As `evaluate` on another version and the gate's comparison measure it.
+    with read_split(dataset, "test") as batches:
+        measured = evaluate_export(load_exported(str(tmp_path), export.number), dataset, "test", batches)
+    assert measured.loss == pytest.approx(result.evaluation.loss, rel=1e-4)
+    assert measured.per_class == result.evaluation.per_class
+
+
+@pytest.mark.parametrize("kind", ["class", "multi_label"])
+@pytest.mark.parametrize("are_logits", [True, False])
+def test_a_class_that_an_export_does_not_know_is_never_its_answer(kind, are_logits):
+    outputs_NK = np.array([[-500.0, 300.0, -900.0]], np.float32) if are_logits else np.array([[0.0, 1.0, 0.0]])
+    scores = by_name(lambda _images: scores_of(kind, outputs_NK, are_logits), "abc", ["new", "c", "b", "a"])
+    [found] = scores(np.empty(0))
+    assert found.argmax() == 2 and found[0] < found[1:].min() and np.isfinite(found).all()
+    # Without the best one: of two that it is sure not to see, it still takes none that it does not know.
+    among = by_name(lambda _images: scores_of(kind, outputs_NK, are_logits), "abc", ["new", "c", "a"], ["a", "c"])
+    assert among(np.empty(0)).argmax() != 0
+
+
+def test_numbers_without_error_may_differ_by_rounding_alone():
+    exact = Evaluation("test", 9, 0.0, None, None, (), label_kind="float", mean_absolute_error=0.0)
+    rounded = replace(exact, loss=4.0, mean_absolute_error=1.5)
+    # Answers around a million, in float32.
+    check_figures(rounded, exact, "off", rounding=10.0)
+    with pytest.raises(IntegrityError, match=r"loss 4\.0000 and mean absolute error 1\.5000"):
+        check_figures(rounded, exact, "off", rounding=1.0)
+
+
+def test_a_sigmoid_that_rounds_to_1_costs_no_more_than_the_number_before_it():
+    """Kernels of two builds differ in the last bit of a float32, and 1 less nothing has no logarithm."""
+    one, before_one, small = np.float32(1), np.nextafter(np.float32(1), np.float32(0)), np.float32(1e-30)
+    of_one, of_before, of_small = scores_of("multi_label", np.array([[one, before_one, small]]), False)[0]
+    assert of_one == of_before == pytest.approx(24 * np.log(2), abs=1e-6)
+    assert of_small == pytest.approx(-30 * np.log(10), rel=1e-6), "a float32 near 0 is exact"

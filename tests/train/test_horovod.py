@@ -1,36 +1,37 @@
-"""The strategy `horovod` without its processes: a stand-in for Horovod's binding exchanges between threads.
+"""Keras on several ranks without their processes: a stand-in for Horovod's binding exchanges between threads."""
 
-Horovod itself runs in tests of ranks. What is ours is seen here: who sends what, and how the parts are put together.
-"""
-
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardmill.errors import TrainingError
+from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
+from tests.train.learners import CLIFF, LINEAR, SHAPE, STATEFUL, TORCH_MODELS, batch_of, learner, state
+from tests.train.ranks import numbers, train_on_ranks
 from tests.train.training import MODELS, Recorder
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.backend import Learner, StatePart
+from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
-from train.contracts.activities import Activity
+from train.contracts.activities import Activity, during
 from train.contracts.mesh import Mesh
+from train.contracts.values import StepReport
 from train.contracts.world import World, alone
-from train.labels import LabelSpec
-from train.strategies.collective import AnnouncedCollective, SingleCollective
+from train.identity import settings_that_matter
+from train.strategies.collective import AnnouncedCollective, AnnouncedSum, SingleCollective
 from train.strategies.horovod import HOROVOD, TIMELINE, HorovodCollective, HorovodMember, join_horovod, timeline
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS
 
 NUM_RANKS = 2
-SHAPE = (16, 16, 3)
-SPEC = ModelSpec(SHAPE, LabelSpec("class", ("a", "b", "c")), InputScale((120.0,) * 3, (60.0,) * 3))
 
 
 class StandIn:
@@ -197,16 +198,6 @@ def test_a_rank_that_horovod_started_itself_meets_nobody(horovod, monkeypatch):
         HorovodCollective(World(0, 2))
 
 
-def learner(config: TrainConfig) -> Any:
-    BACKENDS["keras"].start(World(), 0)
-    return BACKENDS["keras"].build(config, SPEC)
-
-
-def batch() -> Batch:
-    images_NHWC = np.random.default_rng(0).integers(0, 256, (6, *SHAPE), dtype=np.uint8)
-    return Batch(images_NHWC, np.arange(6) % 3, np.ones(6, np.float32), np.arange(6), 0, 0)
-
-
 @pytest.mark.parametrize("sums_moments", [False, True])
 def test_a_members_step_is_that_of_its_learner_and_says_what_it_waits_for(sums_moments):
     told: list[str] = []
@@ -223,18 +214,19 @@ def test_a_members_step_is_that_of_its_learner_and_says_what_it_waits_for(sums_m
         return tensor
 
     model = f"{MODELS}:{'normed' if sums_moments else 'linear'}"
-    config = TrainConfig(model=model, optimizer="sgd", sync_batch_norm=sums_moments)
-    one, other = learner(config), learner(config)
+    one, other = (learner("keras", model, optimizer="sgd", sync_batch_norm=sums_moments) for _ in range(2))
     for part in (StatePart.WEIGHTS, StatePart.OWN):
         other.assign(part, one.arrays(part), "the first")
     collective = AnnouncedCollective(lambda world: SingleCollective(), World(), Telling())
-    member = HorovodMember(one, collective, Mesh.of(config).data_index(0), alone)
+    member = HorovodMember(one, collective, Mesh.of(TrainConfig(sync_batch_norm=sums_moments)).data_index(0), alone)
     if sums_moments:
         member.sum_moments_by(sum_in_step, Telling())
     assert (member.rank, member.world_size) == (0, 1)
     told.clear()
-    step = member.train_step(batch(), 6, 0.1)
-    assert step.outcome.loss == pytest.approx(other.apply(other.gradients(batch(), 6, 1.0), 0.1).loss, rel=1e-5)
+    step = member.train_step(batch_of(SHAPE, 6), 6, 0.1)
+    assert step.outcome.loss == pytest.approx(
+        other.apply(other.gradients(batch_of(SHAPE, 6), 6, 1.0), 0.1).loss, rel=1e-5
+    )
     for mine, its in zip(one.arrays(StatePart.WEIGHTS), other.arrays(StatePart.WEIGHTS), strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
     assert bool(names) == sums_moments
@@ -263,3 +255,187 @@ def test_what_the_strategy_declares():
     ):
         assert HOROVOD.secondary_error.search(text), text
     assert not HOROVOD.secondary_error.search("ValueError: horovod")
+
+
+class Reported:
+    """A rank's reporter that keeps what the rank did."""
+
+    def __init__(self) -> None:
+        self.done = [Activity()]
+
+    def step(self, report: StepReport) -> None:
+        return
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        return
+
+    def doing(self, activity: Activity) -> Activity:
+        self.done.append(activity)
+        return self.done[-2]
+
+
+class Twice(SingleCollective):
+    """As if another rank had the same rows; an operation that TensorFlow cannot look into, as Horovod's is."""
+
+    def __init__(self, is_lost: bool = False) -> None:
+        self.now, self._is_lost = 0.0, is_lost
+
+    def sum_tensors(self, tensors):
+        import tensorflow as tf
+
+        def meet(*arrays):
+            self.now += 3.0
+            if self._is_lost:
+                raise ConnectionError("the other rank is gone")
+            return [2 * each for each in arrays]
+
+        return tf.numpy_function(meet, tensors, [each.dtype for each in tensors])
+
+
+def announced(collective, reporter=None):
+    return AnnouncedCollective(lambda world: collective, World(), reporter or Reported()).sum_inside()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"accumulation_steps": 3}, {"ema_decay": 0.5}, {"mixed_precision": "float16"}],
+    ids=str,
+)
+def test_one_function_does_what_two_halves_do(config):
+    batch = batch_of(SHAPE, num_rows=7)
+    # Adam would make steps of the rounding errors that the gradient of a bias below a batch norm is.
+    halves, whole = (learner("keras", STATEFUL["keras"], optimizer="sgd", **config) for _ in range(2))
+    whole.sum_by(announced(Twice()))
+    for _ in range(3):
+        expected = halves.apply(Twice().sum_tensors(halves.gradients(batch, 14, 0.5)), 0.1)
+        found = whole.whole_step(batch, 14, 0.5, 0.1)
+        assert (found.is_applied, found.overflowed) == (expected.is_applied, expected.overflowed) == (True, False)
+        both = ((each.loss, each.num_correct, each.gradient_norm) for each in (found, expected))
+        np.testing.assert_allclose(*both, rtol=1e-6)
+    for part in StatePart:
+        for one, other in zip(whole.arrays(part), halves.arrays(part), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("model", [CLIFF, LINEAR], ids=["gradient", "loss"])
+def test_what_is_not_finite_changes_nothing(model):
+    one = learner("keras", model["keras"])
+    one.sum_by(announced(SingleCollective()))
+    if model is LINEAR:
+        infinite = [np.full_like(each, np.inf) for each in one.arrays(StatePart.WEIGHTS)]
+        one.assign(StatePart.WEIGHTS, infinite, "the test")
+    before = state(one)
+    assert not one.whole_step(batch_of(SHAPE), 4, 1.0, None).is_applied
+    assert state(one) == before
+
+
+def test_waiting_for_the_sum_is_announced_and_timed():
+    one, reporter, late, batch = learner("keras", LINEAR["keras"]), Reported(), Twice(), batch_of(SHAPE)
+    summed = AnnouncedSum(late, reporter, lambda: late.now)
+    one.sum_by(summed)
+    for _ in range(2):
+        reporter.done = [Activity()]
+        with during(reporter, Activity("a step")):
+            one.whole_step(batch, 4, 1.0, 0.1)
+        assert [(each.what, each.waits) for each in reporter.done[1:]] == [
+            ("a step", False), ("an allreduce", True), ("a step", False), ("its own work", False),
+        ]  # fmt: skip
+        assert summed.seconds == 3.0
+
+
+def test_with_other_sums_in_front_the_time_before_it_may_be_waiting_and_the_update_is_not():
+    one, reporter = learner("keras", LINEAR["keras"]), Reported()
+    summed = announced(Twice(), reporter)
+    one.sum_by(summed)
+    for _ in range(2):
+        reporter.done = [Activity()]
+        with during(reporter, Activity("a step")):
+            summed.expect_others()
+            one.whole_step(batch_of(SHAPE), 4, 1.0, 0.1)
+        assert [(each.what, each.waits) for each in reporter.done[1:]] == [
+            ("a step", False), ("an allreduce in its step", True), ("an allreduce", True), ("a step", False),
+            ("its own work", False),
+        ]  # fmt: skip
+
+
+def test_a_sum_that_fails_leaves_the_weights_and_what_the_rank_waited_for():
+    one, reporter = learner("keras", LINEAR["keras"]), Reported()
+    one.sum_by(announced(Twice(is_lost=True), reporter))
+    before = one.weights_sha256()
+    with pytest.raises(Exception, match="the other rank is gone"):
+        one.whole_step(batch_of(SHAPE), 4, 1.0, 0.1)
+    assert one.weights_sha256() == before
+    assert reporter.done[-1].waits
+
+
+# PyTorch's has weights, the first whose gradients are complete, that not all ranks use in a step.
+NORMED = {"keras": f"{MODELS}:normed", "torch": f"{TORCH_MODELS}:routed_normed"}
+# An epoch's last batch is padded. Adam would make whole steps of gradients that are rounding alone.
+STEPS = {"epochs": 4, "num_streams": 12, "global_batch_size": 24, "optimizer": "sgd", "learning_rate": 0.05,
+         "checkpoint_every_steps": 3, "checkpoint": {"keep": 9}, "export": "last", "label_smoothing": 0.1}  # fmt: skip
+
+
+def padded(batch: Batch, num_rows: int) -> Batch:
+    """With copies of rows as rows of weight 0."""
+    there = len(batch.labels_N)
+    rows = np.arange(num_rows) % there
+    weights_N = (np.arange(num_rows) < there).astype(np.float32)
+    names = ("images_NHWC", "labels_N", "sample_ids_N")
+    return replace(batch, weights_N=weights_N, **{name: getattr(batch, name)[rows] for name in names})
+
+
+def after_a_step(one: Learner, batch: Batch) -> list[np.ndarray]:
+    addends = [np.array(each) for each in one.gradients(batch, 6, 1.0)]
+    return [*addends, *one.arrays(StatePart.OWN)]
+
+
+def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest in relation to the largest number of its array."""
+    pairs = zip(found, expected, strict=True)
+    return max(float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-6)) for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_padding_does_not_count(name):
+    """The framework's own batch norm without padding is the reference."""
+    batch = batch_of(SHAPE, num_rows=6)
+    expected = after_a_step(learner(name, NORMED[name]), batch)
+    one = learner(name, NORMED[name], sync_batch_norm=True)
+    assert difference(after_a_step(one, padded(batch, 8)), expected) < 3e-6
+    assert difference(after_a_step(learner(name, NORMED[name]), padded(batch, 8)), expected) > 1e-2
+
+    # What is evaluated is the framework's own layer.
+    stock = learner(name, NORMED[name])
+    for part in (StatePart.WEIGHTS, StatePart.OWN):
+        stock.assign(part, one.arrays(part), "the test")
+    assert np.array_equal(one.outputs(batch.images_NHWC), stock.outputs(batch.images_NHWC))
+    assert one.config_sha256 == stock.config_sha256
+
+
+@pytest.mark.exhaustive
+def test_a_keras_model_on_pytorch_does_likewise(tiny_uri, tmp_path):
+    """One rank of it needs a process of its own, too."""
+    config = {**STEPS, "strategy": "torch_ddp", "model": NORMED["keras"], "sync_batch_norm": True}
+    one, alone = train_on_ranks(tiny_uri, tmp_path / "one", 1, config)
+    several, watcher = train_on_ranks(tiny_uri, tmp_path / "several", 2, config)
+    assert numbers(watcher.losses) == pytest.approx(numbers(alone.losses), rel=1e-5)
+    for name in (WEIGHTS, rank_file(0)):
+        files = (tmp_path / "several" / several.last_checkpoint / name, tmp_path / "one" / one.last_checkpoint / name)
+        assert difference(*(load_arrays(file.read_bytes()) for file in files)) < 1e-5
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_model_that_it_does_not_fit_is_refused(name):
+    with pytest.raises(UsageError, match=r"linear' has no batch normalization; expected at least one BatchNorm"):
+        learner(name, LINEAR[name], sync_batch_norm=True)
+    own = LINEAR[name].replace("linear", "with_own_norm")
+    with pytest.raises(UsageError, match=r"OwnNorm of train.model = .* has its own (call|forward)\(\)"):
+        learner(name, own, sync_batch_norm=True)
+    of_patches = learner(name, LINEAR[name].replace("linear", "with_norm_of_patches"), sync_batch_norm=True)
+    with pytest.raises(UsageError, match=r"normalizes \d+ rows of a batch of 6; expected one row for each sample"):
+        of_patches.gradients(batch_of(SHAPE, num_rows=6), 6, 1.0)
+
+
+def test_synchronized_it_is_another_training():
+    assert "sync_batch_norm" not in settings_that_matter(TrainConfig())
+    assert settings_that_matter(TrainConfig(sync_batch_norm=True))["sync_batch_norm"] == "true"

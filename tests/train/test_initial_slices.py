@@ -111,7 +111,7 @@ def test_a_training_starts_from_a_checkpoint_of_shards(tiny_uri, tmp_path, strat
     recorder = Recorder()
     train_here(tiny_uri, tmp_path / "one", recorder, **again)
     _, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, {**again, "strategy": "tensor_parallel"})
-    assert "initialized" in watcher.events
+    assert "initialized" in watcher.names
     expected = [float.fromhex(loss) for loss in recorder.losses.values()]
     assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
 

@@ -1,6 +1,6 @@
-"""Every kind of label is trained on from its dataset to predictions, in each backend; what does not fit is refused."""
+"""Every kind of label from its dataset to predictions; mixed labels, and classes that count more."""
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import io
@@ -20,14 +20,17 @@ from pipeline.report.page import render
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
+from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import SilentObserver
 from tests.etl.incremental import build_from
 from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
-from tests.train.learners import batch_of
-from tests.train.training import MODELS, DriverRecorder, task_of, train_here, tree_of
+from tests.train.learners import LINEAR, SHAPE, THREE, batch_of
+from tests.train.ranks import SERVED, Watcher
+from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here, tree_of
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.backend import InputScale, ModelSpec, StatePart, synthetic_batch
+from train.backends.class_weights import class_weights
 from train.config import TrainConfig
 from train.contracts.values import EpochRecord, Evaluation
 from train.contracts.world import World
@@ -36,15 +39,14 @@ from train.planning.preflight import check_trainable
 from train.published.export import export_training
 from train.published.gate import judge_export, promote_export
 from train.published.predict import open_model, predict_files
+from train.readers.silos import SiloBatches
 from train.reporting.run_log import RunLog
 from train.settings.gate import GateConfig
 from train.strategies.options import LocalSgdOptions
 from train.training import train_model
+from train.tree import TrainTree
 
-SHAPE = (16, 16, 3)
 SIDES = ("left", "right")
-TORCH_MODELS = "tests.train.torch_models"
-LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
 KINDS = {
     "multi_label": LabelSpec("multi_label", ("left", "right")),
     "float": LabelSpec("float"),
@@ -115,12 +117,8 @@ def test_moved_contents_beside_labels_that_are_numbers_are_a_warning(datasets, k
 def test_from_the_dataset_to_predictions(datasets, kind, backend, tmp_path):
     # A linear model of 768 pixels: steps that suit probabilities overshoot on numbers.
     rate = 0.04 if kind == "multi_label" else 0.004
-    settings = {
-        "model": LINEAR[backend],
-        "epochs": 15,
-        "learning_rate": 2 * rate,
-        "augment": {"random_crop_padding": 0},
-    }
+    settings = {"model": LINEAR[backend], "epochs": 15, "learning_rate": 2 * rate,
+                "augment": {"random_crop_padding": 0}}  # fmt: skip
     dataset = datasets[kind]
     result = train_here(dataset.pin.uri, tmp_path / "models", **settings)
     metric, first, last = result.evaluation.metric, result.history[0], result.history[-1]
@@ -229,3 +227,154 @@ def test_what_does_not_fit_the_labels_is_refused(datasets):
     with pytest.raises(UsageError, match=r"expected a limit for their mean absolute error; .* gate.metric_limit"):
         check_trainable(TrainConfig(), numbers, GateConfig(min_accuracy=0.9))
     check_gate(GateConfig(min_accuracy=0.9), "class")
+
+
+SOFTMAX = {"keras": f"{MODELS}:compiled_categorical", "torch": "tests.train.torch_models:linear"}
+MIXES = {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}
+
+
+def step(backend: str, batch, spec: ModelSpec, **config):
+    """The outcome of the first step."""
+    BACKENDS[backend].start(World(), 0)
+    learner = BACKENDS[backend].build(TrainConfig(optimizer="sgd", augment=MIXES, **config), spec)
+    return learner.apply(learner.gradients(batch, 5, 1.0), 0.01)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [(), (0.5, 1.0, 3.0)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_loss_of_shares_is_the_mean_of_the_classes_losses(name, weights, smoothing):
+    """Cross-entropy is linear in its targets."""
+    spec = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
+    batch = replace(batch_of(SHAPE, 6), weights_N=np.float32([1, 1, 1, 1, 1, 0]))
+    first_N, second_N = np.array([0, 1, 2, 2, 1, 0]), np.array([1, 1, 0, 2, 2, 0])
+    one_hot = np.eye(3, dtype=np.float32)
+    settings = {"model": LINEAR[name], "label_smoothing": smoothing}
+    of_class = [step(name, replace(batch, labels_N=labels_N), spec, **settings) for labels_N in (first_N, second_N)]
+    mixed_NK = 0.75 * one_hot[first_N] + 0.25 * one_hot[second_N]
+    # Padding has no class at all.
+    mixed_NK[5] = 0
+    mixed = step(name, replace(batch, labels_N=mixed_NK), spec, **settings)
+    assert mixed.loss == pytest.approx(0.75 * of_class[0].loss + 0.25 * of_class[1].loss, rel=1e-5)
+    assert mixed.num_correct == of_class[0].num_correct
+    if weights:
+        weighed = ModelSpec(SHAPE, THREE, spec.scale, weights)
+        found = step(name, replace(batch, labels_N=mixed_NK), weighed, **settings)
+        weights_N = batch.weights_N * (mixed_NK @ np.float32(weights))
+        expected = step(name, replace(batch, labels_N=mixed_NK, weights_N=weights_N), spec, **settings)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_step_is_measured_with_such_labels(name):
+    spec = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3), mixes_labels=True)
+    batch = synthetic_batch(spec, 6)
+    assert (batch.labels_N.shape, batch.labels_N.dtype) == ((6, 3), np.float32)
+    assert np.isfinite(step(name, batch, spec, model=LINEAR[name]).loss)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_model_learns_from_mixed_rows(name, tiny_uri, tmp_path):
+    settings = {"model": LINEAR[name], "epochs": 8, "learning_rate": 3e-3, "global_batch_size": 24, "num_streams": 4}
+    result = train_here(tiny_uri, tmp_path, backend=name, augment=MIXES, **settings)
+    assert result.evaluation.accuracy > 0.9
+
+
+@pytest.mark.starts("ranks")
+def test_mixed_steps_are_the_same_on_two_ranks(tiny_uri, tmp_path):
+    settings = {"model": LINEAR["torch"], "epochs": 1, "augment": MIXES, "num_streams": 4, "global_batch_size": 24}
+    recorder = Recorder()
+    one = train_here(tiny_uri, tmp_path / "one", recorder, **settings)
+    task = task_of(tiny_uri, tmp_path / "two", **settings, strategy="torch_ddp", launcher="local", num_workers=2)
+    two = launch_forked(task, RunLog(SilentObserver()))
+    assert two.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+
+
+def test_what_cannot_be_mixed_is_refused(tiny_uri):
+    config = TrainConfig(augment=MIXES)
+    with pytest.raises(UsageError, match=r"mixup_alpha = 0.4 and cutmix_alpha = 1, but .* kind 'float'; .* to 0"):
+        check_labels(config, LabelSpec("float"))
+    check_labels(config, LabelSpec("multi_label", ("a", "b")))
+    dataset = open_dataset(tiny_uri)
+    with pytest.raises(UsageError, match="a step has 1 row of each stream; .* lower num_streams"):
+        check_trainable(TrainConfig(augment=MIXES, global_batch_size=8, num_streams=8, num_workers=1), dataset)
+    with pytest.raises(UsageError, match="'petastorm' with mixup or cutmix"):
+        check_trainable(TrainConfig(augment=MIXES, reader="petastorm", num_workers=1, num_streams=8), dataset)
+
+
+def test_a_models_own_loss_takes_shares_or_is_refused():
+    spec = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
+    batch = replace(batch_of(SHAPE, 6), labels_N=np.full((6, 3), 1 / 3, np.float32))
+    assert np.isfinite(step("keras", batch, spec, model=SOFTMAX["keras"]).loss)
+    for model in ("compiled_by_name", "compiled_with_function"):
+        with pytest.raises(UsageError, match=r"own loss \w+ takes class numbers; .* train.loss = \"softmax\""):
+            step("keras", batch, spec, model=f"{MODELS}:{model}")
+
+
+def test_the_shares_of_a_silo_are_those_of_the_pinned_classes():
+    batch = replace(batch_of(SHAPE, 2), labels_N=np.float32([[0.25, 0.75], [1, 0]]))
+    batches = SiloBatches(None, 0, 1, np.array([2, 0]), 3)
+    assert batches._labels(batch).tolist() == [[0.75, 0, 0.25], [0, 0, 1]]
+
+
+@pytest.mark.drill
+def test_workers_of_a_parameter_server_send_shares_of_one_size(tiny_uri, tmp_path):
+    augment = {**MIXES, "size": 12, "random_resized_crop": True, "min_crop_area": 0.5}
+    config = {**SERVED, "model": "small_cnn", "epochs": 2, "augment": augment}
+    result = launch_forked(task_of(tiny_uri, tmp_path, **config), Watcher())
+    assert result.history[1].train_loss < result.history[0].train_loss
+    assert result.evaluation.accuracy > 0.9
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_class_counts_in_the_loss_as_if_its_samples_weighed_so_much(name, smoothing):
+    config = TrainConfig(model=LINEAR[name], optimizer="sgd", label_smoothing=smoothing)
+    weights_K = (0.5, 1.0, 3.0)
+    batch = replace(batch_of(SHAPE, 6), labels_N=np.array([0, 1, 2, 2, 1, 0]), weights_N=np.float32([1, 1, 1, 1, 1, 0]))
+    weighed = replace(batch, weights_N=batch.weights_N * np.float32(weights_K)[batch.labels_N])
+    found = []
+    for given, weights in ((batch, weights_K), (weighed, ())):
+        BACKENDS[name].start(World(), 0)
+        spec = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3), weights)
+        learner = BACKENDS[name].build(config, spec)
+        found.append(learner.apply(learner.gradients(given, 5, 1.0), 0.01))
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
+    assert found[0].gradient_norm == pytest.approx(found[1].gradient_norm, rel=1e-5)
+    # Right answers are counted, not weighed.
+    assert found[0].num_correct == round(found[0].num_correct)
+
+
+def test_balanced_classes_count_alike(tiny_uri):
+    dataset = open_dataset(tiny_uri)
+    counts = dataset.manifest.splits["train"].class_counts
+    weights = class_weights(TrainConfig(class_weights="balanced"), dataset.manifest)
+    products = [weight * count for weight, count in zip(weights, counts, strict=True)]
+    assert products == pytest.approx([sum(counts) / 3] * 3)
+    assert class_weights(TrainConfig(), dataset.manifest) == ()
+
+
+def test_classes_are_weighed_by_name(tiny_uri):
+    dataset = open_dataset(tiny_uri)
+    _, second, third = dataset.manifest.row_schema.class_names
+    tree = load_tree(TrainTree, None, (f'train.class_weights={{"{second}" = 2.5}}',))
+    assert class_weights(tree.train, dataset.manifest) == (1.0, 2.5, 1.0)
+    misspelt = TrainConfig(class_weights={f"{third}x": 2.0})
+    with pytest.raises(UsageError, match=f"'{third}x'; expected classes of the dataset: .* did you mean '{third}'"):
+        check_trainable(misspelt, dataset)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("even", "config key train.class_weights = \"even\"; expected 'balanced' or a table, NAME = VALUE"),
+        ("[1, 2]", "config key train.class_weights = [1, 2]; expected 'balanced' or a table, NAME = VALUE"),
+        ("{cat=0}", "config key train.class_weights.cat = 0; expected greater than 0"),
+        ('{cat="x"}', 'config key train.class_weights.cat = "x"; expected a number'),
+    ],
+)
+def test_a_weight_of_another_type_gets_one_line(given: str, line: str):
+    with pytest.raises(UsageError) as caught:
+        load_tree(TrainTree, None, (f"train.class_weights={given}",))
+    assert caught.value.what.startswith(line), caught.value

@@ -62,11 +62,9 @@ def test_an_architecture_of_keras_takes_a_step(request):
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [
-        ("InceptionV3", r"images of 16 x 16; expected at least 75 x 75; set etl.image_size >= 75"),
-        ("EfficientNetB0", r"images of 16 x 16; expected at least 32 x 32"),
-    ],
-)
+    [("InceptionV3", r"images of 16 x 16; expected at least 75 x 75; set etl.image_size >= 75"),
+     ("EfficientNetB0", r"images of 16 x 16; expected at least 32 x 32")],
+)  # fmt: skip
 def test_images_that_an_architecture_of_keras_does_not_take_are_refused(model, message):
     with pytest.raises(UsageError, match=message):
         build_model(TrainConfig(model=f"keras.applications:{model}"), (16, 16, 3), THREE)

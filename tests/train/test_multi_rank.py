@@ -85,7 +85,7 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, strate
     resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", world_size, config)
 
     assert {place for place in undisturbed.losses if place < (2, 0)} <= killed.before_checkpoint
-    assert {"checkpoint_discarded", "resumed"} <= set(resumed.events)
+    assert {"checkpoint_discarded", "resumed"} <= set(resumed.names)
     # In the middle of an epoch.
     assert (resumed_result.resumed_from.epoch, resumed_result.resumed_from.step) == (1, 2)
     assert len(killed.losses.keys() & resumed.losses.keys()) == 3
@@ -118,7 +118,7 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
     assert not watcher.losses
     # A classifier of three classes, a quarter of the weights, is all that two ranks can divide.
-    assert ("little_divided" in watcher.events) == ("tensor" in STRATEGIES[strategy].axes)
+    assert ("little_divided" in watcher.names) == ("tensor" in STRATEGIES[strategy].axes)
     assert result.weights_sha256 == one.weights_sha256
     assert result.evaluation.per_class == one.evaluation.per_class
     found = read_confusion(open_store(str(tmp_path)), "t")

@@ -1,25 +1,35 @@
-"""Optimizers, learning rates and precision: every entry works, and each number is the one of its formula."""
+"""Optimizers, learning rates, averages and parts of a step: each number is the one of its formula."""
 
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.learners import LINEAR, SHAPE, THREE, batch_of, learner, step_of
-from tests.train.training import MODELS, Killed, Recorder, check_terms, train_here
+from tests.train.learners import LINEAR, SHAPE, STATEFUL, THREE, TORCH_MODELS, batch_of, learner, step_of
+from tests.train.training import MODELS, Killed, Recorder, check_terms, task_of, train_here
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, StatePart
+from train.backends.backend import InputScale, Learner, StatePart
 from train.backends.keras.build import DTYPE_POLICIES, build_model
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.step import TrainStep
+from train.backends.microbatches import microbatches_of
 from train.backends.weight_decay import is_decayed
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
 from train.config import TrainConfig
+from train.identity import settings_that_matter
 from train.optimizers import OPTIMIZERS
+from train.published.export import export_training
 from train.schedules import SCHEDULES, StepOptions, learning_rate_at
 
 
@@ -199,3 +209,181 @@ def test_linear_scaling_follows_the_global_batch():
 def test_a_warm_up_longer_than_the_training_never_ends():
     config = TrainConfig(learning_rate=1.0, epochs=1, warmup_steps=100)
     assert [learning_rate_at(config, step, 5) for step in range(5)] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
+
+
+def in_model(one: Learner) -> list[np.ndarray]:
+    """What the model itself has, whatever the state calls weights."""
+    return [array.copy() for array in one.named_weights().arrays().values()]
+
+
+def shares(num_updates: int, limit: float) -> list[float]:
+    return [1 - min(limit, (1 + each) / (10 + each)) for each in range(num_updates)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_averages_follow_the_weights_which_train_as_without_them(name):
+    settings, limit, batch = {"optimizer": "adam"}, 0.25, batch_of(SHAPE, num_rows=6)
+    plain = learner(name, STATEFUL[name], **settings)
+    weights = plain.arrays(StatePart.WEIGHTS)
+    expected = [array.astype(np.float64) for array in weights]
+    # The bound counts from the fourth update on.
+    for share in shares(5, limit):
+        assert plain.apply(plain.gradients(batch, 6, 1.0), 0.1).is_applied
+        weights = plain.arrays(StatePart.WEIGHTS)
+        expected = [old + share * (now - old) for old, now in zip(expected, weights, strict=True)]
+    # Behind it, because PyTorch's dropout draws from one generator.
+    one = learner(name, STATEFUL[name], **settings, ema_decay=limit)
+    for _ in range(5):
+        one.apply(one.gradients(batch, 6, 1.0), 0.1)
+    averages = one.arrays(StatePart.WEIGHTS)
+    for average, right, weight in zip(averages, expected, weights, strict=True):
+        np.testing.assert_allclose(average, right, rtol=1e-4, atol=1e-6)
+        assert not np.allclose(average, weight, rtol=1e-3)
+    assert all(map(np.array_equal, in_model(one), in_model(plain)))
+    # The optimizer's part has them: how many updates, and the weights.
+    assert all(map(np.array_equal, one.arrays(StatePart.OPTIMIZER)[-len(weights) :], weights))
+
+    outputs_NK = one.outputs(batch.images_NHWC)
+    with one.averaged():
+        averaged_NK, sha256 = one.outputs(batch.images_NHWC), one.weights_sha256()
+        assert not np.allclose(outputs_NK, averaged_NK)
+    assert np.array_equal(one.outputs(batch.images_NHWC), outputs_NK)
+    exported = learner(name, STATEFUL[name], seed=1)
+    for part in (StatePart.WEIGHTS, StatePart.OWN):
+        exported.assign(part, one.arrays(part), "the test")
+    assert exported.weights_sha256() == sha256
+    assert np.array_equal(exported.outputs(batch.images_NHWC), averaged_NK)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_averages_leave_out_what_was_not_applied_and_begin_with_given_weights(name):
+    one = learner(name, STATEFUL[name], ema_decay=0.9)
+    named = one.named_weights()
+    given = {key: np.full_like(array, 0.5) for key, array in named.arrays().items()}
+    named.assign(given)
+    assert all((array == 0.5).all() for array in one.arrays(StatePart.WEIGHTS))
+
+    batch = batch_of(SHAPE)
+    one.apply(one.gradients(batch, 4, 1.0), 0.1)
+    before = [array.tobytes() for part in StatePart for array in one.arrays(part)]
+    *gradients, figures = one.gradients(batch, 4, 1.0)
+    own = one.arrays(StatePart.OWN)
+    assert not one.apply([*gradients, figures * float("nan")], 0.1).is_applied
+    after = {part: one.arrays(part) for part in StatePart} | {StatePart.OWN: own}
+    changed = [array.tobytes() for array in (*after[StatePart.WEIGHTS], *after[StatePart.OPTIMIZER])]
+    assert changed == before[: len(changed)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_killed_training_continues_with_its_averages_and_exports_them(name, tiny_uri, tmp_path):
+    how = {"model": LINEAR[name], "checkpoint_every_steps": 1, "checkpoint": {"keep": 9}, "ema_decay": 0.9,
+           "export": "last"}  # fmt: skip
+    whole, killed, resumed = Recorder(), Recorder(killed_at=3), Recorder()
+    result = train_here(tiny_uri, tmp_path / "whole", whole, **how)
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "parts", killed, **how)
+    again = train_here(tiny_uri, tmp_path / "parts", resumed, **how)
+    assert again.resumed_from is not None and killed.losses | resumed.losses == whole.losses
+    assert (again.weights_sha256, again.evaluation) == (result.weights_sha256, result.evaluation)
+    assert [each.validation for each in again.history] == [each.validation for each in result.history]
+
+    # Against the weights of every step, as the checkpoints have them.
+    *folders, _ = sorted((tmp_path / "whole" / "t" / "checkpoints").iterdir())
+    assert len(folders) >= 3
+    kept = [
+        (load_arrays((folder / WEIGHTS).read_bytes()), load_arrays((folder / OPTIMIZER).read_bytes()))
+        for folder in folders
+    ]
+    for number, ((before, _), (after, optimizer)) in enumerate(pairwise(kept), start=1):
+        weights = optimizer[-len(after) :]
+        share = shares(number + 1, 0.9)[-1]
+        for old, average, weight in zip(before, after, weights, strict=True):
+            np.testing.assert_allclose(average, old + share * (weight - old), rtol=1e-4, atol=1e-6)
+
+    # Without them the same losses, and other figures.
+    plain = train_here(tiny_uri, tmp_path / "plain", bare := Recorder(), **{**how, "ema_decay": 0.0})
+    assert bare.losses == whole.losses and plain.weights_sha256 != result.weights_sha256
+    config = task_of(tiny_uri, tmp_path, **how).config
+    outcome = export_training(str(tmp_path / "whole"), config, result, "run")
+    # Loaded back it has the figures that were recorded, or it would not be there.
+    assert outcome.export.record.weights_sha256 == result.weights_sha256
+
+
+def test_averages_are_another_training_and_none_are_the_same():
+    assert "ema_decay" not in settings_that_matter(TrainConfig())
+    assert settings_that_matter(TrainConfig(ema_decay=0.9))["ema_decay"] == "0.9"
+
+
+ROOT = Path(__file__).parents[2]
+WIDE = {"keras": f"{MODELS}:wide", "torch": f"{TORCH_MODELS}:wide"}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_batch_computed_in_parts_gives_the_same_sums(name):
+    """Five rows in four parts: none of the parts is of the size of all others."""
+    batch = batch_of(SHAPE, num_rows=5)
+    whole = learner(name, LINEAR[name]).gradients(batch, 5, 1.0)
+    accumulated = learner(name, LINEAR[name], accumulation_steps=4).gradients(batch, 5, 1.0)
+    for expected, found in zip(whole, accumulated, strict=True):
+        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_update_by_parts_is_that_of_the_whole_batch(name):
+    """Clipped by the norm of the whole gradient; with padding, of which the last part has nothing else. What the
+    optimizer remembers is the same, too, as a second step shows."""
+    batch = replace(batch_of(SHAPE, num_rows=6), weights_N=np.array([1, 1, 1, 1, 0, 0], np.float32))
+    found = []
+    for parts in (1, 3):
+        one = learner(name, LINEAR[name], accumulation_steps=parts, optimizer="sgd", gradient_clip_norm=0.1)
+        outcomes = [one.apply(one.gradients(batch, 4, 1.0), 0.05) for _ in range(2)]
+        found.append(
+            (outcomes, [each for part in (StatePart.WEIGHTS, StatePart.OPTIMIZER) for each in one.arrays(part)])
+        )
+    (whole, expected), (accumulated, arrays) = found
+    assert min(outcome.gradient_norm for outcome in whole) > 0.1, "clipped"
+    for one, other in zip(whole, accumulated, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5) and other.num_correct == one.num_correct
+        assert other.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-5)
+    for one, other in zip(expected, arrays, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_padding_adds_nothing_to_the_sums_of_the_parts(name):
+    padded = replace(batch_of(SHAPE, num_rows=6), weights_N=np.array([1, 1, 1, 1, 0, 0], np.float32))
+    columns = ("images_NHWC", "labels_N", "weights_N", "sample_ids_N")
+    without = replace(padded, **{column: getattr(padded, column)[:4] for column in columns})
+    for parts in (2, 6):
+        one = learner(name, LINEAR[name], accumulation_steps=parts)
+        for expected, found in zip(one.gradients(without, 4, 1.0), one.gradients(padded, 4, 1.0), strict=True):
+            np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_part_moves_statistics_and_generators_as_a_batch_of_its_own(name):
+    """Batch norm and dropout: parts one after the other, and their sums. A regularisation loss counts once."""
+    batch = batch_of(SHAPE, num_rows=6)
+    accumulated = learner(name, STATEFUL[name], accumulation_steps=3)
+    found, state = accumulated.gradients(batch, 6, 1.0), accumulated.arrays(StatePart.OWN)
+    # PyTorch has one generator: it begins anew here.
+    by_hand = learner(name, STATEFUL[name])
+    addends = [by_hand.gradients(part, 6, 1 / 3) for part in microbatches_of(batch, 3)]
+    for place, total in enumerate(found):
+        expected = sum(np.array(each[place]) for each in addends)
+        np.testing.assert_allclose(np.array(total), expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(state, by_hand.arrays(StatePart.OWN), strict=True):
+        np.testing.assert_array_equal(one, other)
+    fresh = learner(name, STATEFUL[name]).arrays(StatePart.OWN)
+    assert any((one != other).any() for one, other in zip(state, fresh, strict=True))
+
+
+@pytest.mark.starts("program")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_step_in_parts_needs_the_memory_of_one_part(name):
+    """48 images, whose activations are those of a convolution with 128 x 128 x 32 outputs: one by one, then at once."""
+    command = [sys.executable, "-m", "tests.programs.memory_of_a_step", name, WIDE[name]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    in_parts_MiB, at_once_MiB = (int(line) for line in done.stdout.split()[-2:])
+    # The convolution's outputs alone are 96 MiB.
+    assert at_once_MiB - in_parts_MiB > 75, done.stdout + done.stderr[-1000:]

@@ -1,27 +1,32 @@
-"""The strategy `parameter_server`: each sample once an epoch, in the plan's order, also when a worker is lost."""
+"""Strategies whose ranks have rows of their own: a parameter server, silos, slow ranks with fewer streams."""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from etl.config import EtlConfig, SplitFractions
 from shardmill.dataset.open import open_dataset
+from shardmill.epoch_plan import streams_by_weight
 from shardmill.errors import IntegrityError, TrainingError, UsageError
-from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
-from shardmill.loader.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.words import counted
+from tests.lab.datasets import build_here, write_images
 from tests.train.driver_process import start_driver
-from tests.train.forked_ranks import forked_ranks
-from tests.train.ranks import WORKERS, Watcher
-from tests.train.training import MODELS, check_terms, task_of
+from tests.train.forked_ranks import forked_ranks, launch_forked
+from tests.train.ranks import SERVED, WORKERS, Watcher, planned
+from tests.train.training import MODELS, DriverRecorder, Recorder, check_terms, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import load_arrays, rank_file
 from train.config import TrainConfig
@@ -29,17 +34,13 @@ from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
 from train.planning.auto import resolve
+from train.readers.silos import SiloSteps
+from train.reporting.observer import GlobalStep
 from train.restarts import launch_until_done
 from train.strategies import roles_of
+from train.strategies.local_sgd import mean_of
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server import STEPS_AHEAD
-
-SERVED = {
-    "strategy": "parameter_server", "launcher": "local", "num_workers": 2,
-    "parameter_server": {"num_servers": 2}, "num_streams": 6,
-    "global_batch_size": 12, "epochs": 6, "model": f"{MODELS}:counting", "learning_rate": 0.003, "record_samples": True,
-    "checkpoint_every_steps": 3,
-}  # fmt: skip
 
 
 @dataclass
@@ -50,7 +51,6 @@ class Killer(Watcher):
     at: tuple[int, int] = (0, 0)
     wait_seconds: float = 0.0
     pids: dict[int, int] = field(default_factory=dict)
-    fields: dict[str, dict] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def step(self, step) -> None:
@@ -64,7 +64,6 @@ class Killer(Watcher):
 
     def event(self, name: str, fields: dict) -> None:
         super().event(name, fields)
-        self.fields[name] = fields
         if name == "rank_started":
             self.pids[fields["rank"]] = fields["pid"]
 
@@ -74,18 +73,6 @@ def launch(uri, models, watcher, worker=DEFAULT_WORKER, **config):
     task, spark = task_of(uri, models, **given), SparkConfig(master="local[5]")
     with forked_ranks(task.config.backend):
         return LAUNCHERS[given["launcher"]].launch(task, spark, watcher, worker=worker)
-
-
-def planned(uri: str, config: TrainConfig) -> dict[tuple[int, int], tuple[str, ...]]:
-    """The sample ids of every step, as the plan has them."""
-    dataset, config = open_dataset(uri), resolve(config, SparkConfig()).config
-    found = {}
-    for epoch in range(config.epochs):
-        with read_batches(dataset, dataset.plan_epoch(config.plan_spec(dataset), epoch)) as batches:
-            for batch in batches:
-                ids = batch.sample_ids_N[batch.weights_N > 0].tolist()
-                found[epoch, batch.step] = tuple(map(format_sample_id, ids))
-    return found
 
 
 def assert_all_steps_in_order(watcher: Watcher, uri: str, config: TrainConfig) -> None:
@@ -109,16 +96,16 @@ def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny
     config = TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}})
     assert_all_steps_in_order(watcher, tiny_uri, config)
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
-    assert watcher.events.count("rank_lost") == 1 and watcher.fields["rank_lost"]["rank"] == 2
+    assert watcher.names.count("rank_lost") == 1 and watcher.named("rank_lost")[-1]["rank"] == 2
     # The lost worker's steps without an answer at the chief: one that it computed, and those whose answers were lost
     # with it because the chief had not come to them. It may have died between two.
-    repeated = watcher.fields.get("redispatched", {"num_steps": 0, "num_applied_twice": 0})
+    [repeated] = watcher.named("redispatched") or [{"num_steps": 0, "num_applied_twice": 0}]
     assert 0 <= repeated["num_applied_twice"] <= repeated["num_steps"] <= STEPS_AHEAD * config.num_workers
     # By the model's own count; a worker may have died before it came to that.
     num_more = num_trained(tmp_path / result.last_checkpoint) - result.num_steps
     assert repeated["num_applied_twice"] <= num_more <= repeated["num_steps"]
     # Each variable is whole, on one server, and those that follow each other are on both in turn.
-    devices = [device for name, device in watcher.fields["variables"].items() if name != "rank"]
+    devices = [device for name, device in watcher.named("variables")[-1].items() if name != "rank"]
     servers = [re.fullmatch(r"/job:ps/replica:0/task:(\d)/device:CPU:0", device)[1] for device in devices]
     assert servers == [str(place % 2) for place in range(5)]
     # What happens in workers is told.
@@ -131,14 +118,14 @@ def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny
 @pytest.mark.drill
 def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(tiny_uri, tmp_path):
     """Steps take so long that the worker is in the middle of one soon after one has ended; if it was not, once more."""
-    laborious = {"model": "tests.train.laborious_model:laborious", "epochs": 2, "checkpoint_every_steps": 0}
+    laborious = {"model": "tests.train.models_under_test:laborious", "epochs": 2, "checkpoint_every_steps": 0}
     for attempt in range(3):
         watcher = Killer(rank=2, at=(1, 2), wait_seconds=0.1)
         launch(tiny_uri, tmp_path / str(attempt), watcher, **laborious)
         assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "epochs": 2}))
-        if "redispatched" in watcher.fields:
+        if watcher.named("redispatched"):
             break
-    told = watcher.fields["redispatched"]
+    told = watcher.named("redispatched")[-1]
     assert told["num_steps"] >= 1 and told["warning"].startswith(
         f"{counted(told['num_steps'], 'step')} given to another"
     )
@@ -175,12 +162,9 @@ def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(
 def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp_path):
     watcher = Killer(rank=4, at=(1, 2))
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
-    done = launch_until_done(
-        lambda plan: launch(tiny_uri, tmp_path, watcher, num_workers=plan.config.num_workers),
-        resolve(config, SparkConfig()),
-        watcher,
-        lambda config: check_terms(config, SparkConfig()),
-    )
+    done = launch_until_done(lambda plan: launch(tiny_uri, tmp_path, watcher, num_workers=plan.config.num_workers),
+                             resolve(config, SparkConfig()), watcher,
+                             lambda config: check_terms(config, SparkConfig()))  # fmt: skip
     assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", done.restarts[0].cause)
     assert done.result.world_size == SERVED["num_workers"] and watcher.sample_ids == planned(tiny_uri, config)
 
@@ -209,7 +193,7 @@ def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path
 def test_it_trains_in_a_barrier_stage_and_a_lost_worker_is_replaced(tiny_uri, tmp_path):
     watcher = Killer(rank=1, at=(1, 2))
     result = launch(tiny_uri, tmp_path, watcher, launcher="spark_barrier")
-    assert watcher.fields["rank_lost"]["rank"] == 1
+    assert watcher.named("rank_lost")[-1]["rank"] == 1
     assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}}))
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
 
@@ -220,24 +204,154 @@ def test_roles_follow_from_the_numbers():
     assert roles == (Role.CHIEF, *[Role.WORKER] * 3, *[Role.SERVER] * 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"launcher": "inline"}, r"it needs 3 processes: 1 chief, 1 worker and 1 server; set .* 'local'"),
-        (
-            {"launcher": "local", "accumulation_steps": 2},
-            r"accumulation_steps = 2 .*; remove it, or lower train.global_batch_size",
-        ),
-        ({"launcher": "local", "mixed_precision": "float16"}, r"set train.mixed_precision = 'bfloat16'"),
-        ({"launcher": "local", "non_finite": {"action": "skip"}}, "expected a strategy that can skip a batch"),
-        ({"launcher": "local", "compression": "fp16"}, r"it has 'none'"),
-        ({"launcher": "local", "reader": "petastorm"}, r"a chief dispatches the steps of the epoch plan"),
-        ({"launcher": "horovod_spark"}, r"set train.launcher to 'local' or 'spark_barrier'"),
-        ({"launcher": "attach"}, r"set train.launcher to 'local' or 'spark_barrier'"),
-        ({"launcher": "local", "backend": "torch"}, r"'parameter_server' with the backend 'torch'"),
-        ({"launcher": "spark_barrier"}, r"a training of 3 ranks, .*expected at least 3 slots"),
-    ],
-)
-def test_unsupported_settings_are_refused(config, message):
-    with pytest.raises(UsageError, match=message):
-        check_terms(TrainConfig(strategy="parameter_server", **config), SparkConfig(master="local[2]"))
+ALL_TRAIN = SplitFractions(train=1.0, validation=0.0, test=0.0)
+TORCH: dict[str, Any] = {"model": "tests.train.torch_models:smooth", "strategy": "local_sgd", "launcher": "local"}
+KERAS: dict[str, Any] = {**TORCH, "model": "tests.train.models_under_test:smooth"}
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory) -> tuple[str, ...]:
+    """Three of different sizes, none of which has all three classes; two of them have only one."""
+    found = []
+    for number, (classes, num_images) in enumerate((((0, 1), 90), ((1,), 120), ((2,), 150))):
+        folder = tmp_path_factory.mktemp(f"silo{number}")
+        write_images(folder / "images", num_images=num_images, seed=number + 1)
+        for label in {0, 1, 2} - set(classes):
+            for path in (folder / "images" / f"class_{label}").iterdir():
+                path.unlink()
+        config = EtlConfig(image_size=16, encoding="png", chunk_bytes=8_000, split_fractions=ALL_TRAIN)
+        found.append(build_here(str(folder / "images"), str(folder / "dataset"), config) + "@1")
+    return tuple(found)
+
+
+@dataclass
+class Disturbing(DriverRecorder):
+    """Stops one silo for some rounds, and kills another one later."""
+
+    pids: dict[int, int] = field(default_factory=dict)
+    steps_until_back: int = 2
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        super().event(name, fields)
+        if name == "rank_started":
+            self.pids[fields["rank"]] = fields["pid"]
+        if name == "silo_back":
+            os.kill(self.pids[1], signal.SIGKILL)
+
+    def step(self, step: GlobalStep) -> None:
+        super().step(step)
+        if len(self.steps) == 3:
+            os.kill(self.pids[2], signal.SIGSTOP)
+        if self.silos("silo_missing") == [2] and not self.silos("silo_back"):
+            self.steps_until_back -= 1
+            if self.steps_until_back == 0:
+                os.kill(self.pids[2], signal.SIGCONT)
+
+    def silos(self, name: str) -> list[int]:
+        return [fields["silo"] for fields in self.named(name)]
+
+
+@pytest.mark.starts("ranks")
+def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos):
+    """The figures are those on the pinned dataset, of whose classes no silo has all."""
+    of_silos = {"silos": silos, "local_steps": 4, "silo_timeout_seconds": 1.5}
+    config = {**TORCH, "local_sgd": of_silos, "num_workers": 3, "global_batch_size": 48, "epochs": 16}
+    task = task_of(tiny_uri, tmp_path, **config)
+    disturbing = Disturbing()
+    result = launch_forked(task, disturbing)
+
+    assert disturbing.silos("silo_missing") == [2, 1] and disturbing.silos("silo_back") == [2]
+    lost = disturbing.named("rank_lost")
+    assert [fields["rank"] for fields in lost] == [1], lost
+    steps = SiloSteps((60, 40, 50), 48)
+    assert len(disturbing.steps) == 16 * steps.num_steps, "no round is left out or reported twice"
+    assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
+    assert not list((tmp_path / "t" / "silos").rglob("*.npz")), "the exchanged weights are taken away"
+
+
+@pytest.mark.starts("ranks")
+def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
+    """Rank 0 also reads what it evaluates on; of that dataset the others open no image."""
+    config = {**TORCH, "local_sgd": {"silos": silos}, "num_workers": 3, "global_batch_size": 48, "epochs": 1}
+    task = task_of(tiny_uri, tmp_path, **config)
+    launch_forked(task, DriverRecorder(), f"{WORKERS}:every_rank_tells_what_it_opens")
+    pinned, *of_silos = (Path(uri.rpartition("@")[0] or uri).resolve() for uri in (tiny_uri, *silos))
+    for rank, own in enumerate(of_silos):
+        opened = {Path(line) for line in (tmp_path / "opened" / f"rank-{rank}").read_text().splitlines()}
+        assert {path for path in opened if path.is_relative_to(own / "shards")} == set(
+            own.glob("shards/train/*.parquet")
+        )
+        assert not [path for other in of_silos if other != own for path in opened if path.is_relative_to(other)]
+        of_pinned = {path.relative_to(pinned).parts[0] for path in opened if path.is_relative_to(pinned)}
+        assert ("shards" in of_pinned) == (rank == 0)
+        assert rank == 0 or of_pinned == {"manifests", "indexes"}
+
+
+@pytest.mark.drill
+def test_silos_train_a_keras_model(tiny_uri, tmp_path, silos):
+    two = {"silos": (silos[0], silos[2]), "local_steps": 4}
+    config = {**KERAS, "local_sgd": two, "num_workers": 2, "global_batch_size": 32, "epochs": 16}
+    result = launch_forked(task_of(tiny_uri, tmp_path, **config), DriverRecorder())
+    assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
+
+
+def test_silos_give_samples_in_proportion_to_their_size_and_end_together():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows = tuple(rng.integers(1, 2000, rng.integers(1, 6)).tolist())
+        steps = SiloSteps(rows, int(rng.integers(1, 300)))
+        assert sum(steps.num_rows_of_step(step) for step in range(steps.num_steps)) == sum(rows), rows
+        assert steps.num_rows_of_step(steps.num_steps) == 0 and steps.num_rows_of_step(steps.num_steps - 1) > 0
+
+
+def test_a_round_without_samples_leaves_the_weights_as_rank_0_has_them():
+    """The last step of an epoch, if the silos that still have samples are away."""
+    first, second = np.full((2, 3), 5.0, np.float32), np.full((2, 3), 7.0, np.float32)
+    figures, [mean] = mean_of([[np.array([0.0, 0.0]), first], [np.array([0.0, 0.0]), second]])
+    assert figures.tolist() == [0, 0] and np.array_equal(mean, first)
+    _, [mean] = mean_of([[np.array([1.0, 0.0]), first], [np.array([3.0, 0.0]), second]])
+    assert np.array_equal(mean, np.full((2, 3), 6.5))
+
+
+def test_a_silo_with_another_class_is_named(tiny_uri, tmp_path):
+    folder = Path(tmp_path) / "silo"
+    write_images(folder / "images", num_classes=4)
+    config = EtlConfig(image_size=16, encoding="png", split_fractions=ALL_TRAIN)
+    uri = build_here(str(folder / "images"), str(folder / "dataset"), config) + "@1"
+    task = task_of(tiny_uri, tmp_path / "models", **{**TORCH, "launcher": "inline", "local_sgd": {"silos": (uri,)}})
+    with pytest.raises(UsageError, match=r"the classes class_3, which dataset.uri does not have; expected"):
+        LAUNCHERS["inline"].launch(task, SparkConfig(), Disturbing())
+
+
+CONFIG = {"model": "tests.train.torch_models:smooth", "num_streams": 8, "global_batch_size": 24, "epochs": 4,
+          "label_smoothing": 0.1, "record_samples": True}  # fmt: skip
+
+
+def test_every_stream_has_one_rank_and_shares_follow_the_weights():
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(500):
+        num_streams = chance.randint(1, 64)
+        weights = [chance.uniform(0.01, 10) for _ in range(chance.randint(1, num_streams))]
+        ranges = streams_by_weight(weights, num_streams)
+        assert [stream for each in ranges for stream in each] == list(range(num_streams))
+        assert all(ranges) and len(ranges) == len(weights)
+        if min(weights) / sum(weights) * num_streams >= 1:
+            shares = [weight / sum(weights) * num_streams for weight in weights]
+            assert all(abs(len(each) - share) < 1 for each, share in zip(ranges, shares, strict=True))
+    assert [len(each) for each in streams_by_weight([1, 1, 0.5], 10)] == [4, 4, 2]
+
+
+@pytest.mark.starts("ranks")
+def test_the_global_batches_and_losses_stay_the_same(tiny_uri, tmp_path):
+    one, watcher = Recorder(), DriverRecorder()
+    train_here(tiny_uri, tmp_path / "one", one, **CONFIG)
+    how = {"strategy": "torch_ddp", "launcher": "local", "num_workers": 2, "rank_weights": [3, 1]}
+    task = task_of(tiny_uri, tmp_path / "two", **CONFIG, **how)
+    launch_forked(task, watcher)
+    assert watcher.sample_ids == {(report.epoch, report.step): report.sample_ids for report in one.steps}
+    for step, loss in one.losses.items():
+        assert float.fromhex(watcher.losses[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+    # Of a full step the first rank reads three quarters.
+    assert [len(each.sample_ids) for each in watcher.steps[0].reports] == [18, 6]

@@ -27,7 +27,7 @@ from train.backends.keras.backend import KERAS_FILE
 from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.layers.sample_bits import DROPOUT, drawing, sample_keys
 
-DROPOUT_MODELS = "tests.train.torch_dropout_models"
+DROPOUT_MODELS = "tests.train.torch_models"
 PATCHES = {"keras": f"{MODELS}:with_dropout_of_patches", "torch": f"{DROPOUT_MODELS}:with_dropout_of_patches"}
 
 
@@ -145,7 +145,7 @@ def test_outside_training_it_is_not_there(name, tmp_path):
 
 def test_activations_that_are_computed_again_are_the_same():
     batch = batch_of(SHAPE, num_rows=6)
-    once, twice = (learner("torch", name) for name in (f"{TORCH_MODELS}:smooth", f"{DROPOUT_MODELS}:recomputing"))
+    once, twice = (learner("torch", name) for name in (f"{TORCH_MODELS}:smooth", f"{DROPOUT_MODELS}:Recomputing"))
     twice.assign(StatePart.WEIGHTS, once.arrays(StatePart.WEIGHTS), "the test")
     for one, other in zip(once.gradients(batch, 6, 1.0), twice.gradients(batch, 6, 1.0), strict=True):
         np.testing.assert_allclose(np.array(other), np.array(one), rtol=1e-5, atol=1e-7)
@@ -201,7 +201,7 @@ def test_outside_a_training_step_it_has_nothing_to_draw_from():
     ):
         module.train()(torch.ones(2, 8))
     with pytest.raises(UsageError, match=r"calling the model failed: .* keep modules in an nn.ModuleList"):
-        learner("torch", f"{DROPOUT_MODELS}:hiding")
+        learner("torch", f"{DROPOUT_MODELS}:Hiding")
     with pytest.raises(UsageError, match=r"rate=1\); expected a share of elements: at least 0, less than 1"):
         for_torch.SampleDropout(1)
 

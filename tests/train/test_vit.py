@@ -13,7 +13,7 @@ from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.lab.scale import exhaustive
 from tests.train.learners import SHAPE, THREE, batch_of, learner
-from tests.train.test_job import Recorder
+from tests.train.training import DriverRecorder
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.weight_decay import is_decayed
@@ -200,7 +200,7 @@ def test_a_factory_that_imports_both_is_refused_when_it_returns_a_keras_model(tm
     model = factory("own_of_both", tmp_path, monkeypatch, "".join(line[8:] + "\n" for line in text.splitlines()))
     config = resolve(TrainConfig(model=model, strategy=STRATEGY), SparkConfig()).config
     with pytest.raises(UsageError, match="is a Keras model, and train.strategy = .*; expected an nn.Module"):
-        try_build(config, RowSchema("png", (16, 16, 3), ("cat", "dog")), Recorder())
+        try_build(config, RowSchema("png", (16, 16, 3), ("cat", "dog")), DriverRecorder())
 
 
 def test_a_factory_that_builds_on_a_module_of_ours_needs_pytorch(tmp_path, monkeypatch):

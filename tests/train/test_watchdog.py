@@ -18,10 +18,9 @@ import train.launching.connection
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.process import Terminated, raise_on_signals
-from shardmill.values import DatasetPin
 from tests.processes import in_own_process
-from tests.train.launch_workers import result_of
-from train.config import TrainConfig
+from tests.train.launch_workers import result_of, watched_task
+from tests.train.training import DriverRecorder
 from train.contracts.task import WorkerTask
 from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT, StepReport, from_json
 from train.contracts.world import World
@@ -45,21 +44,15 @@ from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hell
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
-from train.settings.watch import WatchConfig
-from train.strategies.options import LocalSgdOptions
 
 ROOT = Path(__file__).parents[2]
 
 
-def task_of(num_workers: int, strategy: str = "horovod", *, silos: tuple[str, ...] = (), **watch: float) -> WorkerTask:
-    config = TrainConfig(num_workers=num_workers, strategy=strategy, launcher="local", watch=WatchConfig(**watch))
-    config, pin = config.with_options(LocalSgdOptions(silos=silos)), DatasetPin("/nowhere", 1, "0" * 64)
-    return WorkerTask(config, pin, "/nowhere", "trainings/test", "")
-
-
 @pytest.fixture
 def watchdog():
-    with Watchdog(task_of(2, start_timeout_seconds=2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+    with Watchdog(
+        watched_task(2, start_timeout_seconds=2), "none:none", RunLog(SilentObserver()), "127.0.0.1"
+    ) as watchdog:
         yield watchdog
 
 
@@ -69,14 +62,14 @@ def called(watchdog: Watchdog, rank: int, role: str = "rank") -> Connection:
 
 
 def finish(watchdog: Watchdog, rank: int) -> None:
-    called(watchdog, rank).send(Finished(result_of(task_of(2), World(rank, 2))))
+    called(watchdog, rank).send(Finished(result_of(watched_task(2), World(rank, 2))))
     watchdog.report_exit(rank, RankExit(0, ""))
 
 
 def test_a_rank_gets_its_task_after_its_hello(watchdog):
     there = watchdog.environment()
     _, welcome = call_driver(there[ADDRESS_VARIABLE], there[TOKEN_VARIABLE], "rank", 0, pid=1)
-    assert from_json(WorkerTask, welcome.task_json) == task_of(2, start_timeout_seconds=2)
+    assert from_json(WorkerTask, welcome.task_json) == watched_task(2, start_timeout_seconds=2)
     assert welcome.worker == "none:none"
 
 
@@ -171,7 +164,7 @@ def test_the_door_stays_open_after_file_descriptors_ran_out():
 
 
 def test_a_closed_door_frees_its_port():
-    with Watchdog(task_of(1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+    with Watchdog(watched_task(1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
         host, port = watchdog.environment()[ADDRESS_VARIABLE].split(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=5)
@@ -186,7 +179,7 @@ def test_ranks_that_do_not_start_are_named(watchdog):
 
 def test_when_it_fails_all_ranks_are_asked_to_end():
     with pytest.raises(TrainingError, match="rank 1 .* was killed"):
-        with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+        with Watchdog(watched_task(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
             survivor, victim = called(watchdog, 0), called(watchdog, 1)
             victim.close()
             watchdog.watch()
@@ -195,7 +188,7 @@ def test_when_it_fails_all_ranks_are_asked_to_end():
 
 
 def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
-    with Watchdog(task_of(2, silent_seconds=1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+    with Watchdog(watched_task(2, silent_seconds=1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
         connections = called(watchdog, 0), called(watchdog, 1)
         finish(watchdog, 0)
         started = time.monotonic()
@@ -205,24 +198,11 @@ def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
         assert len(connections) == 2
 
 
-class Events:
-    """An observer that remembers."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict]] = []
-
-    def step(self, step) -> None:
-        return
-
-    def event(self, name, fields) -> None:
-        self.events.append((name, dict(fields)))
-
-
 def test_the_output_that_comes_after_the_results_is_told_and_no_end_of_a_process_is_a_fault_then():
-    observer = Events()
-    with Watchdog(task_of(2), "none:none", observer, "127.0.0.1") as watchdog:
+    observer = DriverRecorder()
+    with Watchdog(watched_task(2), "none:none", observer, "127.0.0.1") as watchdog:
         for rank in range(2):
-            called(watchdog, rank).send(Finished(result_of(task_of(2), World(rank, 2))))
+            called(watchdog, rank).send(Finished(result_of(watched_task(2), World(rank, 2))))
 
         def end() -> None:
             watchdog.report_exit(0, RankExit(0, ""))
@@ -234,12 +214,12 @@ def test_the_output_that_comes_after_the_results_is_told_and_no_end_of_a_process
         threading.Timer(0.5, end).start()
         assert watchdog.watch().world_size == 2
         assert (OUTPUT, {"rank": 1, "text": "last words"}) in observer.events
-    assert not [each for each in observer.events if each[0] == "rank_failed"]
+    assert not observer.named("rank_failed")
 
 
 def test_what_all_ranks_gave_goes_to_all_and_announces_a_checkpoint_if_it_was_given_aside():
-    observer = Events()
-    with Watchdog(task_of(2), "none:none", observer, "127.0.0.1") as watchdog:
+    observer = DriverRecorder()
+    with Watchdog(watched_task(2), "none:none", observer, "127.0.0.1") as watchdog:
         ranks = [called(watchdog, rank) for rank in range(2)]
         for _ in ranks:
             # Its hello is told once its connection is among those that get answers.
@@ -264,17 +244,11 @@ def test_a_rank_whose_connection_has_closed_is_killed_and_not_silent_as_well(wat
     assert (fault.rank, fault.kind, fault.where) == (1, FaultKind.KILLED, "host host, pid 7")
 
 
-class AwayThenSigterm:
-    """An observer that asks the driver to stop when a silo is found to be away."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def step(self, step) -> None:
-        return
+class AwayThenSigterm(DriverRecorder):
+    """Asks the driver to stop when a silo is found to be away."""
 
     def event(self, name, fields) -> None:
-        self.names.append(name)
+        super().event(name, fields)
         if name == "rank_away":
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -282,7 +256,7 @@ class AwayThenSigterm:
 def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
     """Three ranks by their messages alone; the last says nothing until the others have stopped."""
     raise_on_signals()
-    task = task_of(3, "local_sgd", silos=("a@1", "b@1", "c@1"), silent_seconds=1, stop_timeout_seconds=30)
+    task = watched_task(3, "local_sgd", silos=("a@1", "b@1", "c@1"), silent_seconds=1, stop_timeout_seconds=30)
     observer, stopped_after = AwayThenSigterm(), set()
     others_stopped = threading.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""PyTorch modules as users write them, for the tests of the torch backend; this file imports no Keras."""
+"""PyTorch modules as users write them, right and wrong, for the tests of the torch backend; no Keras."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from train.layers.torch import SampleDropout
 from train.models.vit_torch import vit
@@ -17,6 +19,17 @@ from train.models.vit_torch import vit
 def linear(image_shape, num_classes):
     height, width, channels = image_shape
     return nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, num_classes))
+
+
+class Ending(nn.Module):
+    """Whose last layer is all of it, or all but what its classes add."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        return self.out(images_NCHW)
 
 
 def huge(image_shape, num_classes):
@@ -36,7 +49,7 @@ def wide(image_shape, num_classes):
 
 
 def relu_cnn(image_shape, num_classes):
-    """As in ordinary_models.py."""
+    """As in models_under_test.py."""
     layers, channels = [], image_shape[2]
     for num_channels in (8, 16):
         layers += [nn.Conv2d(channels, num_channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -62,22 +75,12 @@ class Roomy(nn.Module):
         return self.inner(images_NCHW) + (spread * self.scale).tanh().mean(dim=1, keepdim=True)
 
 
-def roomy(image_shape, num_classes):
-    return Roomy(image_shape, num_classes)
-
-
 def smooth(image_shape, num_classes):
     """Without a kink and without anything that mixes samples: the same at every world size."""
     channels = image_shape[2]
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, stride=2, padding=1),
-        nn.GELU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.GELU(),
-        nn.Flatten(),
-        SampleDropout(0.2),
-        nn.Linear(32 * -(-image_shape[0] // 4) * -(-image_shape[1] // 4), num_classes),
-    )
+    return nn.Sequential(nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.GELU(),
+                         nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GELU(), nn.Flatten(), SampleDropout(0.2),
+                         nn.Linear(32 * -(-image_shape[0] // 4) * -(-image_shape[1] // 4), num_classes))  # fmt: skip
 
 
 class Routed(nn.Module):
@@ -110,14 +113,9 @@ def routed(image_shape, num_classes):
 
 def stateful(image_shape, num_classes):
     """Batch norm and dropout: state that is not weights and differs from rank to rank."""
-    return nn.Sequential(
-        nn.Conv2d(image_shape[2], 8, 3, stride=2),
-        nn.BatchNorm2d(8, momentum=0.2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Dropout(0.5),
-        nn.Linear(8 * ((image_shape[0] - 3) // 2 + 1) ** 2, num_classes),
-    )
+    return nn.Sequential(nn.Conv2d(image_shape[2], 8, 3, stride=2), nn.BatchNorm2d(8, momentum=0.2), nn.ReLU(),
+                         nn.Flatten(), nn.Dropout(0.5), nn.Linear(8 * ((image_shape[0] - 3) // 2 + 1) ** 2,
+                                                                  num_classes))  # fmt: skip
 
 
 def normed(image_shape, num_classes):
@@ -165,22 +163,6 @@ def with_norm_of_patches(image_shape, num_classes):
     return nn.Sequential(NormOfPatches(image_shape), linear(image_shape, num_classes))
 
 
-class WithUnused(nn.Module):
-    """Has a weight that nothing depends on."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, images_NCHW):
-        return self.out(images_NCHW)
-
-
-def with_unused(image_shape, num_classes):
-    return WithUnused(image_shape, num_classes)
-
-
 def one_class_too_many(image_shape, num_classes):
     return linear(image_shape, num_classes + 1)
 
@@ -189,89 +171,49 @@ def frozen(image_shape, num_classes):
     return linear(image_shape, num_classes).requires_grad_(False)
 
 
-class WithFeatures(nn.Module):
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
-
+class WithFeatures(Ending):
     def forward(self, images_NCHW):
         return {"logits": self.out(images_NCHW), "features": images_NCHW}
-
-
-def with_features(image_shape, num_classes):
-    return WithFeatures(image_shape, num_classes)
 
 
 def no_model(image_shape, num_classes):
     return "a module"
 
 
-class Steep(nn.Module):
+class Steep(Ending):
     """Has far larger gradients than its outputs would give it, which float16 must hold."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
 
     def forward(self, images_NCHW):
         outputs_NK = self.out(images_NCHW).float()
         return outputs_NK + float(os.environ["SHARDMILL_TEST_STEEPNESS"]) * (outputs_NK - outputs_NK.detach())
 
 
-def steep(image_shape, num_classes):
-    return Steep(image_shape, num_classes)
-
-
-class SoftmaxElsewhere(nn.Module):
+class SoftmaxElsewhere(Ending):
     """Has a softmax, last in order, that training does not use."""
 
     def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
+        super().__init__(image_shape, num_classes)
         self.softmax = nn.Softmax(dim=1)
-
-    def forward(self, images_NCHW):
-        return self.out(images_NCHW)
-
-
-def softmax_elsewhere(image_shape, num_classes):
-    return SoftmaxElsewhere(image_shape, num_classes)
 
 
 def with_softmax(image_shape, num_classes):
     return nn.Sequential(linear(image_shape, num_classes), nn.Softmax(dim=1))
 
 
-class Branching(nn.Module):
+class Branching(Ending):
     """Looks at a value of a tensor, which torch.export cannot follow."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
 
     def forward(self, images_NCHW):
         return self.out(images_NCHW) if images_NCHW.max() > -1e9 else self.out(-images_NCHW)
 
 
-def branching(image_shape, num_classes):
-    return Branching(image_shape, num_classes)
-
-
-class LateOnRank1(nn.Module):
+class LateOnRank1(Ending):
     """Rests in each step, on one rank of several."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
 
     def forward(self, images_NCHW):
         if self.training and os.environ.get("SHARDMILL_RANK") == "1":
             time.sleep(0.1)
         return self.out(images_NCHW)
-
-
-def late_on_rank_1(image_shape, num_classes):
-    return LateOnRank1(image_shape, num_classes)
 
 
 class _Farther(nn.Module):
@@ -292,3 +234,235 @@ def tiny_vit(image_shape, num_classes):
 def shallow_vit(image_shape, num_classes):
     """Of DeiT's smallest three blocks: in training its state takes more than its activations."""
     return vit(image_shape, num_classes, width=192, num_blocks=3, num_heads=3)
+
+
+class Fragile(Ending):
+    """Answers for every image but the brightest ones, of which the pixels add up to more than `limit`."""
+
+    limit = float("inf")
+
+    def forward(self, images_NCHW):
+        is_bright_N1 = images_NCHW.flatten(1).sum(dim=1, keepdim=True) > self.limit
+        return self.out(images_NCHW / 255).masked_fill(is_bright_N1, float("nan"))
+
+
+class Cliff(Ending):
+    """Adds the root of a weight that is 0: nothing, at an infinite slope."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__(image_shape, num_classes)
+        self.height = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, images_NCHW):
+        return self.out(images_NCHW) + self.height.sqrt()
+
+
+class SteepWhereBright(nn.Module):
+    """Adds the root of a weight that is 0 to its answers for images brighter than a limit: at an infinite slope."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(image_shape[2])
+        self.out = linear(image_shape, num_classes)
+        self.height = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, images_NCHW):
+        is_bright_N1 = images_NCHW.flatten(1).sum(dim=1, keepdim=True) > float(os.environ["SHARDMILL_TEST_BRIGHTEST"])
+        # Of the root of 1 the slope is finite, where it does not count.
+        roots_NK = torch.where(is_bright_N1, self.height, 1.0).sqrt()
+        return self.out(self.norm(images_NCHW / 255)) + torch.where(is_bright_N1, roots_NK, 0.0)
+
+
+class Marked(Ending):
+    """Answers, and beside them whether an image is brighter than a limit."""
+
+    def forward(self, images_NCHW):
+        is_bright_N1 = images_NCHW.flatten(1).sum(dim=1, keepdim=True) > float(os.environ["SHARDMILL_TEST_BRIGHTEST"])
+        return torch.cat([self.out(images_NCHW / 255), is_bright_N1.float()], dim=1)
+
+
+class Raised(nn.Module):
+    """As the end of `SteepWhereBright`, for answers that are marked."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.height = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, marked_NK):
+        is_bright_N1 = marked_NK[:, -1:] > 0.5
+        roots_NK = torch.where(is_bright_N1, self.height, 1.0).sqrt()
+        return marked_NK[:, :-1] + torch.where(is_bright_N1, roots_NK, 0.0)
+
+
+def steep_chain(image_shape, num_classes):
+    return nn.Sequential(Marked(image_shape, num_classes), Raised(num_classes))
+
+
+class Dazzled(nn.Module):
+    """Answers images brighter than a limit with NaN while it trains, and a batch norm takes that in."""
+
+    always = False
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(image_shape[2])
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        sees_it = self.training or self.always
+        limit = float(os.environ["SHARDMILL_TEST_BRIGHTEST"]) if sees_it else float("inf")
+        is_bright_N111 = images_NCHW.sum(dim=(1, 2, 3), keepdim=True) > limit
+        return self.out(self.norm((images_NCHW / 255).masked_fill(is_bright_N111, float("nan"))))
+
+
+class Blinded(Dazzled):
+    """Likewise at all times."""
+
+    always = True
+
+
+class DropoutOfPatches(nn.Module):
+    """Drops in more rows than the batch has samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = SampleDropout(0.5)
+
+    def forward(self, images_NCHW):
+        return self.dropout(images_NCHW.flatten(0, 2)).view(images_NCHW.shape)
+
+
+def with_dropout_of_patches(image_shape, num_classes):
+    return nn.Sequential(DropoutOfPatches(), linear(image_shape, num_classes))
+
+
+class Hiding(Ending):
+    """Keeps a module where PyTorch does not find it."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__(image_shape, num_classes)
+        self.hidden = [SampleDropout(0.5)]
+
+    def forward(self, images_NCHW):
+        return self.out(self.hidden[0](images_NCHW))
+
+
+class Recomputing(nn.Module):
+    """Computes activations again in the backward pass instead of keeping them."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.inner = smooth(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        return checkpoint(self.inner, images_NCHW, use_reentrant=False)
+
+
+class Block(nn.Module):
+    """What deep networks repeat, with state of each kind; counts how often it computes."""
+
+    num_computed = 0
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels, momentum=0.2)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, images_NCHW):
+        Block.num_computed += self.training
+        return images_NCHW + self.dropout(torch.tanh(self.conv(self.norm(images_NCHW))))
+
+
+def deep(image_shape, num_classes):
+    """Blocks of one class, and a chain of single layers."""
+    chain = nn.Sequential(
+        nn.Conv2d(image_shape[2], 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.3),
+        nn.Hardswish(inplace=True),
+    )  # fmt: skip
+    side = (image_shape[0] - 3) // 4 + 1
+    return nn.Sequential(chain, Block(8), Block(8), nn.Flatten(), nn.Linear(8 * side**2, num_classes))
+
+
+class RoomyBlock(nn.Module):
+    """Keeps 24 MiB of each image of 16 x 16 for the backward pass, and gives 3 KiB on."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images_NCHW):
+        spread = images_NCHW.flatten(1).repeat(1, 4096)
+        return images_NCHW + (spread * self.scale).tanh().mean(dim=1).view(-1, 1, 1, 1)
+
+
+def roomy_blocks(image_shape, num_classes):
+    return nn.Sequential(*(RoomyBlock() for _ in range(12)), *linear(image_shape, num_classes))
+
+
+class ChangesInputs(nn.Module):
+    """Its second block's input is changed in place when that has been used."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.first, self.second = Block(image_shape[2]), Block(image_shape[2])
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        between = self.first(images_NCHW)
+        outputs = self.out(self.second(between))
+        between.add_(1)
+        return outputs
+
+
+class _Model(nn.Module):
+    def __init__(self, image_shape, num_classes, last):
+        super().__init__()
+        self.out, self.last = nn.Linear(math.prod(image_shape), num_classes), last
+
+    def forward(self, images_NCHW):
+        return self.last(self.out(images_NCHW.flatten(1)))
+
+
+def _behind(last, *more, nested=False, bias=None, std=None):
+    """Factories of one layer and what follows it: outputs that are logits or probabilities, whatever comes last."""
+
+    def build(image_shape, num_classes):
+        model = _Model(image_shape, num_classes, last)
+        if bias is not None:
+            nn.init.zeros_(model.out.weight)
+            nn.init.constant_(model.out.bias, bias(num_classes))
+        if std is not None:
+            nn.init.normal_(model.out.weight, std=std)
+        inner = nn.Sequential(model, *(each() for each in more)) if more else model
+        return nn.Sequential(inner, nn.Identity()) if nested else inner
+
+    return build
+
+
+def _softmax(values_NK):
+    return functional.softmax(values_NK, dim=1)
+
+
+nested_softmax = _behind(lambda x: x, lambda: nn.Softmax(dim=1), nested=True)
+ops_softmax = _behind(_softmax)
+softmax_of_zeros = _behind(_softmax, bias=lambda num_classes: 0.0)
+softmax_then_identity = _behind(_softmax, lambda: nn.Dropout(0.0), nn.Identity)
+own_softmax_layer = _behind(lambda x: (x - x.logsumexp(dim=1, keepdim=True)).exp())
+nested_sigmoid = _behind(lambda x: x, nn.Sigmoid, nested=True)
+ops_sigmoid = _behind(torch.sigmoid)
+logits = _behind(lambda x: x)
+zeros = _behind(lambda x: x, bias=lambda num_classes: 0.0)
+constant_distribution = _behind(lambda x: x, bias=lambda num_classes: 1 / num_classes)
+small_relu = _behind(functional.relu, std=1e-4)
+log_softmax = _behind(lambda x: functional.log_softmax(x, dim=1))
+tanh = _behind(torch.tanh)
+
+
+class Peeking(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.flatten(1) / max(1.0, input.abs().max().item()))
+
+
+def peeking(image_shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+    return Peeking(image_shape[0] * image_shape[1] * image_shape[2], num_classes)

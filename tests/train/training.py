@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
@@ -29,6 +30,7 @@ from train.tree import TrainTree
 
 MODELS = "tests.train.models_under_test"
 ONE_LAYER = f"{MODELS}:linear"
+ETL = EtlConfig(image_size=16, encoding="png", chunk_bytes=8_000, unit_min_images=40)
 SMALL = {"epochs": 2, "global_batch_size": 32, "augment": {"random_crop_padding": 1}}
 
 
@@ -63,34 +65,29 @@ class Recorder:
         return [fields for event, fields in self.events if event == name]
 
 
+@dataclass
 class DriverRecorder(Recorder):
-    """As `Recorder`, on the driver's side: of the steps of all ranks."""
+    """As `Recorder`, on the driver's side: of the steps of all ranks; it fails after `fail_after_steps` of them."""
+
+    fail_after_steps: int = -1
 
     def step(self, step: GlobalStep) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.steps.append(step)  # pyright: ignore[reportArgumentType]
+        if len(self.steps) == self.fail_after_steps:
+            raise RuntimeError("stopped here")
 
     @property
     def losses(self) -> dict[tuple[int, int], str]:
+        """Of a step that was done twice the last."""
         return {(step.epoch, step.step): step.loss_hex for step in self.steps}
 
+    @property
+    def sample_ids(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {(step.epoch, step.step): step.sample_ids for step in self.steps}
 
-@dataclass
-class StepWatcher:
-    """A driver's observer that remembers; of a step that was done twice the last."""
-
-    losses: dict[tuple[int, int], str] = field(default_factory=dict)
-    sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    num_samples: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    """Of each rank."""
-    events: list[tuple[str, dict]] = field(default_factory=list)
-
-    def step(self, step: GlobalStep) -> None:
-        self.losses[step.epoch, step.step] = step.loss_hex
-        self.sample_ids[step.epoch, step.step] = step.sample_ids
-        self.num_samples[step.epoch, step.step] = tuple(len(each.sample_ids) for each in step.reports)
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        self.events.append((name, dict(fields)))
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
 
 
 def check_terms(config: TrainConfig, spark: SparkConfig) -> TrainingPlan:
@@ -107,7 +104,8 @@ def task_of(uri: str, models: Path | str, training_dir: str = "t", **config: obj
 
 def tree_of(dataset_uri: str, models_uri: Path, **train: Any) -> TrainTree:
     """What a driver is given; of a model of one layer, if `train` names none."""
-    settings = {"model": ONE_LAYER, "epochs": 2, "global_batch_size": 24, "num_streams": 6, **train}
+    settings = {"model": ONE_LAYER, "epochs": 2, "global_batch_size": 24, "num_streams": 6, "checkpoint_every_steps": 2,
+                **train}  # fmt: skip
     return TrainTree(
         dataset=DatasetConfig(uri=dataset_uri), models=ModelsConfig(uri=str(models_uri)), train=TrainConfig(**settings)
     )
