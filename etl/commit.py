@@ -51,7 +51,7 @@ def commit_results(
         finished.rejections.add(changes.refused_before.marked())
     check_limits(plan, finished.rejections)
     build, results, rejections = plan.build, finished.results, finished.rejections
-    copier = RowCopier(plan.store, plan.task.config, plan.row_schema)
+    copier = RowCopier(plan.rows, plan.task.config)
     if changes is not None and plan.parent is not None:
         beside = _beside_parent(plan, plan.parent, changes, finished, copier, copy)
         if beside is None:
@@ -65,9 +65,7 @@ def commit_results(
         check_drift(plan.store, plan.task.config, draft)
         check_lease()
 
-    manifest = commit_version(
-        plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version, check
-    )
+    manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent, check)
     _clear_pending(plan, manifest, changes)
     return manifest
 
@@ -84,13 +82,13 @@ def _beside_parent(
     """Return the rows to commit: the remaining rows of the parent, and the new ones; None if that equals the parent."""
     build, results = plan.build, finished.results
     if plan.is_append:
-        added = append(plan.store, parent, build, changes, finished, copier)
+        added = append(parent, build, changes, finished, plan.listing, copier)
         finished.rejections.add(added.refused_before.others())
         build, results, changes = added.build, added.results, added.changes
         has_its_rows = not any(result.splits for result in results)
     else:
         # Rows of a lost shard are not among the changes; if their sources are gone as well, nothing else tells of them.
-        has_its_rows = changes_nothing(plan.store, changes, results) and has_all_files(plan.store, parent)
+        has_its_rows = changes_nothing(plan.rows, changes, results) and has_all_files(plan.store, parent)
     same_ledger = finished.rejections.digest == parent.ledger_digest
     if has_its_rows and same_ledger and build.class_names == parent.class_names:
         return None

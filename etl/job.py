@@ -116,7 +116,7 @@ def _build(
         record_if_missing(plan.store, parent.version)
         _warn(observer, version_warnings(plan.store, parent))
         # An earlier run may have been killed just behind its commit.
-        _warn(observer, refresh_card(plan.store))
+        _warn(observer, refresh_card(plan.store, parent))
         clear_pending(plan.store, plan.units, parent.version)
         observer.event("etl.unchanged", {"version": parent.version})
         return _outcome(plan, tree, parent, time.monotonic() - started_seconds)
@@ -176,8 +176,8 @@ def _commit_once(
         # Commit: the limits, the accounting, then one manifest.
         manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
     _warn(observer, [*emptied_splits(plan, manifest), *version_warnings(plan.store, manifest)])
-    _warn(observer, fault_warnings(plan.store, manifest), "etl.faults")
-    _warn(observer, refresh_card(plan.store))
+    _warn(observer, fault_warnings(plan.rows, manifest), "etl.faults")
+    _warn(observer, refresh_card(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, tree, manifest, time.monotonic() - started_seconds, kept, sum(retries))
 

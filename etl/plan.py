@@ -30,9 +30,10 @@ from etl.units.map_rows import deciding, mapped_schema
 from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
 from etl.user_code import with_users_line
 from shardmill.dataset.build import Build
-from shardmill.dataset.index import check_files, in_all_formats, intact_shards, read_shards, stored_sizes
+from shardmill.dataset.index import check_files, files_of, in_all_formats, intact_shards, read_shards, stored_sizes
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
+from shardmill.dataset.row_segments import RowReader
 from shardmill.dataset.segment import rows_file
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
@@ -69,13 +70,19 @@ class BuildPlan:
     """Listing of the images that units read: all, or those that changed since the parent."""
     units: tuple[WorkUnit, ...]
     task: UnitTask
-    store: Store
+    rows: RowReader
+    """Reads the row segments of the version that this run begins with, and of the one that it makes."""
     parent: Manifest | None
     """The latest version, if there is one."""
     label_map: tuple[str, ...]
     """What the config gives; empty for none."""
     size: ImageSize
     """Size of stored images, as in `task.config`."""
+
+    @property
+    def store(self) -> Store:
+        """The dataset's."""
+        return self.rows.store
 
     @property
     def parent_version(self) -> int:
@@ -203,7 +210,7 @@ def _plan_behind(
         mapping=mapping,
     )
     units = tuple(plan_units(listing, config, _unit_settings(build)))
-    return BuildPlan(build, listing, listing, units, task, store, parent, label_map, size)
+    return BuildPlan(build, listing, listing, units, task, RowReader(store, schema), parent, label_map, size)
 
 
 def _list(
@@ -237,8 +244,9 @@ def _known_splits(store: Store, parent: Manifest | None, section: SourceConfig, 
     """Of the latest version's images, those of lost shards included, if it is of this source."""
     if parent is None or not place_of(with_absolute_uris(section, source)).continues(parent.source):
         return KnownSplits.of(store, ())
-    copies, sizes = in_all_formats(read_shards(store, parent)), stored_sizes(store)
-    rows = (next((shard for shard in group if rows_file(shard).path in sizes), None) for group in copies)
+    shards = read_shards(store, parent)
+    sizes = stored_sizes(store, [rows_file(shard) for shard in shards])
+    rows = (next((shard for shard in group if shard.rows_path in sizes), None) for group in in_all_formats(shards))
     return KnownSplits.of(store, (shard for shard in rows if shard is not None))
 
 
@@ -253,9 +261,10 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
         return None
     if plan.is_append:
         check_appendable(parent, build, is_labelled=bool(plan.listing.class_names))
-        shards = read_shards(plan.store, parent)
-        check_files(plan.store, shards)
-        groups = in_all_formats(shards)
+        groups = in_all_formats(read_shards(plan.store, parent))
+        # But for the row segments that are read below.
+        files = (file for group in groups for file in files_of(group) if file.path != group[0].rows_path)
+        check_files(plan.store, [*files])
     elif plan.extends_parent:
         groups = intact_shards(plan.store, parent)
     else:
@@ -268,7 +277,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
     config = plan.task.config
-    rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, plan.task)
+    rows = OlderRows(plan.rows, groups, parent.row_schema, plan.listing, plan.task)
     compared = Compared(
         groups, rows, refused, plan.listing, is_same_source=is_same_source, equal_suffixes=equal_suffixes
     )

@@ -23,8 +23,8 @@ from etl.sources.listed import SPLITS
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import in_all_formats
 from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
+from shardmill.dataset.row_segments import MAX_KEPT_ROWS, ROWS_SCHEMA, RowReader
+from shardmill.dataset.segment import rows_file
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import RejectLimitExceeded
 from shardmill.ids import key_bytes
@@ -67,7 +67,9 @@ def resolve_duplicates(
 
     Raises RejectLimitExceeded if the config allows none.
     """
-    shards = (copies[0] for result in results for copies in in_all_formats(result.shards))
+    shards = [copies[0] for result in results for copies in in_all_formats(result.shards)]
+    if sum(shard.num_rows for shard in shards) <= MAX_KEPT_ROWS:
+        group = partial(_group_kept, copier.rows, shards)
     if config.duplicates == "report":
         return Resolved(results, count_copies(copier.store, shards, config, group))
     copies = find_copies(copier.store, shards, config, group)
@@ -75,6 +77,13 @@ def resolve_duplicates(
         _require_none(copies)
         return Resolved(results, _NO_DUPLICATES)
     return Resolved(list(_without(results, rejections, copies, config, copier)), _NO_DUPLICATES)
+
+
+def _group_kept(rows: RowReader, shards: Sequence[ShardInfo], asked: GroupBy) -> Iterator[pa.Table]:
+    """As an engine would, with rows that have been read before."""
+    tables = rows.read_each(shards, asked.schema.names)
+    picked = [asked.pick(table, place) for place, table in enumerate(tables)]
+    yield asked.fold(pa.concat_tables([asked.picked.empty_table(), *picked]))
 
 
 def count_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
@@ -175,7 +184,7 @@ def _without(
                 gone = of_shard.rows_of(next(places))
                 is_kept[shard.path] = np.ones(shard.num_rows, bool)
                 is_kept[shard.path][[copy["row"] for copy in gone]] = False
-                rejections.add(_rejections(copier.store, shard, gone))
+                rejections.add(_rejections(copier.rows, shard, gone))
             yield from copier.only_kept(result, is_kept)
 
 
@@ -195,10 +204,10 @@ class _CopiesByShard:
         return self._rows.filter(pa.array(is_of_shard_N)).sort_by("row").to_pylist()
 
 
-def _rejections(store: Store, shard: ShardInfo, copies: Sequence[dict[str, Any]]) -> Iterator[Rejection]:
+def _rejections(reader: RowReader, shard: ShardInfo, copies: Sequence[dict[str, Any]]) -> Iterator[Rejection]:
     if not copies:
         return
-    rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+    rows = reader.read(shard, ROWS_SCHEMA.names)
     records = rows.take(pa.array([copy["row"] for copy in copies])).to_pylist()
     for record, copy in zip(records, copies, strict=True):
         yield Rejection(

@@ -54,11 +54,12 @@ def check_vanished(plan: BuildPlan, changes: Changes | None) -> None:
 
 def _num_vanished(store: Store, parent: Manifest, listing: Listing) -> int:
     """Rows of which no input of the listing has the sample id; 9 bytes a row are in memory."""
-    sizes = stored_sizes(store)
+    shards = read_shards(store, parent)
+    sizes = stored_sizes(store, [rows_file(shard) for shard in shards])
     ids = [np.empty(0, np.int64)]
-    for group in in_all_formats(read_shards(store, parent)):
+    for group in in_all_formats(shards):
         # Of lost row segments nothing can be said; the build makes their rows again.
-        shard = next((each for each in group if rows_file(each).path in sizes), None)
+        shard = next((each for each in group if each.rows_path in sizes), None)
         if shard is not None:
             rows = read_segment(store, rows_file(shard), _READ, shard.num_rows)
             ids.append(rows.column("sample_id").to_numpy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardmill.dataset.duplicates import DuplicateExamples, find_examples
@@ -14,6 +15,8 @@ from shardmill.printable import printable
 from shardmill.storage import Store
 from shardmill.words import name_some
 
+# A build of few images makes up to 64 in each of three splits.
+_MANY_SHARDS = 256
 FEW_IN_SPLIT = 30
 """Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %."""
 
@@ -28,6 +31,7 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     yield from lost_by_decoding(counts.by_note)
     yield from _lost_boxes(manifest)
     yield from _enlarged(manifest)
+    yield from _many_small_shards(store, manifest)
     if not counts.conflicting_label and not counts.leaked_content:
         return
     examples = _examples(store, manifest)
@@ -110,6 +114,18 @@ def _enlarged(manifest: Manifest) -> Iterator[str]:
         yield (
             f"{num_smaller} of {num_known} images have a longer side of less than {1 << num_sides} pixels, and were "
             f"enlarged to etl.image_size = {options.image_size}: training takes longer without more detail"
+        )
+
+
+def _many_small_shards(store: Store, manifest: Manifest) -> Iterator[str]:
+    """Of a version that later runs have added to: they read something of every shard."""
+    splits, max_bytes = manifest.splits.values(), int(manifest.config["shard_max_bytes"])
+    num_shards = sum(each.num_shards for each in splits)
+    num_full = sum(-(-each.image_bytes // max_bytes) for each in splits)
+    if manifest.operation in ("append", "incremental") and num_shards >= max(_MANY_SHARDS, 4 * num_full):
+        yield (
+            f"the version has {num_shards:,} shards, and its images fill {num_full:,}: each later run reads a file for "
+            f"every shard; `shardmill compact {shlex.quote(store.uri)}` merges small ones"
         )
 
 

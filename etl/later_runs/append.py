@@ -10,23 +10,22 @@ class than before is refused, because an append replaces nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from etl.later_runs.refused_before import RefusedBefore
-from etl.listing.listing import limbs, sum_limbs
+from etl.listing.listing import Listing, limbs, sum_limbs
 from etl.listing.segments import find_sorted, key_digests
 from shardmill.dataset.index import in_all_formats
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
@@ -40,7 +39,8 @@ if TYPE_CHECKING:
     from etl.units.shard_rows import RowCopier
     from shardmill.dataset.build import Build
 
-_READ = pa.schema([ROWS_SCHEMA.field(name) for name in ("source", "sample_id", "row_sha256")])
+_READ = ("source", "sample_id", "row_sha256")
+_Read = Callable[[ShardInfo], pa.Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,29 @@ class Appended:
 
 
 def append(
-    store: Store, parent: Manifest, build: Build, changes: Changes, finished: Finished, copier: RowCopier
+    parent: Manifest, build: Build, changes: Changes, finished: Finished, listing: Listing, copier: RowCopier
 ) -> Appended:
-    """`finished`: what became of all inputs that were not found unchanged in `parent`, those refused before included.
+    """`finished`: what became of all inputs of `listing` that were not found unchanged in `parent`, or refused before.
 
     Raises UsageError if an input has the key, or the sample id, of a row that differs from it.
     """
     results, refused_now = finished.results, finished.rejections
-    new_ids = {shard.path: _rows(store, shard).column("sample_id").to_numpy() for shard in _first_format(results)}
+    read = partial(copier.rows.read, columns=_READ)
+    new_ids = {shard.path: read(shard).column("sample_id").to_numpy() for shard in _first_format(results)}
     refused_ids_N = np.fromiter((sample_id_of(each.key) for each in refused_now), np.int64)
-    known = _Known.of(store, changes, np.concatenate([refused_ids_N, *new_ids.values()]))
+    known = _Known.of(read, changes, np.concatenate([refused_ids_N, *new_ids.values()]))
     known.check_refused(refused_now)
-    new = tuple(part for result in results for part in _without_known(store, result, new_ids, known, copier))
+    new = tuple(part for result in results for part in _without_known(read, result, new_ids, known, copier))
 
     # What was refused before and is listed again counts once, as what it is now.
-    refused_before = RefusedBefore(partial(read_rejections, store, parent), lambda each: each.key)
+    refused_before = RefusedBefore(partial(read_rejections, copier.store, parent), lambda each: each.key)
     refused_before.mark(each.key for each in refused_now)
     if len(refused_before):
-        # An archive that was refused for its damage is listed again with the images that are read of it now.
-        damaged = _damaged(store, parent)
-        for keys in _new_keys(store, results):
+        for keys in _new_keys(read, results):
             refused_before.mark(keys)
-            refused_before.mark({key.rpartition("\0")[0] for key in keys} & damaged)
+        # An archive that was refused for its damage is listed again with the images that are read of it now.
+        if damaged := _damaged(copier.store, parent):
+            refused_before.mark(damaged & _containers(listing))
     listed_again = RejectionLog(finished.folder, refused_before.marked())
     common = add_digests(known.key_sum, listed_again.key_sum)
     key_sum = add_digests(int(parent.source.key_sum, 16), int(build.source.key_sum, 16), -common)
@@ -110,11 +111,10 @@ class _Known:
     """Sample id of a new input -> key and digest of the row that has it already."""
 
     @classmethod
-    def of(cls, store: Store, changes: Changes, new_ids_N: np.ndarray) -> _Known:
-        """One row segment is in memory at a time."""
+    def of(cls, read: _Read, changes: Changes, new_ids_N: np.ndarray) -> _Known:
         known, new_ids_N = cls(0, 0, {}), np.sort(new_ids_N)
         for shard in changes.shards:
-            rows = _rows(store, shard.copies[0])
+            rows = read(shard.copies[0])
             found = rows.filter(pa.array(shard.is_kept_N))
             known.num_rows += found.num_rows
             known.key_sum += _key_sum(found)
@@ -123,11 +123,11 @@ class _Known:
                 known.candidates[row["sample_id"]] = row["source"], row["row_sha256"]
         return known
 
-    def holds_rows(self, store: Store, shard: ShardInfo, ids_N: np.ndarray) -> np.ndarray:
+    def holds_rows(self, read: _Read, shard: ShardInfo, ids_N: np.ndarray) -> np.ndarray:
         """Like `holds`, for each row of a new shard; the shard is read only if the ids show that a row may exist."""
         if self.candidates.keys().isdisjoint(ids_N.tolist()):
             return np.zeros(len(ids_N), bool)
-        return np.array([self.holds(row) for row in _rows(store, shard).to_pylist()], bool)
+        return np.array([self.holds(row) for row in read(shard).to_pylist()], bool)
 
     def holds(self, row: dict) -> bool:
         """Whether this new row is there already; counts it. Raises UsageError if another one is in its place."""
@@ -158,18 +158,18 @@ def _taken(key: str, what: str) -> UsageError:
 
 
 def _without_known(
-    store: Store, result: UnitResult, new_ids: Mapping[str, np.ndarray], known: _Known, copier: RowCopier
+    read: _Read, result: UnitResult, new_ids: Mapping[str, np.ndarray], known: _Known, copier: RowCopier
 ) -> Iterator[UnitResult]:
     """`new_ids`: the sample ids of each new shard, by its path in the first format."""
     shards = [group[0] for group in in_all_formats(result.shards)]
-    is_kept = {shard.path: ~known.holds_rows(store, shard, new_ids[shard.path]) for shard in shards}
+    is_kept = {shard.path: ~known.holds_rows(read, shard, new_ids[shard.path]) for shard in shards}
     yield from copier.only_kept(result, is_kept)
 
 
-def _new_keys(store: Store, results: Sequence[UnitResult]) -> Iterator[list[str]]:
+def _new_keys(read: _Read, results: Sequence[UnitResult]) -> Iterator[list[str]]:
     """Those of one shard after the other."""
     for shard in _first_format(results):
-        yield _rows(store, shard).column("source").to_pylist()
+        yield read(shard).column("source").to_pylist()
 
 
 def _damaged(store: Store, parent: Manifest) -> set[str]:
@@ -179,12 +179,15 @@ def _damaged(store: Store, parent: Manifest) -> set[str]:
     return {each.key for each in read_rejections(store, parent) if each.reason is RejectReason.DAMAGED_CONTAINER}
 
 
+def _containers(listing: Listing) -> set[str]:
+    """Files of which images are listed."""
+    files = (pq.ParquetFile(listing.folder / segment.path) for segment in listing.segments)
+    batches = (batch for file in files for batch in file.iter_batches(columns=["container"]))
+    return {name for batch in batches for name in batch.column("container").unique().to_pylist()}
+
+
 def _first_format(results: Sequence[UnitResult]) -> Iterator[ShardInfo]:
     return (group[0] for result in results for group in in_all_formats(result.shards))
-
-
-def _rows(store: Store, shard: ShardInfo) -> pa.Table:
-    return read_segment(store, rows_file(shard), _READ, shard.num_rows)
 
 
 def _key_sum(rows: pa.Table) -> int:

@@ -19,20 +19,20 @@ import pyarrow as pa
 
 from etl.units.units import CopyUnit, UnitTask
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.statistics import ImageSizes
 from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
-from shardmill.storage import Store
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes, ShardRows
     from etl.units.shard_rows import RowCopier
+    from shardmill.dataset.copy_rows import Copies
     from shardmill.dataset.manifest import Manifest
+    from shardmill.dataset.row_segments import RowReader
 
 
-_DIGESTS = pa.schema([ROWS_SCHEMA.field("row_sha256")])
+# With fewer shards than that in a split, a run that adds rows copies none.
+_MIN_MERGED = 6
 
 Copy = Callable[[Sequence[CopyUnit], UnitTask], Iterator[UnitResult]]
 """Runs `etl.units.copy_unit.copy_rows` over units, in any order."""
@@ -44,7 +44,7 @@ def carry(parent: Manifest, changes: Changes, copier: RowCopier, task: UnitTask,
     Raises IntegrityError if a shard that must be copied, or a row segment, does not match the older version's record.
     """
     if _stays_whole(parent, changes, task):
-        yield _result_of_version(parent, changes, copier.store)
+        yield _result_of_version(parent, changes, copier)
         return
     units: list[CopyUnit] = []
     for index, shard in enumerate(changes.shards, start=-len(changes.shards)):
@@ -66,18 +66,47 @@ def _stays_whole(parent: Manifest, changes: Changes, task: UnitTask) -> bool:
     return is_untouched and num_rows == parent.counts.accepted and has_its_classes
 
 
-def _result_of_version(parent: Manifest, changes: Changes, store: Store) -> UnitResult:
-    """Return the result of one unit that would have written all of `parent`, without reading a row."""
-    refused = (key_hash(each.key) for each in read_rejections(store, parent))
+def _result_of_version(parent: Manifest, changes: Changes, copier: RowCopier) -> UnitResult:
+    """Return the result of one unit that would have written all of `parent`, without adding up a row."""
+    refused = (key_hash(each.key) for each in read_rejections(copier.store, parent))
     return UnitResult(
         unit_index=-len(changes.shards),
         fingerprint="",
-        shards=tuple(copy for shard in changes.shards for copy in shard.copies),
+        shards=tuple(copy for copies in _with_merged(changes, copier) for copy in copies),
         splits=tuple(_split_sums(parent, name) for name in parent.splits),
         rejections=(),
         accepted_key_sum=format_digest(add_digests(int(parent.source.key_sum, 16), -sum(refused))),
         note_counts=tuple(parent.counts.by_note.items()),
     )
+
+
+def _with_merged(changes: Changes, copier: RowCopier) -> Iterator[Copies]:
+    """All shards, the small ones at the end of each split merged: their number grows with the logarithm of the runs
+    that added them. Rows stay in their order.
+    """
+    of_splits: dict[str, list[Copies]] = {}
+    for shard in changes.shards:
+        of_splits.setdefault(shard.copies[0].split, []).append(shard.copies)
+    for shards in of_splits.values():
+        first = first_to_merge([copies[0].size_bytes for copies in shards], copier.max_merged_bytes)
+        yield from shards[:first]
+        if first < len(shards):
+            yield from copier.merge(shards[first:])
+
+
+def first_to_merge(sizes: Sequence[int], max_bytes: int) -> int:
+    """The place from which on the last shards of a split are merged, given their sizes in bytes; behind all for none.
+
+    A shard is merged once those behind it are as large: so a row is copied each time that what it is part of doubles.
+    """
+    first, behind = len(sizes), 0
+    for place in reversed(range(len(sizes))):
+        if behind + sizes[place] > max_bytes:
+            break
+        if len(sizes) - place >= _MIN_MERGED and sizes[place] <= behind:
+            first = place
+        behind += sizes[place]
+    return first
 
 
 def _split_sums(parent: Manifest, name: str) -> SplitSums:
@@ -114,12 +143,12 @@ def _arrow_stream(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def changes_nothing(store: Store, changes: Changes, results: Sequence[UnitResult]) -> bool:
+def changes_nothing(reader: RowReader, changes: Changes, results: Sequence[UnitResult]) -> bool:
     """Whether the new rows of `results` are the very rows that were removed, as those of touched files are."""
     balance: Counter[str] = Counter()
     for shard in changes.shards:
         if not shard.is_whole:
-            rows = read_segment(store, rows_file(shard.copies[0]), _DIGESTS, shard.copies[0].num_rows)
+            rows = reader.read(shard.copies[0], ("row_sha256",))
             removed = rows.filter(pa.array(~shard.is_kept_N)).column("row_sha256").to_pylist()
             balance[shard.copies[0].split] -= sum(int.from_bytes(digest, "big") for digest in removed)
     for part in (part for result in results for part in result.splits):

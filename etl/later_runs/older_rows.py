@@ -21,16 +21,15 @@ from etl.listing.segments import fact_limbs, find_sorted, key_digests
 from etl.listing.splits import split_of_digest
 from etl.sources.listed import SPLITS
 from etl.units.map_rows import listed_values
-from shardmill.dataset.row_segments import read_rows
 from shardmill.typed_columns import MASK, decode_values
 
 if TYPE_CHECKING:
     from etl.config import EtlConfig
     from etl.listing.listing import Listing
     from etl.units.units import UnitTask
+    from shardmill.dataset.row_segments import RowReader
     from shardmill.formats.rows import RowSchema
     from shardmill.row_mapping import RowMapping
-    from shardmill.storage import Store
     from shardmill.values import ShardInfo
 
 _NAMED = ("label", "extra")
@@ -45,7 +44,7 @@ class OlderRows:
 
     def __init__(
         self,
-        store: Store,
+        reader: RowReader,
         shards: Sequence[tuple[ShardInfo, ...]],
         schema: RowSchema,
         listing: Listing,
@@ -65,13 +64,13 @@ class OlderRows:
         sha256s, mask_sha256s = [np.empty((0, 32), np.uint8)], [np.empty((0, 32), np.uint8)]
         needs_digests = self.compares_content or listing.has_splits
         columns = (*_COMPARED_COLUMNS, "source_sha256") if needs_digests else _COMPARED_COLUMNS
-        for copies in shards:
-            rows = read_rows(store, copies[0], schema, columns)
+        firsts = [copies[0] for copies in shards]
+        for shard, rows in zip(firsts, reader.read_each(firsts, columns), strict=True):
             images = _as_listed(rows, schema, task.mapping)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)
             if splits is not None:
-                splits.add(copies[0].split, rows)
+                splits.add(shard.split, rows)
             if self.compares_content:
                 names.append(_digests(images, _NAMED))
                 sha256s.append(_digest_bytes(rows.column("source_sha256").to_pylist()))

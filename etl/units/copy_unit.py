@@ -11,6 +11,7 @@ import pyarrow as pa
 from etl.units.pending import keep_result
 from etl.units.shard_rows import RowCopier
 from etl.units.units import CopyUnit, UnitTask
+from shardmill.dataset.row_segments import RowReader
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.stores import open_store
 
@@ -24,7 +25,7 @@ def copy_rows(unit: CopyUnit, task: UnitTask) -> UnitResult:
     bits = np.frombuffer(base64.b64decode(unit.kept), np.uint8)
     is_kept_N = np.unpackbits(bits, count=unit.copies[0].num_rows).astype(bool)
     restated = pa.ipc.open_stream(base64.b64decode(unit.restated)).read_all() if unit.restated else None
-    copier = RowCopier(store, task.config, task.row_schema)
+    copier = RowCopier(RowReader(store, task.row_schema), task.config)
     result = copier.result_of(unit.index, unit.copies, is_kept_N, restated)
     assert result is not None, "a unit has rows that stay"
     result = replace(result, fingerprint=unit.fingerprint)

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,16 +16,13 @@ import pyarrow.compute as pc
 from etl.config import EtlConfig
 from etl.listing.listing import limbs, sum_limbs
 from etl.listing.segments import key_digests
-from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.copy_rows import Copies, publish_rows, read_stored_rows
 from shardmill.dataset.index import ROWS, in_all_formats
-from shardmill.dataset.row_segments import SOURCE_COLUMNS, count_pixels, read_rows, sizes_of
+from shardmill.dataset.row_segments import SOURCE_COLUMNS, RowReader, count_pixels, read_rows, sizes_of
 from shardmill.dataset.segment import put_segment
-from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
-from shardmill.formats.cutting import cut_chunks, cut_shards
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.ids import format_digest
-from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
 # Of a row segment, what a version adds up.
@@ -34,39 +30,44 @@ _SUMMED_COLUMNS = (
     "source", "label", "extra", "row_sha256", "notes", "channel_sums", "channel_square_sums", "height", "width",
     *SOURCE_COLUMNS,
 )  # fmt: skip
+# Of 128 MB, 16 MB are copied in a second.
+_SHARDS_PER_MERGE = 8
 # Where a row segment says what a listing says of a source's state.
 _ROWS_COLUMN = {"size_bytes": "source_bytes", "mtime_ns": "source_mtime_ns", "etag": "source_etag"}
-
-Copies = tuple[ShardInfo, ...]
-"""The shards that hold the same rows, one of each format."""
 
 
 class RowCopier:
     """Copies and adds up rows of one dataset, without decoding an image."""
 
-    def __init__(self, store: Store, config: EtlConfig, schema: RowSchema) -> None:
-        self.store = store
+    def __init__(self, rows: RowReader, config: EtlConfig) -> None:
+        self.rows, self.store, self._schema = rows, rows.store, rows.schema
         self._config = config
-        self._schema = schema
 
     def copy(self, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None) -> tuple[Copies, ...]:
         """Shards with some rows of a shard that is there in several formats, their sources stated as in `result_of`.
 
         Raises IntegrityError if the shard or its row segment does not match its index.
         """
-        attempt = uuid.uuid4().hex[:12]
         rows = _restate(read_stored_rows(self.store, copies[0], self._schema), restated)
         kept = (row for row, is_kept in zip(rows, is_kept_N.tolist(), strict=True) if is_kept)
-        chunks = cut_chunks(kept, self._config.chunk_bytes)
-        return tuple(
-            self._publish(f"kept-{number:03d}-{attempt}", shard, copies)
-            for number, shard in enumerate(cut_shards(chunks, self._config.shard_max_bytes))
-        )
+        return self._publish("kept", kept, copies)
 
-    def _publish(self, name: str, chunks: list[list[StoredRow]], copies: Copies) -> Copies:
-        return tuple(
-            publish_shard(self.store, copy.split, name, copy.format, chunks, schema=self._schema) for copy in copies
-        )
+    @property
+    def max_merged_bytes(self) -> int:
+        """The most that `merge` should copy: it runs in the driver."""
+        return self._config.shard_max_bytes // _SHARDS_PER_MERGE
+
+    def merge(self, shards: Sequence[Copies]) -> tuple[Copies, ...]:
+        """Shards with all rows of these, which follow each other in one split. Raises as `copy` does."""
+        rows = (row for copies in shards for row in read_stored_rows(self.store, copies[0], self._schema))
+        return self._publish("merged", rows, shards[0])
+
+    def _publish(self, name: str, rows: Iterable[StoredRow], like: Copies) -> tuple[Copies, ...]:
+        config = self._config
+        return publish_rows(
+            self.store, name, rows, like, self._schema,
+            chunk_bytes=config.chunk_bytes, shard_max_bytes=config.shard_max_bytes,
+        )  # fmt: skip
 
     def result_of(
         self, unit_index: int, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None
@@ -83,7 +84,7 @@ class RowCopier:
             shards = self.copy(copies, is_kept_N, restated)
         else:
             shards = (copies,) if restated is None else (tuple(self._restated(copy, restated) for copy in copies),)
-        rows = pa.concat_tables(read_rows(self.store, copies[0], self._schema, _SUMMED_COLUMNS) for copies in shards)
+        rows = pa.concat_tables(self.rows.read(copies[0], _SUMMED_COLUMNS) for copies in shards)
         image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)
         notes = Counter(note for text in rows.column("notes").to_pylist() for note in text.split(",") if note)
         keys = key_digests(pa.table([rows.column("source")], names=["key"]))

@@ -8,6 +8,7 @@ It is written after a commit, and no digest covers it: without it a version is a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shardmill.dataset.index import INDEX_SCHEMA
-from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.manifest import Manifest, manifest_path
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import ShardmillError
@@ -32,15 +33,23 @@ MAX_SHARDS = 100_000
 _MARK = "# Written by shardmill at each commit; remove this line to keep a text of your own. Version "
 
 
-def refresh_card(store: Store) -> tuple[str, ...]:
+def refresh_card(store: Store, manifest: Manifest | None = None) -> tuple[str, ...]:
     """Replace the card unless it is that of the latest version; one sentence for the problem that prevented it, if any.
 
-    It never raises for a store that fails: the version is committed.
+    `manifest`: of a version that the caller knows, so that only later ones are asked for. It never raises for a store
+    that fails: the version is committed.
     """
     try:
-        is_ours = keep_card(
-            store, _MARK, lambda: latest_version(store), lambda version: card_text(store, read_manifest(store, version))
-        )
+        known = read_manifest(store, latest_version(store)) if manifest is None else manifest
+
+        def latest() -> int:
+            later = (number for number in itertools.count(known.version) if not store.stat(manifest_path(number + 1)))
+            return next(later)
+
+        def text(version: int) -> str:
+            return card_text(store, known if version == known.version else read_manifest(store, version))
+
+        is_ours = keep_card(store, _MARK, latest, text)
     except (ShardmillError, OSError) as error:
         return (f"the dataset card {join_uri(store.uri, CARD)} was not written: {error}",)
     return () if is_ours else (_stays(store),)

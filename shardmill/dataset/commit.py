@@ -34,8 +34,8 @@ from shardmill.dataset.manifest import (
 )
 from shardmill.dataset.statistics import ChannelSums, add_sizes
 from shardmill.dataset.unit_result import SplitSums, UnitResult, count_notes
-from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
-from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.dataset.versions import read_manifest_bytes, record_commit, record_if_missing
+from shardmill.errors import CommitConflict, IntegrityError, StorageError
 from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest
 from shardmill.storage import Store
@@ -68,9 +68,10 @@ def check_accounting(
 
 def commit_version(
     store: Store, build: Build, results: Sequence[UnitResult], rejections: RejectionLog, duplicates: DuplicateCounts,
-    parent_version: int, check: Callable[[Manifest], object] = lambda draft: None,
+    parent: Manifest | None, check: Callable[[Manifest], object] = lambda draft: None,
 ) -> Manifest:  # fmt: skip
-    """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
+    """Make the version after `parent` (the first, if it is None) visible, and return it; or the winner, if another
+    committed the same.
 
     `check` may still refuse the draft, when all files are written and only the manifest is not; last, it checks the
     lease (see `publish`).
@@ -84,16 +85,15 @@ def commit_version(
     # Results come in the order in which units finished; layout and digests must not depend on it.
     results = sorted(results, key=lambda result: result.unit_index)
     counts = _count(build, results, totals, rejections, duplicates)
-    draft = _draft(store, build, results, totals, rejections, counts, parent_version)
-    if parent_version:
-        parent = read_manifest(store, parent_version)
+    draft = _draft(store, build, results, totals, rejections, counts, parent.version if parent is not None else 0)
+    if parent is not None:
         draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
         if (
             draft.is_equivalent_to(parent)
             and (build.operation == "append" or parent.source.is_same_place(build.source))
             and has_all_files(store, parent)
         ):
-            record_if_missing(store, parent_version)
+            record_if_missing(store, parent.version)
             return parent
     return publish(store, draft, lambda: check(draft))
 
@@ -120,7 +120,15 @@ def publish(store: Store, draft: Manifest, check_lease: Callable[[], object] = l
     check_lease()
     failpoint("manifest_put")
     # Everything that the manifest names is published by now; from this one request on, the version exists.
-    if not store.put_if_absent(manifest_path(draft.version), data):
+    try:
+        is_first = store.put_if_absent(manifest_path(draft.version), data)
+    except StorageError:
+        raise
+    except BaseException:
+        # The request may be on its way, and arrive once the lease is released and `gc` has worked: it must end first.
+        store.put_if_absent(manifest_path(draft.version), data)
+        raise
+    if not is_first:
         data = read_manifest_bytes(store, draft.version)
         winner = parse_manifest(data, draft.version, store.uri)
     failpoint("post_commit")

@@ -1,21 +1,42 @@
-"""Reads published shards back as rows, so that a new version copies images without decoding them."""
+"""Reads published shards back as rows and publishes them anew: a new version copies images without decoding them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.row_segments import read_rows
 from shardmill.dataset.segment import RESTORE
+from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.split_index import SplitIndex
 from shardmill.errors import IntegrityError
+from shardmill.formats.cutting import cut_chunks, cut_shards
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.storage import Store, join_uri
 from shardmill.typed_columns import MASK
 from shardmill.values import ImageSample, ShardInfo, SourceImage
+
+Copies = tuple[ShardInfo, ...]
+"""The shards that hold the same rows, one of each format."""
+
+
+def publish_rows(
+    store: Store, name: str, rows: Iterable[StoredRow], like: Copies, schema: RowSchema, *, chunk_bytes: int,
+    shard_max_bytes: int,
+) -> tuple[Copies, ...]:  # fmt: skip
+    """New shards with `rows`, in the split and the formats of `like`."""
+    attempt = uuid.uuid4().hex[:12]
+    return tuple(
+        tuple(
+            publish_shard(store, each.split, f"{name}-{number:06d}-{attempt}", each.format, chunks, schema=schema)
+            for each in like
+        )
+        for number, chunks in enumerate(cut_shards(cut_chunks(rows, chunk_bytes), shard_max_bytes))
+    )
 
 
 def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Iterator[StoredRow]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from shardmill.dataset.index import check_files, read_shards
+from shardmill.dataset.index import check_files, files_of, read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.split_index import SplitIndex, read_index
 from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, EpochPlan, PlanSpec, plan_epoch, window_bytes_within
@@ -105,4 +105,4 @@ class Dataset:
 
     def check_files(self) -> int:
         """The bytes of all shards and row segments. Raises IntegrityError for one that is missing or cut."""
-        return check_files(self.store, self.shards)
+        return check_files(self.store, files_of(self.shards))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import socket
 import threading
@@ -54,6 +53,9 @@ class Lease:
     """Since it was last renewed."""
     ttl_seconds: float
     """Lifetime set by the holder: the lease expires so long after its last renewal."""
+    host: str
+    process: int
+    """The holder's; empty and 0 if they are not known."""
 
     @property
     def is_live(self) -> bool:
@@ -232,8 +234,7 @@ def _that_may_live(leases: Iterable[Lease], own: HeldLease) -> list[Lease]:
 
 def _lives_here(lease: Lease) -> bool | None:
     """Whether its holder, a process of this host, runs; None for one of another host."""
-    ours = re.search(rf" on {re.escape(socket.gethostname())}, process (\d+)$", lease.holder)
-    return os.path.exists(f"/proc/{ours[1]}") if ours else None
+    return os.path.exists(f"/proc/{lease.process}") if lease.host == socket.gethostname() else None
 
 
 def leased_versions(leases: Iterable[Lease]) -> frozenset[int]:
@@ -254,12 +255,14 @@ def list_leases(store: Store, now: float) -> list[Lease]:
             body = json.loads(store.read(file.path))
             kind, holder, version = LeaseKind(body["kind"]), str(body["holder"]), body["version"]
             ttl_seconds = float(body["ttl_seconds"])
+            host, process = str(body.get("host", "")), int(body.get("process", 0))
         except FileNotFoundError:
             continue  # released meanwhile
         except (ValueError, KeyError, TypeError):
             kind, holder, version, ttl_seconds = LeaseKind.WRITER, "an unknown process", None, TTL_SECONDS
+            host, process = "", 0
         age_seconds = now - file.mtime_ns / 1e9
-        found.append(Lease(file.path, kind, holder, version, age_seconds, ttl_seconds))
+        found.append(Lease(file.path, kind, holder, version, age_seconds, ttl_seconds, host, process))
     return found
 
 
@@ -268,8 +271,11 @@ def _held(
     store: Store, kind: LeaseKind, purpose: str, ttl_seconds: float, version: int | None = None,
     clock: Clock | None = None,
 ) -> Iterator[HeldLease]:  # fmt: skip
-    holder = f"{purpose} on {socket.gethostname()}, process {os.getpid()}"
-    body = {"kind": kind, "holder": holder, "version": version, "ttl_seconds": ttl_seconds}
+    host, process = socket.gethostname(), os.getpid()
+    holder = f"{purpose} on {host}, process {process}"
+    body = {
+        "kind": kind, "holder": holder, "version": version, "ttl_seconds": ttl_seconds, "host": host, "process": process
+    }  # fmt: skip
     lease = HeldLease(store, kind, json.dumps(body).encode(), ttl_seconds, clock or Clock())
     try:
         yield lease

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,10 @@ ROWS_SCHEMA = pa.schema(
 )
 
 
+MAX_KEPT_ROWS = 100_000
+"""Of row segments that a run keeps in memory: about 50 MB."""
+_NUM_AT_ONCE = 8
+
 # What the source was when it was read.
 SOURCE_COLUMNS = {"source_height": pa.int32(), "source_width": pa.int32(), "source_read_bytes": pa.int64()}
 # What the normalized pixels look like (`shardmill.images.look`); null without pixels, the hash also of a plain image.
@@ -61,6 +66,31 @@ def read_rows(store: Store, shard: ShardFile, schema: RowSchema, columns: Collec
     if columns is not None:
         wanted = pa.schema([field for field in wanted if field.name in columns])
     return read_segment(store, rows_file(shard), wanted, shard.num_rows)
+
+
+class RowReader:
+    """Reads the row segments of one run: each of them once, however many checks ask for it, as long as they are few."""
+
+    def __init__(self, store: Store, schema: RowSchema) -> None:
+        self.store, self.schema = store, schema
+        self._kept: dict[str, pa.Table] = {}
+        self._num_kept = 0
+
+    def read(self, shard: ShardFile, columns: Collection[str]) -> pa.Table:
+        """Those of `columns` that the rows of a shard have. Raises IntegrityError as `read_segment` does."""
+        rows = self._kept.get(shard.rows_path)
+        if rows is None:
+            if self._num_kept + shard.num_rows > MAX_KEPT_ROWS:
+                return read_rows(self.store, shard, self.schema, columns)
+            rows = self._kept[shard.rows_path] = read_rows(self.store, shard, self.schema)
+            self._num_kept += rows.num_rows
+        return rows.select([name for name in rows.column_names if name in columns])
+
+    def read_each(self, shards: Sequence[ShardFile], columns: Collection[str]) -> Iterator[pa.Table]:
+        """As `read`, for one shard after the other: reading from an object store is mostly waiting."""
+        with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-rows") as pool:
+            for first in range(0, len(shards), _NUM_AT_ONCE):
+                yield from pool.map(lambda shard: self.read(shard, columns), shards[first : first + _NUM_AT_ONCE])
 
 
 def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:

@@ -118,18 +118,21 @@ class LocalStore:
                     raise error
 
         for directory, _, names in os.walk(top, onerror=refuse):
-            for name in names:
-                if is_wanted(name):
-                    found = self.stat(str(Path(directory, name).relative_to(self._root)))
-                    if found is not None:
-                        yield found
+            below = Path(directory).relative_to(self._root).as_posix()
+            before = "" if below == "." else f"{below}/"
+            found = (self.stat(before + name) for name in names if is_wanted(name))
+            yield from (file for file in found if file is not None)
 
     def stat(self, path: str) -> StoredFile | None:
+        # A listing asks for very many: without a `Path` for each.
+        target = f"{self._root}/{path}"
         try:
-            with as_storage_error(self._root / path):
-                status = os.stat(self._root / path)
+            status = os.stat(target)
         except FileNotFoundError:
             return None
+        except OSError:
+            with as_storage_error(target):
+                raise
         return None if stat.S_ISDIR(status.st_mode) else StoredFile(path, status.st_size, status.st_mtime_ns)
 
     def delete(self, path: str) -> None:

@@ -42,11 +42,12 @@ def build(
     observer: At | None = None,
     replace_source: bool = False,
     check_labels: Callable[[RowSchema], None] | None = None,
+    dataset_uri: str = "",
     **etl: object,
 ) -> BuildOutcome:
     tree = EtlTree(
         source=SourceConfig(uri=str(folder / source)),
-        dataset=DatasetConfig(uri=str(folder / dataset)),
+        dataset=DatasetConfig(uri=dataset_uri or str(folder / dataset)),
         etl=_ETL.model_copy(update={"write_mode": "append", **etl}),
     )
     return build_dataset(

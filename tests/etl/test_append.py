@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import shutil
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
+from etl.checks.version_warnings import version_warnings
+from etl.later_runs import carry
 from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.index import read_shards, rows_file, stored_sizes
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.row_segments import read_rows
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
+from shardmill.stores import STORES
+from shardmill.stores.local import LocalStore
+from tests.counting_store import BYTES_READ, CALLS, ENTRY, SCHEME
 from tests.etl.appending import At, build
 from tests.lab.datasets import write_images
 from tests.lab.scale import usually
+from tests.shardmill.collecting import gc_now
 
 # More by these two: the drill of docs/etl.md is 5 and 10.
 NUM_WRITERS = usually(3, 5)
@@ -210,3 +219,94 @@ def test_all_of_several_processes_that_append_at_once_succeed(tmp_path: Path):
     assert sorted(version.run_id for version in versions) == sorted(runs)
     assert [version.counts.accepted for version in versions] == [9 * number for number in range(1, len(runs) + 1)]
     check_equals_one_build_of_all(tmp_path)
+
+
+_SOURCES = ("monday", "tuesday", "wednesday")
+
+
+def test_an_append_reads_each_row_segment_once_and_lists_the_versions_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
+    for source in _SOURCES:
+        write_source(tmp_path, source)
+        BYTES_READ.clear()
+        CALLS.clear()
+        build(tmp_path, source, dataset_uri=f"{SCHEME}://{tmp_path}/dataset")
+    files = [rows_file(shard) for shard in opened(tmp_path).shards]
+    assert {file.path: BYTES_READ[file.path] for file in files} == {file.path: file.size_bytes for file in files}
+    # Manifests and their records, shards, leases, and pending records before and behind the units.
+    assert CALLS["list"] <= 6
+
+
+def _ids(dataset: Dataset, split: str) -> list[int]:
+    tables = (read_rows(dataset.store, shard, dataset.manifest.row_schema) for shard in dataset.shards_of(split))
+    return [each for table in tables for each in table.column("sample_id").to_pylist()]
+
+
+def test_small_shards_are_merged_in_their_order_and_earlier_versions_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for source in _SOURCES:
+        write_source(tmp_path, source)
+        build(tmp_path, source, "unmerged")
+    monkeypatch.setattr(carry, "_MIN_MERGED", 2)
+    for source in _SOURCES:
+        build(tmp_path, source)
+    merged, unmerged = opened(tmp_path), opened(tmp_path, "unmerged")
+    assert len(merged.shards) < len(unmerged.shards)
+    for split in merged.manifest.splits:
+        assert _ids(merged, split) == _ids(unmerged, split)
+    check_equals_one_build_of_all(tmp_path)
+    for version in range(1, len(_SOURCES) + 1):
+        verify_dataset(open_dataset(f"{tmp_path}/dataset@{version}"), deep=True).raise_if_failed()
+    assert gc_now(str(tmp_path / "dataset"), 1).garbage
+    verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
+
+
+def test_shards_grow_with_the_logarithm_of_appends_and_rows_are_copied_as_often():
+    rng, sizes, num_added, num_copied, most = random.Random(0), [1_000], 0, 0, 0
+    for _ in range(2_000):
+        first = carry.first_to_merge(sizes, 10**9)
+        if first < len(sizes):
+            num_copied += sum(sizes[first:])
+            sizes[first:] = [sum(sizes[first:])]
+        sizes.append(rng.randint(50, 150))
+        num_added += sizes[-1]
+        most = max(most, len(sizes))
+    assert most <= 20 and num_copied <= 10 * num_added
+    # Large shards stay as they are, and so does a few.
+    assert carry.first_to_merge([5] * 100, 20) == 100 and carry.first_to_merge([5] * 5, 100) == 5
+
+
+def test_files_of_other_versions_are_listed_only_as_far_as_that_is_cheaper(tmp_path: Path):
+    class Counting(LocalStore):
+        num_listed = 0
+
+        def list(self, prefix: str):
+            for file in super().list(prefix):
+                self.num_listed += 1
+                yield file
+
+    write_source(tmp_path, "monday")
+    build(tmp_path, "monday")
+    dataset, store = opened(tmp_path), Counting(str(tmp_path / "dataset"))
+    files = [rows_file(shard) for shard in read_shards(store, dataset.manifest)]
+    for number in range(500):
+        (tmp_path / "dataset" / "rows" / f"{number}.parquet").touch()
+    lost, *present = files
+    (tmp_path / "dataset" / lost.path).unlink()
+    assert stored_sizes(store, files) == {file.path: file.size_bytes for file in present}
+    assert store.num_listed <= 20 * len(files) < 500
+
+
+def test_a_version_of_very_many_small_shards_names_compact(tmp_path: Path):
+    write_source(tmp_path, "monday")
+    manifest = build(tmp_path, "monday").manifest
+
+    def told(operation: str, num_shards: int) -> bool:
+        splits = {name: each.model_copy(update={"num_shards": num_shards}) for name, each in manifest.splits.items()}
+        version = manifest.model_copy(update={"splits": splits, "operation": operation})
+        return any("shardmill compact" in each for each in version_warnings(opened(tmp_path).store, version))
+
+    assert told("append", 100) and not told("append", 60) and not told("full", 100)

@@ -12,6 +12,8 @@ import uuid
 from pathlib import Path
 
 import cv2
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
@@ -333,6 +335,25 @@ def test_a_repaired_archive_leaves_the_ledger(tmp_path: Path, parts: dict[str, S
     cut.write_bytes(data)
     manifest = build_versions_of_sources(tmp_path, source, write_mode="append").manifest
     assert (manifest.counts.listed, manifest.counts.accepted, manifest.counts.rejected) == (10, 10, 0)
+
+
+def test_so_does_a_repaired_file_of_rows_with_keys_of_their_own(tmp_path: Path, parts: dict[str, SourceConfig]):
+    (tmp_path / "rows").mkdir()
+    for name in "ab":
+        files = sorted((tmp_path / name).rglob("*.png"))
+        columns = {"id": [file.stem for file in files], "label": [file.parent.name for file in files]}
+        table = pa.table({**columns, "image": [file.read_bytes() for file in files]})
+        pq.write_table(table, tmp_path / "rows" / f"{name}.parquet")
+    data = (tmp_path / "rows" / "b.parquet").read_bytes()
+    (tmp_path / "rows" / "b.parquet").write_bytes(data[:-40])
+    source = SourceConfig(uri=str(tmp_path / "rows"), kind="parquet", key_field="id")
+    assert build_versions_of_sources(tmp_path, source, write_mode="append").manifest.counts.by_reason == {
+        "damaged_container": 1
+    }
+    (tmp_path / "rows" / "b.parquet").write_bytes(data)
+    manifest = build_versions_of_sources(tmp_path, source, write_mode="append").manifest
+    assert (manifest.counts.listed, manifest.counts.accepted, manifest.counts.rejected) == (10, 10, 0)
+    verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
 
 
 def test_a_lost_shard_moves_no_image_between_stratified_splits(tmp_path: Path, parts: dict[str, SourceConfig]):

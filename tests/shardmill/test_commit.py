@@ -176,13 +176,11 @@ def test_a_build_that_equals_its_parent_makes_no_version(tmp_path: Path):
     # Another source of equal content is another version, and so is one whose parent has lost a file.
     moved = again.build.source.model_copy(update={"uri": "elsewhere"})
     elsewhere = dataclasses.replace(again.build, source=moved)
-    committed = commit_version(again.store, elsewhere, results, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 1)
+    log, counts = RejectionLog(tmp_path), DuplicateCounts(0, 0, 0)
+    committed = commit_version(again.store, elsewhere, results, log, counts, again.parent)
     assert (committed.version, committed.source) == (2, moved)
     (tmp_path / "dataset" / results[0].shards[0].path).unlink()
-    assert (
-        commit_version(again.store, elsewhere, results, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 2).version
-        == 3
-    )
+    assert commit_version(again.store, elsewhere, results, log, counts, committed).version == 3
 
 
 def test_a_version_counts_its_rows_whatever_the_order_in_which_units_ended(tmp_path: Path):
@@ -191,7 +189,7 @@ def test_a_version_counts_its_rows_whatever_the_order_in_which_units_ended(tmp_p
     results = [write_unit(unit, plan.task) for unit in plan.units]
     assert len(results) > 2
     first, second = (
-        commit_version(plan.store, plan.build, each, RejectionLog(tmp_path), DuplicateCounts(3, 2, 1), 0)
+        commit_version(plan.store, plan.build, each, RejectionLog(tmp_path), DuplicateCounts(3, 2, 1), None)
         for each in (results, results[::-1])
     )
     # The second finds the first, whose content is equal.
@@ -241,7 +239,7 @@ def test_results_that_do_not_add_up_are_not_committed(tmp_path: Path, fault: str
         "inputs are not the listed ones" if fault == "swapped" else f"{plan.build.num_listed} inputs were listed, but"
     )
     with pytest.raises(IntegrityError, match=said):
-        commit_version(plan.store, plan.build, wrong, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 0)
+        commit_version(plan.store, plan.build, wrong, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), None)
     assert plan.store.stat(manifest_path(1)) is None
 
 

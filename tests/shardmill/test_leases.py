@@ -244,7 +244,7 @@ def test_a_lease_that_is_released_while_leases_are_listed_is_none(tmp_path: Path
 
 @pytest.mark.parametrize(("age_seconds", "is_live"), [(0.0, True), (10.0, True), (10.5, False)])
 def test_a_lease_is_live_until_its_time_is_over(age_seconds: float, is_live: bool):
-    assert Lease("leases/x", LeaseKind.WRITER, "x", None, age_seconds, 10.0).is_live == is_live
+    assert Lease("leases/x", LeaseKind.WRITER, "x", None, age_seconds, 10.0, "x", 1).is_live == is_live
 
 
 @pytest.mark.parametrize("is_renewed", [False, True])
@@ -252,7 +252,8 @@ def test_one_of_another_host_is_waited_for_until_it_lapses_or_is_seen_to_live(tm
     store, said, waited = open_store(tmp_path), list[str](), list[float]()
     other = tmp_path / "leases" / "writer-0.json"
     store.put("leases/writer-0.json", json.dumps(
-        {"kind": "writer", "holder": "run r on elsewhere, process 1", "version": None, "ttl_seconds": 30}
+        {"kind": "writer", "holder": "run r on elsewhere, process 1", "version": None, "ttl_seconds": 30,
+         "host": "elsewhere", "process": 1}
     ).encode())  # fmt: skip
 
     def wait(ended: threading.Event, seconds: float) -> bool:
@@ -278,9 +279,9 @@ def test_one_of_another_host_is_waited_for_until_it_lapses_or_is_seen_to_live(tm
 
 def test_of_this_host_it_is_known_whether_a_process_lives(tmp_path: Path):
     store = open_store(tmp_path)
-    holder = f"run r on {socket.gethostname()}, process"
     for process_id, is_refused in ((2**22 + 1, False), (os.getpid(), True)):
-        body = {"kind": "writer", "holder": f"{holder} {process_id}", "version": None, "ttl_seconds": 30}
+        body = {"kind": "writer", "holder": "run r", "version": None, "ttl_seconds": 30}
+        body |= {"host": socket.gethostname(), "process": process_id}
         store.put("leases/writer-0.json", json.dumps(body).encode())
         with pytest.raises(CommitConflict) if is_refused else nullcontext():
             with alone(store, "run r", ttl_seconds=30, on_wait=pytest.fail):
@@ -486,6 +487,21 @@ def test_if_the_writer_commits_first_gc_deletes_nothing_of_it(folder: Path, oper
     assert interrupted(folder, operation, faulty, collect) == (0, "")
     assert latest_version(open_store(root)) == 3
     all_whole(root)
+
+
+@pytest.mark.parametrize("operation", ["etl", "compact"])
+def test_a_commit_that_was_interrupted_does_not_arrive_behind_gc(folder: Path, operation: str, faulty: dict):
+    late: list[Put] = []
+
+    def interrupt(put: Put) -> None:
+        late.append(put)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(folder, operation, faulty, interrupt)
+    gc_now(str(folder / "dataset"), None)
+    late[0]()
+    all_whole(str(folder / "dataset"))
 
 
 @pytest.mark.starts("program")

@@ -19,9 +19,11 @@ from shardmill.data_faults.drift import Aspect, AspectDrift, amount_words, measu
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.near_duplicates import connect, find_near_duplicates
 from shardmill.data_faults.quality import Fault, find_faults
+from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.row_segments import RowReader
 from shardmill.dataset.statistics import NUM_SIDE_BUCKETS, ChannelSums, ImageSizes, SizeCounts
 from shardmill.errors import UsageError
 from shardmill.images.look import difference_hash, luma
@@ -118,15 +120,19 @@ def test_a_telltale_is_named(feature: str, image_of_class: Callable[[int, int], 
     [named] = [each for each in telltales if each.feature == feature]
     assert named.accuracy > 0.9 and named.majority == 0.5
     # The build says so at its end.
-    [warning] = fault_warnings(dataset.store, dataset.manifest)
+    [warning] = _warned(dataset)
     assert f"{feature} alone tells the class of" in warning
     assert warning.endswith(f"`shardmill inspect {dataset.pin.uri}@1 --quality` names them")
+
+
+def _warned(dataset: Dataset) -> list[str]:
+    return [*fault_warnings(RowReader(dataset.store, dataset.manifest.row_schema), dataset.manifest)]
 
 
 def test_classes_of_like_images_have_no_telltale(photos: Path, tmp_path: Path):
     dataset = build(photos, tmp_path / "dataset")
     assert find_faults(read_looks(dataset)).telltales == ()
-    [warning] = fault_warnings(dataset.store, dataset.manifest)
+    [warning] = _warned(dataset)
     counts = "uniform 1, dark 1, blurred 1, odd_size 1, odd_aspect 1"
     assert warning.startswith(f"5 accepted images differ from the others as faults often do ({counts}): `shardmill")
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from shardmill.dataset.commit import publish
-from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.copy_rows import Copies, publish_rows, read_stored_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
-from shardmill.formats.cutting import cut_chunks, cut_shards
-from shardmill.values import ShardInfo
-
-_Copies = tuple[ShardInfo, ...]
-"""The same rows in every format of the dataset, in the order of the manifest's `formats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +51,7 @@ def compact_dataset(dataset: Dataset, run_id: str) -> Compaction:
         return Compaction(manifest, *counts, _num_rows_copied(before, after))
 
 
-def _num_rows_copied(before: dict[str, list[_Copies]], after: dict[str, list[_Copies]]) -> int:
+def _num_rows_copied(before: dict[str, list[Copies]], after: dict[str, list[Copies]]) -> int:
     old = {copies[0].path for shards in before.values() for copies in shards}
     return sum(copies[0].num_rows for shards in after.values() for copies in shards if copies[0].path not in old)
 
@@ -82,11 +74,11 @@ class _Limits:
                 "run `shardmill etl`, which builds a version with these settings",
             ) from None
 
-    def is_small(self, copies: _Copies) -> bool:
+    def is_small(self, copies: Copies) -> bool:
         return 2 * sum(chunk.image_bytes for chunk in copies[0].chunks) < self.shard_max_bytes
 
 
-def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
+def _by_position(dataset: Dataset, split: str) -> list[Copies]:
     """The shards of a split in layout order, each with its copies in the other formats."""
     shards = [dataset.shards_of(split, name) for name in dataset.manifest.formats]
     same_rows = [tuple(chunk.content_sha256 for chunk in shard.chunks) for shard in shards[0]]
@@ -100,37 +92,22 @@ def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     return list(zip(*shards, strict=True))
 
 
-def _merge_small(dataset: Dataset, shards: list[_Copies]) -> list[_Copies]:
+def _merge_small(dataset: Dataset, shards: list[Copies]) -> list[Copies]:
     """The full shards of a split as they are, and new ones with the rows of the small ones; or all as they are."""
     limits = _Limits.of(dataset.manifest)
     small = [copies for copies in shards if limits.is_small(copies)]
     if len(small) < 2:
         return shards
-    merged = _copy(dataset, small, limits)
+    schema = dataset.manifest.row_schema
+    rows = (row for copies in small for row in read_stored_rows(dataset.store, copies[0], schema))
+    merged = publish_rows(dataset.store, "compact", rows, small[0], schema, **asdict(limits))
     # Chunks that are large for their shards may fit no better than before.
     return (
         [*(copies for copies in shards if not limits.is_small(copies)), *merged] if len(merged) < len(small) else shards
     )
 
 
-def _copy(dataset: Dataset, small: Sequence[_Copies], limits: _Limits) -> list[_Copies]:
-    """New shards with the rows of `small`, in their order; every format is written from the rows of the first."""
-    store, manifest = dataset.store, dataset.manifest
-    schema, split, attempt = manifest.row_schema, small[0][0].split, uuid.uuid4().hex[:12]
-    rows = (row for copies in small for row in read_stored_rows(store, copies[0], schema))
-    merged: list[_Copies] = []
-    for number, chunks in enumerate(cut_shards(cut_chunks(rows, limits.chunk_bytes), limits.shard_max_bytes)):
-        name = f"compact-{number:06d}-{attempt}"
-        merged.append(
-            tuple(
-                publish_shard(store, split, name, format_name, chunks, schema=schema)
-                for format_name in manifest.formats
-            )
-        )
-    return merged
-
-
-def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Manifest:
+def _draft(dataset: Dataset, after: dict[str, list[Copies]], run_id: str) -> Manifest:
     manifest = dataset.manifest
     shards = [shard for copies_of_split in after.values() for copies in copies_of_split for shard in copies]
     layout = Layout(shard for shard in shards if shard.format == manifest.formats[0])
@@ -149,5 +126,5 @@ def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Ma
     )
 
 
-def _count(shards: dict[str, list[_Copies]]) -> int:
+def _count(shards: dict[str, list[Copies]]) -> int:
     return sum(map(len, shards.values()))

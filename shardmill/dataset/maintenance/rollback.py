@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardmill.dataset.commit import publish
-from shardmill.dataset.dataset import check_files, read_shards
+from shardmill.dataset.dataset import check_files, files_of, read_shards
 from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.manifest import Manifest
@@ -36,6 +36,6 @@ def roll_back(store: Store, version: int, run_id: str) -> Rollback:
         latest = read_manifest(store, latest_version(store))
         if latest.index_segments == wanted.index_segments and latest.ledger_segments == wanted.ledger_segments:
             return Rollback(latest, is_new=False)
-        check_files(store, read_shards(store, wanted))
+        check_files(store, files_of(read_shards(store, wanted)))
         draft = child_of(latest, "rollback", run_id, content=wanted, restored_version=version)
         return Rollback(publish(store, draft, lease.check), is_new=True)
