@@ -46,6 +46,7 @@ _NUMBERED = re.compile(
     re.IGNORECASE,
 )
 _LIST_SUFFIXES = (*TABLE_SUFFIXES, ".json", ".txt", ".xml", ".mat", ".xlsx", ".npy")
+_LABEL_FOLDERS = {"label", "labels", "annotation", "annotations"}
 _TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
 _HEAD_BYTES, _MAX_JSON_BYTES = 1 << 16, 1 << 20
 _MIN_ROWS, _NUM_NAMED, _MAX_TABLES, _MAX_IMAGES, _MAX_FOLDERS = 4, 4, 4, 10_000, 100_000
@@ -157,13 +158,9 @@ class FilesBeside:
     def _look_at_name(self, refused: Rejection) -> None:
         """By the names of refused files: `labels.csv`, `annotations/1.xml`."""
         folder, _, name = refused.key.rpartition("\0")[2].rpartition("/")
-        are_labels = names_labels(name.partition(".")[0]) or not {
-            "label",
-            "labels",
-            "annotation",
-            "annotations",
-        }.isdisjoint(folder.lower().split("/"))
-        if name.lower().endswith(_LIST_SUFFIXES) and are_labels:
+        if len(self._named) >= _NUM_NAMED or not name.lower().endswith(_LIST_SUFFIXES):
+            return
+        if names_labels(name.partition(".")[0]) or _LABEL_FOLDERS.intersection(folder.lower().split("/")):
             what = "is stored beside the images (a table that names them can be used as a source)"
             self._add(f"{printable(refused.key)!r} {what}")
 
