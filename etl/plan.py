@@ -346,7 +346,8 @@ def place_of(section: SourceConfig) -> SourceRef:
     """Return the location of a source, before it is listed."""
     parts = {name: _without_version(part) for name, part in section.parts.items()}
     uri = _without_version(section) or ", ".join(parts)
-    return SourceRef(uri=uri, kind=section.kind, parts=parts, listing_fingerprint="", key_sum="0" * 64)
+    nothing = {"listing_fingerprint": "", "key_sum": "0" * 64, "names_splits": False}
+    return SourceRef(uri=uri, kind=section.kind, parts=parts, **nothing)
 
 
 def _without_version(section: SourceConfig) -> str:

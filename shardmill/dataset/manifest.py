@@ -72,7 +72,7 @@ class SourceRef(Section):
     """Over every key, size, time or etag, label and split."""
     key_sum: str = Field(pattern="^[0-9a-f]{64}$")
     """Additive hash of all listed keys."""
-    names_splits: bool = False
+    names_splits: bool
     """Whether the listing said of images in which split they are; content hashes decided otherwise."""
 
     @property

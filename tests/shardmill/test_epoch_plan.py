@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.epoch_plan import (
+    WINDOW_BUDGET_BYTES,
     EpochPlan,
     PlanSpec,
     num_streams_for,
@@ -176,6 +177,8 @@ def test_the_windows_of_a_rank_share_its_budget_and_up_to_eight_ranks_begin_alik
 
     assert {of_a_stream(num_ranks) for num_ranks in range(1, 9)} == {10}
     assert [of_a_stream(num_ranks) for num_ranks in (9, 16, 64)] == [80, 160, 640]
+    # As documented; another number would change the order of rows of all that begins from then on.
+    assert window_bytes_within(WINDOW_BUDGET_BYTES, [range(8)]) == 32_000_000
 
 
 def test_a_billion_rows_are_planned_in_a_moment():

@@ -56,7 +56,7 @@ COUNTS = Counts(
     listed=0, accepted=0, rejected=0, by_reason={}, by_split={}, duplicate_content=0, conflicting_label=0,
     leaked_content=0, by_note={},
 )  # fmt: skip
-SOURCE = SourceRef(uri="/images", kind="folder", listing_fingerprint="f", key_sum=ZERO)
+SOURCE = SourceRef(uri="/images", kind="folder", listing_fingerprint="f", key_sum=ZERO, names_splits=False)
 
 
 def split(*class_counts: int, num_rows: int = 1) -> SplitInfo:
