@@ -28,8 +28,8 @@ def plain_settings(config: dict[str, Any], stage: str) -> dict[str, str]:
 
     The job itself reads all of them from its config file, before its Spark context starts.
     """
+    from shardmill.jobs.config import flat_settings
     from shardmill.jobs.redact import redacted
-    from shardmill.jobs.spark_settings import flat_settings
 
     settings = flat_settings(config.get("spark", {}).get(stage, {}).get("conf", {}))
     return {name: value for name, value in settings.items() if redacted(value, name) == value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from etl.config import EtlConfig, SourceConfig
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
 from train.config import TrainConfig
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 
 
 class PipelineTree(ConfigTree):

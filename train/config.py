@@ -2,7 +2,7 @@
 
 Here are the keys that most people change, and those on which other people's scripts rely. Others are declared beside
 what they set, and are sections here: those of one strategy, launcher, reader, optimizer or schedule in the class that
-its registry entry names (`options`), those of memory, reading, checkpoints, metrics, ... in `train/settings/`.
+its registry entry names (`options`), those of memory, reading, checkpoints, metrics, ... in `train/settings.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from shardmill.augment.options import AugmentOptions
 from shardmill.entry_options import with_options_of
 from shardmill.epoch_plan import num_streams_for, window_bytes_within
 from shardmill.registry import OneOf, load_object
-from train.settings.cache import CacheConfig
-from train.settings.checkpoint import CheckpointConfig
-from train.settings.kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
-from train.settings.log import LogConfig
-from train.settings.memory import MemoryConfig
-from train.settings.mesh import MeshConfig
-from train.settings.non_finite import NonFiniteConfig
-from train.settings.reading import ReadingConfig
-from train.settings.watch import WatchConfig
+from train.settings import (
+    DEFAULTED,
+    DURATION,
+    EXECUTION,
+    RESUMABLE,
+    CacheConfig,
+    CheckpointConfig,
+    LogConfig,
+    MemoryConfig,
+    MeshConfig,
+    NonFiniteConfig,
+    ReadingConfig,
+    WatchConfig,
+)
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset

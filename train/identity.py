@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from shardmill.section import SettingKind, section_of
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.optimizers import values_of_optimizer
-from train.settings.kinds import DEFAULTED, DURATION, EXECUTION
+from train.settings import DEFAULTED, DURATION, EXECUTION
 from train.strategies import STRATEGIES
 
 if TYPE_CHECKING:

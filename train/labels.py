@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
     from shardmill.formats.rows import RowSchema
     from train.config import TrainConfig
-    from train.settings.gate import GateConfig
+    from train.settings import GateConfig
 
 LOSSES: dict[LabelKind, str] = {
     "class": "softmax",

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from shardmill.registry import Entry, ExtensionPoint, Registry
 from shardmill.section import Section
-from train.settings.kinds import RESUMABLE
+from train.settings import RESUMABLE
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

@@ -27,19 +27,17 @@ from train.labels import LabelSpec
 from train.launching import LAUNCHERS, is_on_spark
 from train.planning.changes import AS_USUAL, Again, BegunTraining, resolve_resume
 from train.planning.divide import check_undivided, with_room
-from train.planning.input_memory import input_bytes
-from train.planning.make import plan_of_finished, plan_training
+from train.planning.host_memory import input_bytes
+from train.planning.make import keep_plan, plan_of_finished, plan_training, read_plan
 from train.planning.memory import look_at_memory
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import WindowMemory, check_ranks, check_spread, check_trainable, window_memory
-from train.planning.record import keep_plan, read_plan
 from train.planning.trainings import TrainingChoice, choose_training
 from train.planning.trial_build import try_build
 from train.readers import reader_of
 from train.reporting.observer import TrainObserver
-from train.reporting.rank_output import RanksLog
 from train.reporting.rank_times import RankRow, StragglerWatch
-from train.reporting.run_log import RunLog, Sink, StepsLog
+from train.reporting.run_log import RanksLog, RunLog, Sink, StepsLog
 from train.reporting.trackers.guarded import GuardedTracker
 from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import FirstSteps, StepTimes, Verdict

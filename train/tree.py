@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
 from train.config import TrainConfig
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 
 
 class TrainTree(ConfigTree):

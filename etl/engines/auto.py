@@ -11,7 +11,7 @@ from etl.engines import ENGINES, Engine, EngineSettings
 from etl.listing.grouping import GroupBy, group_here
 from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+from shardmill.jobs.config import is_local_master, is_under_spark_submit
 
 # About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_peers.md).
 MAX_LOCAL_IMAGES = 10_000_000

@@ -30,9 +30,9 @@ from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.dataset.unit_result import PENDING, UnitResult
 from shardmill.errors import ShardmillError
+from shardmill.jobs.config import is_local_master
 from shardmill.jobs.reach import check_nonce, planted
 from shardmill.jobs.spark import one_spark, spark_context
-from shardmill.jobs.spark_settings import is_local_master
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Nonce

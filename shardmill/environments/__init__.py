@@ -48,12 +48,12 @@ def local_numbers(rank: str, size: str) -> Callable[[Variables], tuple[int, int]
 ENVIRONMENTS: Registry[Starter] = Registry(
     "started by",
     {
-        "own": Entry("shardmill.environments.own:OWN", "any launcher that sets SHARDMILL_RANK and so on"),
-        "torchrun": Entry("shardmill.environments.torchrun:TORCHRUN", "torchrun, and Kubernetes' training operators"),
-        "open_mpi": Entry("shardmill.environments.open_mpi:OPEN_MPI", "mpirun of Open MPI"),
-        "mpich": Entry("shardmill.environments.mpich:MPICH", "mpiexec of MPICH and of Intel MPI"),
-        "slurm": Entry("shardmill.environments.slurm:SLURM", "srun of SLURM"),
-        "kubernetes": Entry("shardmill.environments.kubernetes:KUBERNETES", "pods of a Kubernetes Indexed Job"),
+        "own": Entry("shardmill.environments.known:OWN", "any launcher that sets SHARDMILL_RANK and so on"),
+        "torchrun": Entry("shardmill.environments.known:TORCHRUN", "torchrun, and Kubernetes' training operators"),
+        "open_mpi": Entry("shardmill.environments.known:OPEN_MPI", "mpirun of Open MPI"),
+        "mpich": Entry("shardmill.environments.known:MPICH", "mpiexec of MPICH and of Intel MPI"),
+        "slurm": Entry("shardmill.environments.known:SLURM", "srun of SLURM"),
+        "kubernetes": Entry("shardmill.environments.known:KUBERNETES", "pods of a Kubernetes Indexed Job"),
     },
 )
 

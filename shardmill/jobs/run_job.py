@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from shardmill.jobs.config import is_under_spark_submit
 from shardmill.jobs.ending import end_with_parent, end_with_script, quiet_libraries, report_error
 from shardmill.jobs.observer import FieldValue, Observer, is_progress
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, start_in_utf8
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_record import RunRecord, recording
-from shardmill.jobs.spark_settings import is_under_spark_submit
 from shardmill.jobs.workdir import DEFAULT_WORKDIR
 from shardmill.printable import printable
 

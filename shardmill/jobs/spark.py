@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.addresses import is_loopback
-from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.process import SAFE_PATH, UTF8_MODE, environment_variable, python_path
-from shardmill.jobs.redact import SPARK_REDACTION
-from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
-from shardmill.jobs.spark_settings import (
+from shardmill.jobs.config import (
+    SparkConfig,
     check_master,
     is_local_master,
     is_under_spark_submit,
     may_have_other_hosts,
     properties_file,
 )
+from shardmill.jobs.process import SAFE_PATH, UTF8_MODE, environment_variable, python_path
+from shardmill.jobs.redact import SPARK_REDACTION
+from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from tests.services.faulty_store import FaultyStore
 from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.planning.auto import resolve
-from train.planning.preflight import check_trainable
-from train.planning.row_shares import row_shares
+from train.planning.preflight import check_trainable, row_shares
 
 
 @pytest.mark.starts("program")

@@ -25,10 +25,10 @@ import pytest
 from shardmill.child_process import ChildDied, ChildProcess, calling, start_child
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import FAILPOINTS, VARIABLE, failpoint
+from shardmill.jobs.config import properties_file
 from shardmill.jobs.line_log import GrowingFile, LineLog, open_to_append, read_lines, replace_lines
 from shardmill.jobs.spark import REDACTION, protection_warning
 from shardmill.jobs.spark_python import keep_zip_directories
-from shardmill.jobs.spark_settings import properties_file
 from shardmill.stores import open_store
 from tests.import_graph import ROOT
 from tests.processes import LOCAL, hears_all_signals

@@ -18,7 +18,7 @@ from train.contracts.values import Reporter, StepReport, TrainResult
 from train.contracts.world import World
 from train.launching import inline
 from train.reporting.observer import TrainObserver
-from train.settings.watch import WatchConfig
+from train.settings import WatchConfig
 
 HERE = "tests.train.inline_workers"
 LIMITS = {"silent_seconds": 30, "progress_timeout_seconds": 60, "start_timeout_seconds": 60}

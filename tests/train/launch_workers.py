@@ -16,7 +16,7 @@ from train.contracts.activities import Activity, during, waiting
 from train.contracts.task import WorkerTask
 from train.contracts.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
 from train.contracts.world import World
-from train.settings.watch import WatchConfig
+from train.settings import WatchConfig
 from train.strategies.options import LocalSgdOptions
 
 NUM_STEPS = 4

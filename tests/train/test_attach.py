@@ -18,8 +18,8 @@ import pytest
 from pipeline.preflight import check_one_process
 from pipeline.tree import PipelineTree
 from shardmill.environments import ENVIRONMENTS, find_place
+from shardmill.environments.known import first_host, tasks_per_node
 from shardmill.environments.place import Place
-from shardmill.environments.slurm import first_host, tasks_per_node
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.jobs.spark import loopback_warning as spark_loopback_warning

@@ -20,12 +20,19 @@ from train.config import TrainConfig
 from train.contracts.mesh_shape import MeshShape
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import why_no_places
-from train.planning.auto import choose, choose_ranks, resolve, strategy_rules
-from train.planning.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, Facts
-from train.planning.divide import division_rules
+from train.planning.auto import (
+    FEW_STEPS,
+    LAUNCHER_RULES,
+    RANKS_RULES,
+    Facts,
+    choose,
+    choose_ranks,
+    resolve,
+    strategy_rules,
+)
+from train.planning.divide import PARTS, division_rules
 from train.planning.estimate import estimate_training
 from train.planning.memory_fit import FIT_RULES, MemoryFacts, fit
-from train.planning.memory_table import PARTS
 from train.planning.pace import Pace, Shares
 from train.strategies import STRATEGIES
 from train.tree import TrainTree

@@ -32,13 +32,11 @@ from tests.shardmill.collecting import build, gc_now, with_images
 from tests.train.training import ETL, ONE_LAYER, DriverRecorder, Killed, tree_of
 from train.config import TrainConfig
 from train.identity import fields_of_settings, settings_of
-from train.planning.auto import choose_ranks, resolve
-from train.planning.auto_rules import Facts
+from train.planning.auto import Facts, choose_ranks, resolve
 from train.planning.changes import Again, BegunTraining, check_allowed
-from train.planning.make import plan_training
+from train.planning.make import PLAN, keep_plan, plan_training, read_plan
 from train.planning.plan import TrainingPlan
-from train.planning.record import PLAN, keep_plan, read_plan
-from train.settings.kinds import DURATION, EXECUTION, RESUMABLE
+from train.settings import DURATION, EXECUTION, RESUMABLE
 from train.stage_record import train_record
 from train.strategies.options import MirroredOptions
 from train.training import finished_training, train_model

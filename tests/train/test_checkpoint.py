@@ -45,7 +45,7 @@ from train.contracts.progress import BestEpoch, Progress
 from train.contracts.values import ModelIdentity, to_json
 from train.identity import fields_of_settings, settings_of, settings_that_matter
 from train.results import read_result
-from train.settings.kinds import DEFAULTED, DURATION, EXECUTION
+from train.settings import DEFAULTED, DURATION, EXECUTION
 from train.strategies.options import LocalSgdOptions
 
 

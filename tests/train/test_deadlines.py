@@ -19,7 +19,7 @@ from train.launching.deadlines import PATIENCE, TRUSTED, UNTIMED, ActivityClock,
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of, is_cause_known, merged, root_cause
 from train.launching.messages import Failure, Heartbeat, Hello
 from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
-from train.settings.watch import WatchConfig
+from train.settings import WatchConfig
 from train.strategies import STRATEGIES
 
 

@@ -49,7 +49,7 @@ from train.published.load import load_exported
 from train.published.promote import choose_export, roll_back
 from train.rank.session import Chance
 from train.results import read_result
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"
 SCENARIOS: dict[str, Callable[[Models], None]] = {}

@@ -29,17 +29,16 @@ from train.backends.keras.standardize import standardize
 from train.config import TrainConfig
 from train.job import main
 from train.models.user import source_sha256
-from train.planning.make import plan_training
+from train.planning.make import PlanRecord, keep_plan, plan_training, read_plan
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import window_memory
-from train.planning.record import PlanRecord, keep_plan, read_plan
 from train.planning.trainings import RESULT, choose_training, training_id
 from train.published.export import export_training
 from train.published.gate import promote_export
 from train.published.predict import predict_images
 from train.reporting.run_log import RunLog
 from train.results import read_result
-from train.settings.reading import ReadingConfig
+from train.settings import ReadingConfig
 from train.stage_record import train_record
 from train.training import finished_training, train_model
 from train.tree import TrainTree

@@ -41,7 +41,7 @@ from train.published.gate import judge_export, promote_export
 from train.published.predict import open_model, predict_files
 from train.readers.silos import SiloBatches
 from train.reporting.run_log import RunLog
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 from train.strategies.options import LocalSgdOptions
 from train.training import train_model
 from train.tree import TrainTree

@@ -42,8 +42,7 @@ from train.models import MODELS
 from train.planning.auto import resolve
 from train.planning.trial_build import may_not_build, try_build
 from train.reporting.observer import GlobalStep
-from train.reporting.rank_output import RanksLog
-from train.reporting.run_log import RunLog
+from train.reporting.run_log import RanksLog, RunLog
 from train.training import train_model
 
 

@@ -35,20 +35,15 @@ from train.config import TrainConfig
 from train.contracts.epochs import evaluation_spec, row_source
 from train.identity import settings_that_matter
 from train.planning.auto import resolve
-from train.planning.host_memory import Limit
-from train.planning.images_at_once import images_at_once, most_microbatches
-from train.planning.input_memory import input_bytes
+from train.planning.host_memory import Limit, MemoryRecord, images_at_once, input_bytes, most_microbatches
+from train.planning.make import keep_plan
 from train.planning.memory import Memory, considered, facts_of, look_at_memory, record_of
 from train.planning.memory_fit import MemoryFacts, decided, fit
-from train.planning.memory_record import MemoryRecord
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.planning.record import keep_plan
 from train.planning.state_bytes import StateBytes, StateTask, count_state
 from train.planning.state_program import count
 from train.planning.trainings import TrainingChoice
-from train.settings.memory import MemoryConfig
-from train.settings.mesh import MeshConfig
-from train.settings.reading import ReadingConfig
+from train.settings import MemoryConfig, MeshConfig, ReadingConfig
 from train.stage_record import train_record
 from train.strategies import strategies_that_share
 from train.strategies.options import LocalSgdOptions, MirroredOptions

@@ -29,7 +29,7 @@ from train.planning.auto import resolve
 from train.planning.build_model import build
 from train.planning.memory_fit import decided
 from train.planning.trial_build import BuildTask
-from train.settings.mesh import MeshConfig
+from train.settings import MeshConfig
 from train.strategies import STRATEGIES, mesh_of, strategies_that_share
 
 AXES = [axes for axes in product((1, 2, 3), repeat=4) if axes[1] * axes[2] <= 8]

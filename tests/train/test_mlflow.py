@@ -43,7 +43,7 @@ from train.reporting.observer import GlobalStep
 from train.reporting.trackers import sent
 from train.reporting.trackers.mlflow import MlflowTracker
 from train.reporting.trackers.tracker import TrackedRun
-from train.settings.gate import GateConfig, RegistryConfig
+from train.settings import GateConfig, RegistryConfig
 from train.tree import TrainTree
 
 FIELDS = {

@@ -23,8 +23,7 @@ from train.backends.backend import InputScale, Learner, StatePart
 from train.backends.keras.build import DTYPE_POLICIES, build_model
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.step import TrainStep
-from train.backends.microbatches import microbatches_of
-from train.backends.weight_decay import is_decayed
+from train.backends.step_rules import is_decayed, microbatches_of
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
 from train.config import TrainConfig
 from train.identity import settings_that_matter

@@ -42,7 +42,7 @@ from train.published.load import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 from train.published.row_mapper import mapping_of, open_mapper
 from train.reporting.run_log import RunLog
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 from train.training import finished_training, train_model
 from train.tree import TrainTree
 

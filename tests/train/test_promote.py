@@ -44,7 +44,7 @@ from train.contracts.values import (
 from train.evaluation.evaluate import SMALLEST_LOG_PROBABILITY
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.planning.auto import resolve
-from train.planning.record import PLAN, keep_plan, read_plan
+from train.planning.make import PLAN, keep_plan, read_plan
 from train.planning.trainings import FRESH, TRAININGS, FreshTraining
 from train.published.current import CURRENT, Pointer, read_history
 from train.published.exported import EXPORTS, Export, ExportRecord, read_export
@@ -54,7 +54,7 @@ from train.published.load import current_export, load_exported
 from train.published.promote import choose_export, roll_back
 from train.rank.initialize import INITIALIZED
 from train.records import numbers_in_words, put_record, record_numbers
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 
 
 def test_classes_are_matchedby_name():

@@ -40,7 +40,7 @@ from train.reporting.trackers import TRACKERS, sent
 from train.reporting.trackers.tensorboard import TensorBoardTracker
 from train.reporting.trackers.tracker import TrackedRun
 from train.reporting.tracking import check_trackers, open_trackers, tracker_names
-from train.settings.log import LogConfig
+from train.settings import LogConfig
 from train.training import train_in_run
 from train.tree import TrainTree
 

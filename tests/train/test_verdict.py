@@ -27,11 +27,10 @@ from train.launching import LAUNCHERS
 from train.models.identity import inputs_hint
 from train.planning import divide, memory_plan
 from train.planning.auto import resolve
-from train.planning.divide import ModelFacts, division_rules, nothing_holds, with_room
+from train.planning.divide import ModelFacts, Room, division_rules, nothing_holds, row_of, with_room
 from train.planning.make import plan_training
 from train.planning.memory_fit import decided
 from train.planning.memory_plan import plan_memory
-from train.planning.memory_table import Room, row_of
 from train.planning.plan import TrainingPlan
 from train.planning.state_bytes import StateBytes, StateTask
 from train.planning.state_program import count
@@ -39,8 +38,7 @@ from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, RankRow, RankTimes, StragglerWatch, straggler_among
 from train.reporting.run_log import RunLog
 from train.reporting.verdict import FirstSteps, StepTimes, Verdict, weighed
-from train.settings.memory import MemoryConfig
-from train.settings.mesh import MeshConfig
+from train.settings import MemoryConfig, MeshConfig
 from train.strategies import STRATEGIES, less_work_in
 from train.strategies.replicated import replicated
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective

@@ -16,7 +16,7 @@ from tests.train.learners import SHAPE, THREE, batch_of, learner
 from tests.train.training import DriverRecorder
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
-from train.backends.weight_decay import is_decayed
+from train.backends.step_rules import is_decayed
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.layers.sample_bits import drawing, number_layers, sample_keys

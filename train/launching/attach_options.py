@@ -12,8 +12,7 @@ from shardmill.environments.place import Place
 from shardmill.jobs.addresses import addresses_of, is_loopback
 from shardmill.section import Section
 from train.contracts.world import LOOPBACK
-from train.settings.kinds import EXECUTION
-from train.settings.written_forms import Host
+from train.settings import EXECUTION, Host
 
 
 class AttachOptions(Section):

@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import TrainingError, UsageError
-from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+from shardmill.jobs.config import SparkConfig, is_local_master, is_under_spark_submit
 from train.contracts.world import LOOPBACK
 
 if TYPE_CHECKING:

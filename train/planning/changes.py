@@ -20,7 +20,7 @@ from train.config import TrainConfig
 from train.contracts.values import RESULT, ModelIdentity
 from train.identity import fields_of_settings, settings_of, settings_that_matter
 from train.planning.trainings import TRAININGS, TrainingChoice
-from train.settings.kinds import DURATION, RESUMABLE
+from train.settings import DURATION, RESUMABLE
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan

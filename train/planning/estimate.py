@@ -20,16 +20,14 @@ from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room
-from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, limit_of, ranks_here
-from train.planning.input_memory import input_bytes
+from train.planning.host_memory import HOST_FRAMEWORK_BYTES, Limit, input_bytes, limit_of, ranks_here
 from train.planning.make import plan_training
 from train.planning.memory import Memory, measured
 from train.planning.memory_fit import Fit, decided
 from train.planning.pace import PaceTask, Speed, speed_of
 from train.planning.preflight import check_trainable, window_memory
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.planning.rank_part import RankParts
-from train.planning.state_bytes import StateBytes
+from train.planning.state_bytes import RankParts, StateBytes
 from train.strategies import mesh_of
 from train.strategies.options import silos_of
 from train.tree import TrainTree

@@ -24,18 +24,19 @@ from train.launching.devices import gpus_here
 from train.models.user import trains_module
 from train.planning.host_memory import (
     GPU_FRAMEWORK_BYTES,
+    HOST_FRAMEWORK_BYTES,
     Limit,
+    MemoryRecord,
     bytes_of_a_rank,
+    images_at_once,
     limit_of,
+    most_microbatches,
     ranks_here,
 )
-from train.planning.images_at_once import images_at_once, most_microbatches
-from train.planning.memory_counted import counted_record
-from train.planning.memory_fit import Fit, MemoryFacts, decided, fit
-from train.planning.memory_record import MemoryRecord
+from train.planning.memory_fit import HALF, Fit, MemoryFacts, decided, fit
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, StepCost, probe
-from train.planning.rank_part import RankPart, RankParts
 from train.planning.recompute import why_not_recompute
+from train.planning.state_bytes import RankPart, RankParts, StateBytes
 from train.strategies import STRATEGIES
 from train.strategies.options import silos_of
 
@@ -43,12 +44,42 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
 
+
+def counted_record(limit: Limit, whole: StateBytes, config: TrainConfig) -> MemoryRecord:
+    """The record of a rank that would have the whole model, as a measurement of it would find."""
+    # A host also has the copy of the state from which a checkpoint is written.
+    always = GPU_FRAMEWORK_BYTES + whole.state if limit.on_gpu else HOST_FRAMEWORK_BYTES + 2 * whole.state
+    share = HALF if config.mixed_precision in ("bfloat16", "float16") else 1
+    recomputes = whole.recomputed_image > 0
+    return MemoryRecord(
+        device=limit.device,
+        rank_bytes=limit.rank_bytes,
+        host_bytes=limit.host_bytes,
+        on_gpu=limit.on_gpu,
+        fixed_bytes=always + whole.step,
+        image_bytes=math.ceil(share * whole.image),
+        to_bfloat16=False,
+        recomputed_fixed_bytes=always + whole.recomputed_step if recomputes else 0,
+        recomputed_image_bytes=math.ceil(share * whole.recomputed_image),
+        state_bytes=whole.state,
+        why_not_recomputed=whole.why_not_recomputed,
+        note=_without_activations(whole) if whole.why_not_stepped else "",
+    )
+
+
+def _without_activations(whole: StateBytes) -> str:
+    return (
+        f"activations are not counted ({whole.why_not_stepped}), nor measured: this host has less memory free than the "
+        f"{size_of(whole.state)} of the whole model's state"
+    )
+
+
 AMPLE = 1000
 """Times the pixels of a step, as float32. ResNets, DenseNets and small convolutions take 20 to 600 times as much."""
 
 
 InputBytes = Callable[[TrainConfig], int]
-"""The most that one rank's input keeps in its host's memory (train/planning/input_memory.py)."""
+"""The most that one rank's input keeps in its host's memory (train/planning/host_memory.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,20 @@ from train.backends.backend import ModelSpec, model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
 from train.models.user import trains_module
-from train.planning.auto import AUTO, resolve
-from train.planning.choose_backend import choose_backend
-from train.planning.divide import REPLICATED, ModelFacts, division_rules, nothing_holds
-from train.planning.host_memory import GPU_FRAMEWORK_BYTES, HOST_FRAMEWORK_BYTES
-from train.planning.images_at_once import images_at_once
-from train.planning.input_memory import input_bytes
+from train.planning.auto import AUTO, choose_backend, resolve
+from train.planning.divide import (
+    PARTS,
+    REPLICATED,
+    MemoryRow,
+    ModelFacts,
+    Room,
+    division_rules,
+    nothing_holds,
+    row_of,
+    why_refused,
+)
+from train.planning.host_memory import GPU_FRAMEWORK_BYTES, HOST_FRAMEWORK_BYTES, images_at_once, input_bytes
 from train.planning.memory_fit import decided
-from train.planning.memory_table import PARTS, MemoryRow, Room, row_of, why_refused
 from train.planning.preflight import check_trainable
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, probe
 from train.planning.state_bytes import StateBytes, count_state

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from shardmill.epoch_plan import PlanSpec, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.loader.caching import check_folder, check_limit
@@ -20,10 +23,8 @@ from train.launching.devices import check_devices_here
 from train.models.user import framework_of, imported_packages
 from train.optimizers import check_optimizer
 from train.planning.recompute import check_recompute
-from train.planning.row_shares import follows_plan, row_shares
-from train.planning.unused_settings import check_unused
 from train.readers import reader_of
-from train.settings.gate import GateConfig
+from train.settings import EXECUTION, GateConfig
 from train.strategies import STRATEGIES, find_strategy, fitting_strategies, has_chief, mesh_of, roles_of
 from train.strategies.nics import ipv4_of
 from train.strategies.options import silos_of
@@ -32,8 +33,77 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.formats.rows import RowSchema
     from shardmill.jobs.config import SparkConfig
+    from train.config import TrainConfig
     from train.launching import Launcher
     from train.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """The rows of one epoch."""
+
+    num_rows: int
+    num_steps: int
+    global_batch_size: int
+    num_streams: int
+    rows_of_ranks: tuple[int, ...]
+    """Rows by data index (`train.contracts.mesh.Mesh`)."""
+
+    def __str__(self) -> str:
+        fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)
+        each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        return (
+            f"{counted(self.num_rows, 'row')}, {counted(self.num_steps, 'step')} an epoch of train.global_batch_size "
+            f"= {self.global_batch_size}; {each} rows for each of {counted(len(self.rows_of_ranks), 'rank')}, which "
+            f"own train.num_streams = {self.num_streams}"
+        )
+
+
+def follows_plan(config: TrainConfig) -> bool:
+    """Whether the epoch plan shares the rows out; silos and other readers have rules of their own."""
+    return reader_of(config).follows_plan
+
+
+def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
+    """Compute the shares of a split with so many rows. Raises UsageError for more ranks than streams, and for a rank
+    without a row.
+    """
+    mesh = mesh_of(config)
+    world_size = mesh.data_size
+    # Where chunks end decides which rows a stream has, not how many.
+    spec = PlanSpec("", "train", config.seed, config.global_batch_size, mesh.num_streams, 1, shuffle=False)
+    plan = plan_epoch(spec, np.array([num_rows]), 0)
+    rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in mesh.streams)
+    if min(rows_of_ranks) == 0:
+        fewer = f", or set train.num_workers to {num_rows} or less" if 0 < num_rows < world_size else ""
+        fewer = ", or give that rank more streams (train.rank_weights)" if num_rows >= world_size else fewer
+        raise UsageError(
+            f"a train split of {counted(num_rows, 'row')} for {counted(world_size, 'rank')}: "
+            f"rank {rows_of_ranks.index(0)} gets none",
+            "expected at least one row on each rank",
+            f"add images, raise etl.split_fractions.train{fewer}",
+        )
+    return RowShares(num_rows, plan.num_steps, config.global_batch_size, mesh.num_streams, rows_of_ranks)
+
+
+def check_unused(config: TrainConfig) -> None:
+    """Raises UsageError for one that decides numbers, or how a strategy executes. Those of execution of a launcher may
+    stay set: the same config runs here and on a cluster."""
+    for section, options in TrainConfig.options_fields().items():
+        chosen = getattr(config, options.chosen_by.rpartition(".")[2])
+        given, defaults = getattr(config, section), options.defaults()
+        may_stay = options.chosen_by == "train.launcher"
+        set_here = [
+            f"train.{section}.{name} = {getattr(given, name)!r}"
+            for name, field in type(given).model_fields.items()
+            if getattr(given, name) != getattr(defaults, name) and not (may_stay and EXECUTION in field.metadata)
+        ]
+        if set_here and chosen != options.name:
+            raise UsageError(
+                f"{', '.join(set_here)} with {options.chosen_by} = {chosen!r}",
+                "which does not use it",
+                f"remove it, or set {options.chosen_by} = {options.name!r}",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from train.published.current import CURRENT, Pointer, read_history
 from train.published.decision import Promotion
 from train.published.exported import Export, ExportRecord, read_export
 from train.published.mlflow_registry import register_current
-from train.settings.gate import GateConfig, RegistryConfig
+from train.settings import GateConfig, RegistryConfig
 
 _MARK = "# Written by shardmill at each promotion; remove this line to keep a text of your own. Change "
 _NUM_CLASSES_SHOWN = 50

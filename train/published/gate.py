@@ -20,7 +20,7 @@ from train.published.figures import evaluate_export
 from train.published.load import load_exported
 from train.published.promote import promote_if_passed
 from train.records import record_numbers
-from train.settings.gate import GateConfig
+from train.settings import GateConfig
 
 FEW_SAMPLES = 30
 

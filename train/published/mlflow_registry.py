@@ -17,7 +17,7 @@ from shardmill.storage import join_uri
 from train.published.exported import Export, read_export
 from train.published.load import current_export
 from train.reporting.mlflow_client import check_address, check_installed, connect, experiment_id
-from train.settings.gate import RegistryConfig
+from train.settings import RegistryConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

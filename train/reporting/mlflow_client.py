@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
-from train.settings.gate import RegistryConfig
+from train.settings import RegistryConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -19,7 +19,7 @@ from train.backends.backend import Recording
 from train.contracts.activities import Activity, during
 from train.contracts.task import WorkerTask
 from train.contracts.values import PROFILES, Reporter
-from train.settings.written_forms import steps_of
+from train.settings import steps_of
 from train.strategies import STRATEGIES
 
 

@@ -37,7 +37,7 @@ from shardmill.registry import install_hint
 from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
-from train.backends.microbatches import microbatches_of
+from train.backends.step_rules import microbatches_of
 from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.state import dump_arrays, load_arrays
 from train.config import TrainConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from shardmill.section import Section
-from train.settings.kinds import DEFAULTED, EXECUTION
+from train.settings import DEFAULTED, EXECUTION
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

@@ -37,7 +37,7 @@ from train.backends import BACKENDS
 from train.backends.backend import Learner
 from train.backends.keras.runtime import traced
 from train.backends.keras.step import Rows
-from train.backends.layer_errors import as_layers_raised_them
+from train.backends.model_errors import as_layers_raised_them
 from train.config import TrainConfig
 from train.contracts.activities import Activity, during, reading, waiting
 from train.contracts.epochs import Epoch, row_source

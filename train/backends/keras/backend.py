@@ -13,7 +13,6 @@ import numpy as np
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.batch_norms import largest_momentum
-from train.backends.ema import ema_decay_after
 from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments, limit_momentum
 from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
@@ -22,6 +21,7 @@ from train.backends.keras.recompute import Segments
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow, traced
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, SumInside, TrainStep
+from train.backends.step_rules import ema_decay_after
 from train.checkpoints.state import arrays_sha256
 from train.checkpoints.stored_arrays import ArrayLike, WeightFile
 from train.contracts.step_outcome import StepOutcome

@@ -16,7 +16,7 @@ from train.backends.backend import LayerOutput, PredictWithLayer
 from train.backends.keras.backend import KERAS_FILE
 from train.backends.keras.runtime import import_tensorflow, traced
 from train.backends.keras.serving import PROBABILITIES, VALUES
-from train.backends.layer_names import no_layer
+from train.backends.model_errors import no_layer
 
 
 def load_layer(file: Path, layer: str) -> PredictWithLayer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
-from train.backends.weight_decay import is_decayed
+from train.backends.step_rules import is_decayed
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, momentum_of, not_in, optimizer_name, weight_decay_of
 

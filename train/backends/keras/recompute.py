@@ -17,7 +17,7 @@ from typing import Any
 from shardmill.errors import UsageError
 from train.backends.batch_norms import replaced
 from train.backends.keras.graph_parts import Part, graphs_of, parts_of_graph
-from train.backends.recompute import nothing_to_recompute
+from train.backends.model_errors import nothing_to_recompute
 
 Compute = Callable[..., list[Any]]
 """(function, *tensors) -> function(*tensors), of which the backend keeps only the tensors."""

@@ -27,8 +27,8 @@ from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.recompute import Segments, compute_in_tensorflow
 from train.backends.keras.runtime import traced
 from train.backends.keras.standardize import standardize
-from train.backends.layer_errors import as_layers_raised_them
-from train.backends.microbatches import microbatches_of
+from train.backends.model_errors import as_layers_raised_them
+from train.backends.step_rules import microbatches_of
 from train.contracts.step_outcome import StepOutcome
 from train.layers.sample_bits import drawing, sample_keys
 

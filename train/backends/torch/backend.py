@@ -13,7 +13,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
-from train.backends.microbatches import microbatches_of
+from train.backends.step_rules import microbatches_of
 from train.backends.torch.layout import Place, TensorLayout, WholeTensors, kept_whole
 from train.backends.torch.losses import Loss
 from train.backends.torch.meta import give_memory, take_numbers

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from train.backends.backend import LayerOutput, PredictWithLayer
-from train.backends.layer_names import no_layer
+from train.backends.model_errors import no_layer
 from train.backends.torch.backend import SERVED
 from train.backends.torch.runtime import device, import_torch
 from train.backends.torch.serving import PROGRAM

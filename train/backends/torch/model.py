@@ -19,7 +19,7 @@ from shardmill.errors import UsageError
 from shardmill.user_module import with_line_of_user
 from train.backends.backend import ModelSpec
 from train.backends.batch_norms import largest_momentum
-from train.backends.layer_errors import as_layers_raised_them
+from train.backends.model_errors import as_layers_raised_them
 from train.backends.output_form import Probe, are_logits
 from train.backends.torch.batch_norms import limit_momentum
 from train.backends.torch.freeze import Frozen, freeze

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from train.backends.step_rules import is_decayed
 from train.backends.torch.runtime import import_torch
-from train.backends.weight_decay import is_decayed
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, momentum_of, not_in, optimizer_name, weight_decay_of
 

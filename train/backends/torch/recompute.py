@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from train.backends.batch_norms import replaced
-from train.backends.recompute import nothing_to_recompute
+from train.backends.model_errors import nothing_to_recompute
 from train.backends.torch.batch_norms import BatchNorms
 from train.backends.torch.blocks import repeated_in
 from train.backends.torch.runtime import import_torch

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from train.backends.backend import StatePart
-from train.backends.ema import ema_decay_after
+from train.backends.step_rules import ema_decay_after
 from train.backends.torch.boxes import NamedBox, rows_by_name, whole_box
 from train.backends.torch.layout import TensorLayout
 from train.backends.torch.optimizers import new_optimizer, state_tensors, tensors_of_state

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from shardmill.errors import UsageError
 from shardmill.section import Section
-from train.settings.kinds import EXECUTION
+from train.settings import EXECUTION
 
 # As many microbatches for each rank leave a share of about 1/5 idle (arXiv:1811.06965, section 2.3).
 MICROBATCHES_PER_RANK = 4
