@@ -28,12 +28,9 @@ CONFIG = EtlConfig(
 )  # fmt: skip
 
 
-def tree_for(folder: Path, dataset: str = "dataset", **etl: object) -> EtlTree:
-    return EtlTree(
-        source=SourceConfig(uri=str(folder / "images")),
-        dataset=DatasetConfig(uri=str(folder / dataset)),
-        etl=CONFIG.model_copy(update=etl),
-    )
+def tree_for(folder: Path, dataset: str = "dataset", source: SourceConfig | None = None, **etl: object) -> EtlTree:
+    source = source or SourceConfig(uri=str(folder / "images"))
+    return EtlTree(source=source, dataset=DatasetConfig(uri=str(folder / dataset)), etl=CONFIG.model_copy(update=etl))
 
 
 def build(folder: Path, dataset: str = "dataset", recorder: Recorder | None = None, **etl: object) -> BuildOutcome:
@@ -60,9 +57,7 @@ def write_files(folder: Path, count: int) -> None:
 
 
 def build_from(source: SourceConfig, folder: Path, **etl: object) -> BuildOutcome:
-    config = CONFIG.model_copy(update={"unit_min_images": 8, **etl})
-    tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(folder)), etl=config)
-    return build_dataset(tree, run_id=uuid.uuid4().hex)
+    return build(folder.parent, folder.name, source=source, **{"unit_min_images": 8, **etl})
 
 
 def stored(folder: Path) -> dict[str, Row]:

@@ -80,10 +80,8 @@ def test_a_file_that_is_listed_by_name_alone_is_compared_by_its_bytes(tmp_path: 
     files = sorted((tmp_path / "images").rglob("*.png"))
     lines = [f"{file},{file.parent.name}\n" for file in files]
     (tmp_path / "table.csv").write_text("uri,label\n" + "".join(lines))
-    tree = EtlTree(
-        source=SourceConfig(uri=str(tmp_path / "table.csv"), kind="table"),
-        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=CONFIG.model_copy(update={"detect_changes": "content"}),
+    tree = tree_for(
+        tmp_path, source=SourceConfig(uri=str(tmp_path / "table.csv"), kind="table"), detect_changes="content"
     )
     first = build_dataset(tree, run_id="1").manifest
     # Their bytes may be others each time: that they were read says nothing of the next run.
@@ -107,10 +105,8 @@ def test_the_rows_of_an_archive_that_was_packed_again_stay(tmp_path: Path):
                 archive.add(file, file.relative_to(tmp_path / "images").as_posix())
 
     pack()
-    tree = EtlTree(
-        source=SourceConfig(uri=str(tmp_path / "images.tar"), kind="webdataset"),
-        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=CONFIG.model_copy(update={"detect_changes": "content"}),
+    tree = tree_for(
+        tmp_path, source=SourceConfig(uri=str(tmp_path / "images.tar"), kind="webdataset"), detect_changes="content"
     )
     build_dataset(tree, run_id="1")
     before = {shard.path for shard in opened(tmp_path).shards}
@@ -132,11 +128,7 @@ def test_rows_of_a_table_that_names_some_splits_are_not_read_again(tmp_path: Pat
         table.write_text("uri,label,split\n" + "".join(lines))
 
     name_splits("test", "train", "validation")
-    tree = EtlTree(
-        source=SourceConfig(uri=str(table), kind="table"),
-        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=CONFIG,
-    )
+    tree = tree_for(tmp_path, source=SourceConfig(uri=str(table), kind="table"))
     build_dataset(tree, run_id="1")
     # The second is decided by its content from now on, the fourth is not any more.
     name_splits("test", "", "validation", "validation")
@@ -174,10 +166,11 @@ def test_a_change_behind_a_copy_that_is_dropped_again_is_noticed(tmp_path: Path)
     shutil.copy(files[0], tmp_path / "images" / "z_copy.png")
     rows = [(file, file.parent.name) for file in files] + [(tmp_path / "images" / "z_copy.png", files[0].parent.name)]
     (tmp_path / "table.csv").write_text("uri,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
-    tree = EtlTree(
+    tree = tree_for(
+        tmp_path,
         source=SourceConfig(uri=str(tmp_path / "table.csv"), kind="table"),
-        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
-        etl=CONFIG.model_copy(update={"detect_changes": "content", "duplicates": "drop"}),
+        detect_changes="content",
+        duplicates="drop",
     )
     build_dataset(tree, run_id="1")
     assert build_dataset(tree, run_id="2").manifest.version == 1

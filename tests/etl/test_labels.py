@@ -81,7 +81,7 @@ def test_ten_thousand_classes_are_listed_in_order_and_empty_ones_counted(tmp_pat
     write_images(tmp_path / "images", num_images=30)
     names = [f"class_{number}" for number in range(10_000)]
     (tmp_path / "table.csv").write_text("uri,label\n" + "".join(f"{name}.jpg,{name}\n" for name in names))
-    tree = tree_for(tmp_path).model_copy(update={"source": SourceConfig(uri=f"{tmp_path}/table.csv", kind="table")})
+    tree = tree_for(tmp_path, source=SourceConfig(uri=f"{tmp_path}/table.csv", kind="table"))
     plan = plan_build(tree, run_id="r")
     assert plan.build.class_names == tuple(sorted(names))
     [few] = [warning for warning in inferred_warnings(plan) if "classes have fewer" in warning]
@@ -497,7 +497,7 @@ def test_keys_of_archives_and_other_formats_of_tables(images: Path):
     key = "images.zip\0class_0/00000.png"
     pq.write_table(pa.table({"source": [to_cell(key)], "label": ["class_2"]}), images / "fixed.parquet")
     source = SourceConfig(uri=str(images / "images.zip"), kind="zip")
-    tree = tree_for(images, corrections=str(images / "fixed.parquet")).model_copy(update={"source": source})
+    tree = tree_for(images, source=source, corrections=str(images / "fixed.parquet"))
     plan = plan_build(tree, run_id="r")
     counts = {label: times for (_, label), times in plan.listing.images_by_label.items()}
     assert counts == {"class_0": 19, "class_1": 20, "class_2": 21} and not plan.listing.warnings
@@ -546,6 +546,6 @@ def test_a_class_without_images_needs_a_label_map(images: Path):
 def test_labels_that_are_no_classes_are_not_corrected(images: Path):
     given = write_fixed(images, "source,label\nclass_0/00000.png,class_3\n")
     source = SourceConfig(uri=str(images / "images"), label_kind="none")
-    tree = tree_for(images, corrections=given).model_copy(update={"source": source})
+    tree = tree_for(images, source=source, corrections=given)
     with pytest.raises(UsageError, match="source.label_kind is none; expected images with one class each"):
         plan_build(tree, run_id="r")

@@ -44,7 +44,7 @@ from tests.bad_images import interlaced_png
 from tests.bad_input import BadInput
 from tests.bad_inputs import all_inputs, write_inputs
 from tests.etl.building import build_source
-from tests.etl.incremental import build, opened, paint, tree_for
+from tests.etl.incremental import build, opened, paint
 from tests.lab.datasets import HERE, write_images
 from tests.services.faulty_store import FaultyStore
 from tests.shardmill.images.make import decode, gray_photo
@@ -131,16 +131,6 @@ def test_the_line_of_a_broken_limit_accounts_for_every_row_of_the_ledger(tmp_pat
     assert len(read_ledger(failed_stage("etl", caught.value).detail["ledger"])) == 5
 
 
-def test_the_rejects_of_a_dataset_without_a_version_name_the_ledger_of_the_failed_build(tmp_path: Path):
-    broken_listing(tmp_path)
-    with pytest.raises(RejectLimitExceeded) as failed:
-        build_dataset(limited(tmp_path), run_id="a")
-    with pytest.raises(UsageError, match="has no version") as caught:
-        list_rejections(str(tmp_path / "dataset"))
-    found = re.search(r"`shardmill inspect --rejects (\S+)`", str(caught.value))
-    assert found is not None and found[1] in str(failed.value)
-
-
 def test_a_wrong_source_is_named_before_its_rejects_are_counted(tmp_path: Path):
     write_images(tmp_path / "right" / "images", num_images=20)
     build_limited(limited(tmp_path / "right"))
@@ -167,10 +157,13 @@ def test_litter_counts_against_no_limit(allowed: float, tmp_path: Path):
 
 def test_the_ledger_of_a_build_that_failed_can_be_read(tmp_path: Path):
     broken_listing(tmp_path)
-    with pytest.raises(RejectLimitExceeded) as caught:
+    with pytest.raises(RejectLimitExceeded) as failed:
         build_dataset(limited(tmp_path), run_id="a")
+    # That of a dataset without a version is named by who asks for its rejects, too.
+    with pytest.raises(UsageError, match="has no version") as caught:
+        list_rejections(str(tmp_path / "dataset"))
     found = re.search(r"`shardmill inspect --rejects (\S+)`", str(caught.value))
-    assert found is not None
+    assert found is not None and f"`shardmill inspect --rejects {found[1]}`" in str(failed.value)
     assert {rejection.reason for rejection in read_ledger(found[1])} == {RejectReason.DANGLING_SYMLINK}
     ledger = Path(found[1])
     ledger.write_bytes(ledger.read_bytes()[:-1] + b"x")
@@ -306,9 +299,7 @@ def test_an_appended_source_equals_a_full_build_of_both(tmp_path: Path):
     rng = random.Random(3)
     for number in range(20):
         paint(tmp_path / "tuesday" / f"a_new_class_{number % 2}" / f"{number}.png", rng)
-    tree = tree_for(tmp_path, write_mode="append")
-    tree = tree.model_copy(update={"source": SourceConfig(uri=str(tmp_path / "tuesday"))})
-    appended = build_dataset(tree, run_id="append").manifest
+    appended = build(tmp_path, source=SourceConfig(uri=str(tmp_path / "tuesday")), write_mode="append").manifest
     assert appended.operation == "append"
     shutil.copytree(tmp_path / "tuesday", tmp_path / "images", dirs_exist_ok=True)
     same_as_full(tmp_path, appended)
@@ -324,8 +315,7 @@ def test_a_class_of_several_that_no_row_has_any_more(tmp_path: Path):
             rows = [(f"{number:03d}.png", json.dumps(labels)) for number, labels in names.items()]
             csv.writer(out).writerows([("uri", "label"), *rows])
         source = SourceConfig(uri=str(tmp_path / "images" / "table.csv"), kind="table", label_kind="multi_label")
-        tree = tree_for(tmp_path, dataset).model_copy(update={"source": source})
-        return build_dataset(tree, run_id=uuid.uuid4().hex)
+        return build(tmp_path, dataset, source=source)
 
     labels = {number: ["night", "sky"] if number % 2 else ["night"] for number in range(40)}
     build_table("dataset", {**labels, 7: ["dog", "sky"]})

@@ -6,6 +6,7 @@ import io
 import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -121,20 +122,13 @@ def test_scan_parameters_of_a_progressive_jpeg_count() -> None:
     assert refusal(damaged)[0] in (RejectReason.CORRUPT_SCAN, RejectReason.BAD_HEADER)
 
 
-@pytest.mark.parametrize("added", [bytes(12), bytes(2000), b"\xaa" * 64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_before_the_end_marker_is_a_note(expect_the_same_pixels: ExpectTheSamePixels, kind: str, added: bytes):
-    clean = one_of_each_kind(kind)
-    expect_the_same_pixels(clean[:-2] + added + clean[-2:], clean, "extraneous_bytes")
+PADDINGS = (bytes(12), bytes(2000), b"\xaa" * 64)
+OTHER_BYTES = (some_bytes(40), some_bytes(2226), b"Copyright: somebody", some_bytes(30) + b"\xff\0")
+SEQUENTIAL = ("baseline", "gray", "full_colour", "optimized", "restarts", "cmyk")
 
 
-@pytest.mark.parametrize(
-    "added", [some_bytes(40), some_bytes(2226), b"Copyright: somebody", some_bytes(30) + b"\xff\0"]
-)
-@pytest.mark.parametrize("kind", ["baseline", "gray", "full_colour", "optimized", "restarts", "cmyk"])
-def test_any_bytes_before_the_end_marker_are_a_note(
-    expect_the_same_pixels: ExpectTheSamePixels, kind: str, added: bytes
-) -> None:
+@pytest.mark.parametrize(("kind", "added"), [*product(KINDS, PADDINGS), *product(SEQUENTIAL, OTHER_BYTES)])
+def test_bytes_before_the_end_marker_are_a_note(expect_the_same_pixels: ExpectTheSamePixels, kind: str, added: bytes):
     clean = one_of_each_kind(kind)
     expect_the_same_pixels(clean[:-2] + added + clean[-2:], clean, "extraneous_bytes")
 
