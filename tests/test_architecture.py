@@ -157,7 +157,7 @@ def tests_of_strategies() -> dict[str, ast.Module]:
 
 
 def test_strategies_and_launchers_are_multiplied_in_the_array_alone():
-    """Who adds a strategy adds a row to tests/train/array.py, never an axis: products are for `make test-all`."""
+    """Who adds a strategy adds a row to tests/train/test_array.py, never an axis: products are for `make test-all`."""
     wrong = []
     for file, tree in tests_of_strategies().items():
         for node in tree.body:
