@@ -224,9 +224,7 @@ def test_all_of_several_processes_that_append_at_once_succeed(tmp_path: Path):
 _SOURCES = ("monday", "tuesday", "wednesday")
 
 
-def test_an_append_reads_each_row_segment_once_and_lists_the_versions_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_append_reads_each_row_segment_once_and_lists_the_versions_once(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
     for source in _SOURCES:
         write_source(tmp_path, source)
@@ -244,9 +242,7 @@ def _ids(dataset: Dataset, split: str) -> list[int]:
     return [each for table in tables for each in table.column("sample_id").to_pylist()]
 
 
-def test_small_shards_are_merged_in_their_order_and_earlier_versions_keep_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_small_shards_are_merged_in_their_order_and_earlier_versions_keep_theirs(tmp_path: Path, monkeypatch):
     for source in _SOURCES:
         write_source(tmp_path, source)
         build(tmp_path, source, "unmerged")

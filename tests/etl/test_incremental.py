@@ -231,9 +231,7 @@ class Warnings(SilentObserver):
 
 
 @pytest.mark.parametrize(("rules", "num_again"), [("5", 0), ("4", 1), ("3", 41)])
-def test_newer_rules_decode_only_what_they_may_change(
-    rules: str, num_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_newer_rules_decode_only_what_they_may_change(rules: str, num_again: int, tmp_path: Path, monkeypatch):
     write_images(tmp_path / "images", num_images=40)
     for name in ("a.bmp", "b.jpg"):
         assert cv2.imwrite(str(tmp_path / "images" / "class_0" / name), np.full((16, 16, 3), 90, np.uint8))

@@ -333,8 +333,8 @@ def test_a_table_in_a_bucket_names_objects_and_no_file_of_this_machine(tmp_path:
 def test_a_file_that_is_not_a_table_ends_with_one_line(tmp_path: Path):
     with pytest.raises(UsageError, match=r"source .*/none.csv contains no \.parquet or \.csv"):
         list_images(SourceConfig(uri=str(tmp_path / "none.csv"), kind="table"))
-    source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"]})
-    with pytest.raises(UsageError, match=r"the table t\.csv has the columns file; expected a column of URIs"):
+    source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"], "image_id": ["a"]})
+    with pytest.raises(UsageError, match=r"t\.csv has the columns file, image_id; expected .*; image ids are not URIs"):
         list_images(source)
     with pytest.raises(UsageError, match="source\\.uri_field = 'fiel' is not a column; .* did you mean 'file'\\?"):
         list_images(source.model_copy(update={"uri_field": "fiel"}))

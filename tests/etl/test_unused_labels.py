@@ -180,15 +180,11 @@ def test_a_table_that_names_the_images_is_not_lost(kind: Kind, name: str, names:
 @pytest.mark.parametrize(
     "text",
     [
-        b"x,y\n1,0\n2,4\n3,0\n",
-        b"x;y\r\n1;0\r\n2;4\r\n3;0\r\n",
-        b"1.jpg,cat\n2.jpg,dog\n",
-        b"id_code,diagnosis\n2,1\n",
-        b"Image Index,finding,width\n7.png,none,64\n",
-        "uri,kind\n1.jpg,cat\n".encode("utf-16"),
-        NAMED + b"4.jpg,sad\n" * 20_000 + b"5.jpg",
+        b"x,y\n1,0\n2,4\n3,0\n", b"x;y\r\n1;0\r\n2;4\r\n3;0\r\n", b"1.jpg,cat\n2.jpg,dog\n",
+        b"id_code,diagnosis\n2,1\n", b"Image Index,finding,width\n7.png,none,64\n",
+        "uri,kind\n1.jpg,cat\n".encode("utf-16"), NAMED + b"4.jpg,sad\n" * 20_000 + b"5.jpg",
     ],
-)
+)  # fmt: skip
 def test_the_column_of_names_is_known_by_its_values(text: bytes, tmp_path: Path):
     refuses(source_with("folders", tmp_path, {**images("1.jpg", "2.jpg", "3.jpg"), "train.csv": text}), "train.csv")
 
@@ -197,14 +193,11 @@ def test_the_column_of_names_is_known_by_its_values(text: bytes, tmp_path: Path)
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
-        b"file\n1.jpg\n",
-        b"file,width,height\n1.jpg,64,64\n2.jpg,64,64\n",
-        b"epoch,loss\n10,0.5\n20,0.25\n",
+        b"", b"file\n1.jpg\n", b"file,width,height\n1.jpg,64,64\n2.jpg,64,64\n", b"epoch,loss\n10,0.5\n20,0.25\n",
         b"file,caption\n" + b"".join(b"%d.jpg,text %d\n" % (place, place) for place in range(9)),
         picture(3) + b"\0,\0\n",
     ],
-)
+)  # fmt: skip
 def test_other_tables_end_nothing(kind: Kind, text: bytes, tmp_path: Path):
     source = source_with(kind, tmp_path, {**images("1.jpg", "2.jpg", "3.jpg"), "notes.csv": text})
     assert list_images(source).num_images == 3

@@ -158,16 +158,11 @@ def test_a_print_is_shown_by_its_own_profile() -> None:
 @pytest.mark.parametrize(
     "profile",
     [
-        b"x",
-        bytes(200),
-        rgb_profile()[:200],
-        rgb_profile()[:128] + bytes(400),
-        gray_profile(1.8),
-        cmyk_profile(),
+        b"x", bytes(200), rgb_profile()[:200], rgb_profile()[:128] + bytes(400), gray_profile(1.8), cmyk_profile(),
         rgb_profile() + bytes(MAX_PROFILE_BYTES),
     ],
     ids=["one byte", "zeros", "cut", "no tags", "of gray", "of a print", "too large"],
-)
+)  # fmt: skip
 def test_a_profile_that_cannot_be_used_is_ignored_with_a_note(profile: bytes) -> None:
     for data in (with_profile(jpeg(photo()), profile), png_with_profile(png(photo()), profile)):
         decoded = decode(data)

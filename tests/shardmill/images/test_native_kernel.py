@@ -81,13 +81,9 @@ def expected(
     """The same arithmetic in NumPy, on pixels that simplejpeg decoded and LittleCMS converted."""
     height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     decoded_HWC = simplejpeg.decode_jpeg(
-        data,
-        "GRAY" if colorspace == "Gray" else "RGB",
-        min_height=reduced_length(height, scale),
-        min_width=reduced_length(width, scale),
-        min_factor=1,
-        strict=True,
-    )
+        data, "GRAY" if colorspace == "Gray" else "RGB", min_height=reduced_length(height, scale),
+        min_width=reduced_length(width, scale), min_factor=1, strict=True,
+    )  # fmt: skip
     if conversion is not None:
         decoded_HWC = by_littlecms(conversion.transform, decoded_HWC, conversion.mode)[:, :, : decoded_HWC.shape[2]]
     top, left, kept_height, kept_width = box
