@@ -377,13 +377,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def darken(folder: Path, factor: float = 0.2) -> None:
-    for file in folder.glob("*.png"):
-        assert cv2.imwrite(str(file), cv2.convertScaleAbs(cv2.imread(str(file)), alpha=factor))
-
-
 def test_a_darkened_folder_is_refused_until_it_is_accepted(folder: Path):
-    darken(folder / "images" / "class_1")
+    for file in (folder / "images" / "class_1").glob("*.png"):
+        assert cv2.imwrite(str(file), cv2.convertScaleAbs(cv2.imread(str(file)), alpha=0.2))
     with pytest.raises(DriftLimitExceeded) as caught:
         build(folder, max_drift=0.1)
     assert caught.value.exit_code == 7 and not caught.value.is_worth_retrying

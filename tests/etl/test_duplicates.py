@@ -17,7 +17,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.listing import list_source as listing_module
 from etl.listing import segments
-from etl.listing.grouping import Group, group_here
+from etl.listing.grouping import group_here
 from etl.listing.listing import Listing
 from etl.outcome import BuildOutcome
 from etl.units.units import ListingPlace, plan_units, read_unit
@@ -138,10 +138,6 @@ def test_equal_bytes_in_two_splits_are_counted_and_warned_of(how: str, folder: P
 _MASK = 31
 
 
-def in_small_parts(group: Group) -> Group:
-    return lambda asked: group(replace(asked, rows_per_part=9))
-
-
 @pytest.fixture
 def short_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can make keys with more than two of one id, so the first bits are masked: of the next 8 bytes, too."""
@@ -176,7 +172,7 @@ def test_the_smallest_key_keeps_an_id_in_whatever_order_and_parts_they_come(shor
     assert len({ids.sample_id_of(key) for key in expected}) < len(expected)
     twice = [replace(image, place=7) for image in rng.sample(some, 5)]
     found: set[tuple[object, ...]] = set()
-    for group in (group_here, in_small_parts(group_here)):
+    for group in (group_here, lambda asked: group_here(replace(asked, rows_per_part=9))):
         shuffled = [*some, *twice]
         rng.shuffle(shuffled)
         listing = listed(*np.array_split(np.array(shuffled, object), 4), group=group)

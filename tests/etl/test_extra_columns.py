@@ -120,14 +120,9 @@ def test_every_kind_of_source_hands_its_columns_on_typed(tmp_path: Path, writer:
     found = {name.removeprefix(prefix): kind for name, kind in manifest.columns.items()}
     assert TYPES.items() <= found.items()
     values = stored(tmp_path / "dataset")
-    rows = [
-        {name.removeprefix(prefix): value for name, value in values[key].items()} for key in sorted(values, key=_number)
-    ]
+    keys = sorted(values, key=lambda key: int(key.rpartition("\0")[2].partition(".")[0]))
+    rows = [{name.removeprefix(prefix): value for name, value in values[key].items()} for key in keys]
     assert rows == expected(writer, ROWS)
-
-
-def _number(key: str) -> int:
-    return int(key.rpartition("\0")[2].partition(".")[0])
 
 
 def test_a_batch_has_the_values_of_its_rows_in_every_format(tmp_path: Path):

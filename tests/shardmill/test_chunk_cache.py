@@ -61,10 +61,6 @@ def num_entries(uri: str, format: str = "parquet") -> int:
     return index.num_chunks + index.num_shards
 
 
-def split_bytes(uri: str) -> int:
-    return sum(shard.size_bytes for shard in shardmill.open_dataset(uri).shards_of("train"))
-
-
 @pytest.mark.parametrize("format", ["parquet", "tfrecord"])
 def test_a_second_epoch_asks_the_storage_for_no_chunk(far: str, tmp_path: Path, format: str):
     expected, plain = epoch_of(far, None, format=format)
@@ -148,7 +144,7 @@ def test_a_limit_evicts_what_was_not_used_for_longest_and_nothing_else(far: str,
     assert all(path.read_text() == "mine" for path in (*foreign, cache / "photos" / ("0" * 64 + "-1")))
     assert (tmp_path / "outside").exists() and (folder / ("1" * 64 + "-1")).is_symlink()
 
-    limit = split_bytes(far)
+    limit = sum(shard.size_bytes for shard in shardmill.open_dataset(far).shards_of("train"))
     CacheRoom(cache, 0).reserve(0, cache / "none")
     reading = {"cache_limit_bytes": limit}
     for _ in range(2):

@@ -119,12 +119,9 @@ def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
         assert features["image/class/label"].int64_list.value[0] == row.label_id
         assert features["image/sample_id"].int64_list.value[0] == row.source.sample_id
         assert features["image/filename"].bytes_list.value[0].decode() == row.source.key
-        assert sample_id_of(example.SerializeToString()) == row.source.sample_id
-
-
-def sample_id_of(example: bytes) -> int:
-    place = find_values(example, 0, len(example), [b"image/sample_id"])[b"image/sample_id"]
-    return int(integers_at(example, np.array([place]))[0])
+        data, name = example.SerializeToString(), b"image/sample_id"
+        place = find_values(data, 0, len(data), [name])[name]
+        assert int(integers_at(data, np.array([place]))[0]) == row.source.sample_id
 
 
 def test_plain_parquet_readers_need_nothing_of_ours():

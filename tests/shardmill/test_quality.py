@@ -323,17 +323,14 @@ def test_class_shares_are_one_minus_what_both_have_in_common(manifest: Manifest)
             turned = {each.name: (each.after, each.before) for each in back.figures}
             assert turned == {each.name: (each.before, each.after) for each in found.figures}
         # As many images again of every class are no drift.
-        assert not drift_in(Aspect.CLASS_SHARES, *(with_counts(manifest, c) for c in (before, doubled(before)))).amount
+        twice = {name: 2 * count for name, count in before.items()}
+        assert not drift_in(Aspect.CLASS_SHARES, *(with_counts(manifest, c) for c in (before, twice))).amount
 
 
 def test_what_hardly_moved_is_not_listed_beside_what_did(manifest: Manifest):
     before, after = {"a": 468, "b": 322, "c": 210}, {"a": 467, "b": 433, "c": 100}
     found = drift_in(Aspect.CLASS_SHARES, with_counts(manifest, before), with_counts(manifest, after))
     assert found.moves == "b 32.2% -> 43.3%, c 21.0% -> 10.0%" and found.amount == pytest.approx(0.111)
-
-
-def doubled(counts: dict[str, int]) -> dict[str, int]:
-    return {name: 2 * count for name, count in counts.items()}
 
 
 def test_pixels_are_as_far_apart_as_normal_distributions_of_their_moments(manifest: Manifest):

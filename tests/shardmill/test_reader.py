@@ -261,10 +261,6 @@ def chunk_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield reads
 
 
-def as_it_is(batch: Batch, origins: object) -> Batch:
-    return batch
-
-
 @pytest.mark.parametrize("format", ["parquet", "tfrecord"])
 def test_a_split_within_the_windows_is_read_once_for_all_epochs(uri: str, chunk_reads: Counter[str], format: str):
     dataset = shardmill.open_dataset(uri)
@@ -296,7 +292,8 @@ def test_epochs_with_one_source_are_those_of_a_reader_each(uri: str, chunk_reads
     addresses: set[int] = set()
     for epoch in range(4):
         plan = dataset.plan_epoch(spec, epoch)
-        with BatchReader(source, plan, first_step=0, finish=as_it_is) as found, read_batches(dataset, plan) as expected:
+        reader = BatchReader(source, plan, first_step=0, finish=lambda batch, origins: batch)
+        with reader as found, read_batches(dataset, plan) as expected:
             chunk_reads.clear()
             for mine, other in zip(found, expected, strict=True):
                 assert np.array_equal(mine.images_NHWC, other.images_NHWC)
