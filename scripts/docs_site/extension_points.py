@@ -31,7 +31,7 @@ SHARED_TESTS = {
     "train.optimizer": ("train/test_optimizer",),
     "train.schedule": ("train/test_optimizer",),
     "train.launcher": ("train/test_launchers",),
-    "train.reader": ("train/test_readers",),
+    "train.reader": ("train/test_backends",),
     "train.log.trackers": ("train/test_trackers",),
     "storage scheme": ("shardmill/test_storage",),
 }

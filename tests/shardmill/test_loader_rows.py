@@ -28,6 +28,7 @@ from shardmill.loader.sampling import _shared
 from tests.etl import test_extra_columns as extra_columns
 from tests.etl.annotations import drawn, found_in
 from tests.etl.building import build_source
+from tests.etl.incremental import build_from
 from tests.lab.augmentations import AUGMENTATIONS
 from tests.lab.scale import usually
 from tests.test_documented_commands import ROOT, blocks
@@ -40,7 +41,7 @@ CLASSES = ("class_0", "class_1", "class_2")
 def captioned(tmp_path_factory: pytest.TempPathFactory) -> shardmill.Dataset:
     """24 rows without classes, with extra columns, some of them null."""
     folder = tmp_path_factory.mktemp("captioned")
-    extra_columns.build(extra_columns.as_parquet(folder, extra_columns.ROWS), folder / "dataset")
+    build_from(extra_columns.as_parquet(folder, extra_columns.ROWS), folder / "dataset")
     return shardmill.open_dataset(str(folder / "dataset"))
 
 

@@ -23,6 +23,7 @@ from shardmill.loader.dataset_mix import _scaled
 from shardmill.loader.selection import select_apart
 from shardmill.stores import STORES, open_store
 from tests.etl import test_extra_columns as extra_columns
+from tests.etl.incremental import build_from
 from tests.far_store import ENTRY, SCHEME
 from tests.lab.datasets import make_dataset
 from tests.lab.scale import usually
@@ -349,7 +350,7 @@ def test_each_dataset_comes_in_all_parts_of_an_epoch(datasets):
 
 def test_columns_are_those_of_the_own_dataset_and_null_where_another_has_none(tmp_path_factory):
     folder = tmp_path_factory.mktemp("captioned")
-    extra_columns.build(extra_columns.as_parquet(folder, extra_columns.ROWS), folder / "dataset")
+    build_from(extra_columns.as_parquet(folder, extra_columns.ROWS), folder / "dataset")
     captioned = shardmill.open_dataset(str(folder / "dataset"))
     batch = next(iter(captioned.batches("train", **BATCH, columns=["age"], mix=[(captioned, 0.5)])))
     assert set(batch.extra) == {"age", "dataset"} and {0, 1} <= set(batch["dataset"])
