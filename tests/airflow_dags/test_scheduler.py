@@ -26,7 +26,7 @@ from tests.services.airflow import Airflow, running_airflow
 from tests.services.marked import marked
 
 DAG_ID = "shardmill_tiny"
-ASSET_ID, TRAINING_ID = "shardmill_own", "shardmill_own_train"
+ASSET_ID, TRAINING_ID, PREDICT_ID = "shardmill_own", "shardmill_own_train", "predict_tiny"
 STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
 LEFT_SECONDS = 30.0
 NUM_BACKFILLS = 3
@@ -57,6 +57,13 @@ def airflow(folder: Path) -> Iterator[Airflow]:
         f"os.environ |= {{'SHARDMILL_CONFIG_DIR': '{folder}/asset_configs', 'SHARDMILL_SCHEDULE': '',"
         " 'SHARDMILL_TRAIN_ON_ASSET': 'true', 'SHARDMILL_RETRIES': '0'}\n"
         "from airflow_dags.shardmill_dag import *\n"
+    )
+    places = {"config_file": "configs/tiny.toml", "models": "work/tiny/models", "dataset": "tiny@1", "out": "answers"}
+    arguments = {name: f"{folder}/{path}" for name, path in {**places, "workdir": "work/tiny"}.items()}
+    (folder / "airflow" / "dags" / "predictions.py").write_text(
+        "from airflow.sdk import DAG\nfrom airflow_dags.predictions import ShardmillPredictOperator\n"
+        f"with DAG('{PREDICT_ID}', schedule=None):\n"
+        f"    ShardmillPredictOperator(task_id='predict', **{arguments})\n"
     )
     settings = {
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps(CONNECTION),
@@ -124,6 +131,16 @@ def test_a_scheduled_run_whose_training_is_killed_and_cleared_publishes_once(
     link = airflow.api("GET", f"dags/{DAG_ID}/dagRuns/{first_id.replace('+', '%2B')}/taskInstances/report/links")
     assert Path(link["extra_links"]["Report"]).is_file(), link
     assert not files_with_canaries(airflow.home)
+
+
+def test_a_dag_of_ones_own_predicts_on_the_master_of_the_config(airflow: Airflow, folder: Path, first_id: str):
+    airflow.wait_for(PREDICT_ID, lambda: airflow.api("GET", f"dags/{PREDICT_ID}"))
+    airflow.set_paused(PREDICT_ID, False)
+    run_id = airflow.trigger(PREDICT_ID)
+    airflow.wait_for_end(PREDICT_ID, run_id)  # Not on the connection's `yarn`, which is nowhere.
+    assert record(folder, PREDICT_ID, run_id, "predict")["status"] == "done"
+    assert latest_version(open_store(str(folder / "answers"))) == 1
+    assert [event["extra"]["version"] for event in events(airflow, PREDICT_ID)] == [1]
 
 
 @pytest.mark.exhaustive
