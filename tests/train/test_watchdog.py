@@ -10,20 +10,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import train.launching.connection
 from shardmill.errors import TrainingError
-from shardmill.jobs.observer import SilentObserver
+from shardmill.jobs.observer import WARNING, SilentObserver
 from shardmill.jobs.process import Terminated, raise_on_signals
+from shardmill.values import Cursor
 from tests.processes import in_own_process
 from tests.train.launch_workers import result_of, watched_task
 from tests.train.training import DriverRecorder
 from train.contracts.task import WorkerTask
 from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT, StepReport, from_json
-from train.contracts.world import World
+from train.contracts.world import Role, World
 from train.launching import messages
 from train.launching.connection import (
     ADDRESS_VARIABLE,
@@ -39,12 +41,15 @@ from train.launching.connection import (
     new_token,
     proof_of,
 )
-from train.launching.faults import FaultKind
+from train.launching.deadlines import RankState
+from train.launching.faults import FaultKind, failure_of
 from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hello, RankExit, Step
-from train.launching.watchdog import Watchdog
+from train.launching.watchdog import LostRanks, Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
+from train.strategies import STRATEGIES
 
+HOROVODS_ERRORS = STRATEGIES["horovod"].secondary_error
 ROOT = Path(__file__).parents[2]
 
 
@@ -242,6 +247,54 @@ def test_a_rank_whose_connection_has_closed_is_killed_and_not_silent_as_well(wat
     assert not [fault for fault in watchdog._deadlines.missed(1e6) if fault.kind == FaultKind.SILENT]
     [fault] = watchdog._faults.values()
     assert (fault.rank, fault.kind, fault.where) == (1, FaultKind.KILLED, "host host, pid 7")
+
+
+def begun(*roles: Role) -> list[RankState]:
+    """Ranks that have made a step, seen at 10 s."""
+    return [RankState(number, role, last_step=Cursor(0, 0), progress_seconds=10.0) for number, role in enumerate(roles)]
+
+
+def test_a_rank_that_the_others_can_do_without_is_away_until_it_is_back_or_lost():
+    ranks, observer = begun(Role.MEMBER, Role.MEMBER, Role.MEMBER), DriverRecorder()
+    lost = LostRanks(ranks, frozenset({1, 2}), observer)
+    silent, killed = (ranks[1].fault(kind, 20.0, "it says nothing") for kind in (FaultKind.SILENT, FaultKind.KILLED))
+    assert not lost.takes(ranks[0], silent) and lost.takes(ranks[1], silent) and lost.takes(ranks[1], silent)
+    assert lost.is_away(1) and observer.named("rank_away") == [
+        {"rank": 1, "kind": "silent", "where": "", "what": "it says nothing"}
+    ]
+    lost.progressed(ranks[1])
+    assert lost.is_away(1), "that was before"
+    ranks[1].progress_seconds = 21.0
+    lost.progressed(ranks[1])
+    assert not lost.is_away(1) and observer.named("rank_back") == [{"rank": 1}]
+    failed = replace(ranks[2].fault(FaultKind.FAILED, 20.0), failure=failure_of(ValueError("boom"), HOROVODS_ERRORS))
+    assert lost.takes(ranks[1], killed) and lost.takes(ranks[1], killed) and lost.takes(ranks[2], failed)
+    assert ranks[1].is_lost and [each["what"] for each in observer.named("rank_lost")] == [
+        "it says nothing", "boom",
+    ]  # fmt: skip
+
+
+def test_who_has_ended_is_not_asked_when_to_stop(watchdog):
+    rank = called(watchdog, 1)
+    watchdog._handle(watchdog._inbox.get(timeout=60))
+    watchdog._loops[0].is_lost = True
+    watchdog._stop_ranks()
+    assert isinstance(rank.receive(), messages.Hold)
+    watchdog._handle(Received("rank", 1, messages.Begun(3), 0.0))
+    watchdog._stop_ranks()
+    assert isinstance(rank.receive(), messages.StopAfter)
+
+
+@pytest.mark.parametrize(("returncode", "is_taken"), [(None, True), (-9, True), (-1, True), (0, False), (1, False)])
+def test_a_worker_that_something_outside_killed_is_done_without_and_the_last_one_is_not(returncode, is_taken):
+    ranks, observer = begun(Role.CHIEF, Role.WORKER, Role.WORKER), DriverRecorder()
+    lost = LostRanks(ranks, frozenset(), observer)
+    fault = replace(ranks[1].fault(FaultKind.KILLED, 20.0), returncode=returncode)
+    assert lost.takes(ranks[1], fault) == ranks[1].is_lost == is_taken == bool(observer.named("rank_lost"))
+    assert lost.takes(ranks[1], fault) == is_taken and len(observer.events) == is_taken
+    if is_taken:
+        assert "1 other(s) take over its work" in observer.named("rank_lost")[0][WARNING]
+        assert not lost.takes(ranks[2], ranks[2].fault(FaultKind.KILLED, 21.0))
 
 
 class AwayThenSigterm(DriverRecorder):
