@@ -43,7 +43,7 @@ def test_named(): start()
 def test_wrongly_named(): start()
 
 def test_dear():
-    end = time.process_time() + 5.2
+    end = time.process_time() + 0.6
     while time.process_time() < end: pass
 
 @pytest.mark.drill
@@ -58,6 +58,7 @@ def run(folder: Path, *options: str) -> dict[str, str]:
     """The outcome of each of those tests that runs."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_some.py").write_text(TESTS)
+    (folder / "conftest.py").write_text("from tests.lab import costs\n\ncosts._FAR = 0.5\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.lab.tiers", "-p", "tests.lab.costs", "-vv", *options]
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120

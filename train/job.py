@@ -9,7 +9,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # spark-submit puts this file's folder first, where `values` or `config` would hide other people's modules.
+    # spark-submit puts this file's folder first, where `settings` or `config` would hide other people's modules.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from shardmill.applications import put_applications_first
 

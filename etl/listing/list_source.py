@@ -52,7 +52,6 @@ from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
 
 if TYPE_CHECKING:
-    from etl.listing.listing import Listing
     from shardmill.dataset.rejection_log import RejectionLog
 
 

@@ -47,7 +47,7 @@ _NUMBERED = re.compile(
 )
 _LIST_SUFFIXES = (*TABLE_SUFFIXES, ".json", ".txt", ".xml", ".mat", ".xlsx", ".npy")
 _LABEL_FOLDERS = {"label", "labels", "annotation", "annotations"}
-_TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
+_PEEKED_SUFFIXES = (".csv", ".tsv", ".jsonl")
 _HEAD_BYTES, _MAX_JSON_BYTES = 1 << 16, 1 << 20
 _MIN_ROWS, _NUM_NAMED, _MAX_TABLES, _MAX_IMAGES, _MAX_FOLDERS = 4, 4, 4, 10_000, 100_000
 
@@ -135,7 +135,7 @@ class FilesBeside:
             with suppress(ValueError, RecursionError):
                 fields = json.loads(head(_MAX_JSON_BYTES))
                 self._add(*named_signs(fields if isinstance(fields, dict) else (), f"{archive}/{name}"))
-        elif suffix in _TABLE_SUFFIXES and len(self._tables) < _MAX_TABLES and not hidden_folder_of(key):
+        elif suffix in _PEEKED_SUFFIXES and len(self._tables) < _MAX_TABLES and not hidden_folder_of(key):
             self._tables[key] = head(_HEAD_BYTES)
 
     def noting(

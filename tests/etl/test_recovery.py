@@ -252,7 +252,6 @@ ROOT = Path(__file__).parents[2]
 _SETTINGS = EtlConfig(engine="local", num_workers=2, image_size=16, encoding="png", unit_min_images=8)
 _NUM_OLD = 24
 _NUM_KILLS = usually(1, 30)
-_DRIVER_POINTS = ("list", "manifest_put", "post_commit")
 _WORKER_POINTS = ("decode", "shard_open", "shard_mid", "shard_close", "task_report")
 
 

@@ -247,7 +247,7 @@ def test_a_weight_depends_on_seed_and_name_alone_and_has_the_usual_spread():
 
 
 def test_a_learner_begins_with_the_values_of_its_seed_in_each_framework():
-    """Each weight has the same values, in the layout of its framework; test_vit.py compares what they compute."""
+    """Each weight has the same values, in the layout of its framework; test_models.py compares what they compute."""
     of_keras, of_torch, other = (
         learner(backend, "vit", strategy=strategy, seed=seed).arrays(StatePart.WEIGHTS)
         for backend, strategy, seed in (("keras", "single", 3), ("torch", "torch_fsdp", 3), ("torch", "torch_fsdp", 4))

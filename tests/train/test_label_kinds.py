@@ -46,7 +46,6 @@ from train.strategies.options import LocalSgdOptions
 from train.training import train_model
 from train.tree import TrainTree
 
-SIDES = ("left", "right")
 KINDS = {
     "multi_label": LabelSpec("multi_label", ("left", "right")),
     "float": LabelSpec("float"),

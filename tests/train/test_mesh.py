@@ -244,7 +244,7 @@ def test_ranks_of_one_group_draw_the_same_after_another_layout(tiny_uri, tmp_pat
 
 
 def test_heads_that_do_not_divide_and_axes_that_a_strategy_lacks_are_refused():
-    # Before the ETL, in a process that builds the model (test_trial_build.py).
+    # Before the ETL, in a process that builds the model (test_launching.py).
     config = TrainConfig(model=VIT["model"], strategy="tensor_parallel", num_workers=3, launcher="local")
     config = decided(resolve(config, SparkConfig()).config, 1, to_bfloat16=False)
     with pytest.raises(UsageError, match=r"4 heads.* 3 ranks .*set train.num_workers to a multiple of 2 or 4"):

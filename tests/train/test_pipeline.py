@@ -175,7 +175,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("model", REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused_where_it_is_tried(model):
-    """By a process of its own, before the ETL (test_trial_build.py)."""
+    """By a process of its own, before the ETL (test_launching.py)."""
     num_workers, said = REFUSED[model]
     config = resolve(config_of(model=model, num_workers=num_workers, global_batch_size=24), SparkConfig()).config
     with pytest.raises(UsageError, match=said):

@@ -377,7 +377,11 @@ def test_what_a_guess_reaches_depends_on_the_labels(uri):
     assert of("multi_label", (80, 10, 0)).validation_figure == pytest.approx(0.45)
     assert of("multi_label", (80, 10, 0)).train_accuracy == pytest.approx((0.8 + 0.9 + 1.0) / 3)
     assert of("class", (80, 10, 10)).validation_limit == pytest.approx(0.88)
-    assert of("class", (10, 10, 9), 29) is None and of("class", (100, 0, 0)) is None
+    assert (
+        of("class", (10, 10, 9), 29) is None
+        and of("class", (10, 10, 10), 30) is not None
+        and of("class", (100, 0, 0)) is None
+    )
 
 
 def test_a_training_that_has_not_learned_is_not_at_fault_for_its_validation(uri):

@@ -5,7 +5,7 @@
     rank-00000.npz ...              each rank's non-trainable state (moving statistics, seed states)
     MARKER.json                     size and SHA-256 of every file, and where the training stands; published last
 
-Only files that the marker names are used.
+Only files that the marker names are used. Ranks that share a model write its weights in shards: see shards.py.
 """
 
 from __future__ import annotations

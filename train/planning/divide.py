@@ -35,7 +35,6 @@ from train.strategies.options import silos_of
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
-    from train.config import TrainConfig
 
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "input", "checkpoint", "framework")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
     from shardmill.jobs.config import SparkConfig
-    from train.config import TrainConfig
 
 
 # What the framework itself keeps on a GPU, and in a process, if that is not measured.

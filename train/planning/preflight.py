@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.formats.rows import RowSchema
     from shardmill.jobs.config import SparkConfig
-    from train.config import TrainConfig
     from train.launching import Launcher
     from train.strategies.strategy import Strategy
 

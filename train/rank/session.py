@@ -6,6 +6,8 @@ one checkpoint before any of them loads it: rank 0 proposes, every rank verifies
 makes all of them try the next older one. Ranks that chose by themselves could start from different steps and hang, or
 average two trainings. Own state is loaded after the broadcast, because the broadcast overwrites it. The marker is
 written last and contains each file's SHA-256, so a kill at any time leaves either a complete checkpoint or none.
+
+`Chance` tells the session when validation is no better than guessing although the training has learned.
 """
 
 from __future__ import annotations
