@@ -223,7 +223,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
             return ""
         if self.is_of_library(name):
             return self._problem_in_library(*name.split(":", 1))
-        near = self._of_that_name(name) or difflib.get_close_matches(name, self.entries, n=1, cutoff=0.4)
+        near = self._of_that_name(name) or [each for each in self.entries if name in self.entries[each].packages]
+        near = near or difflib.get_close_matches(name, self.entries, n=1, cutoff=0.4)
         own = "".join(f", {library}:NAME" for library in self.libraries)
         own += ", or package.module:object" if self.takes_own else ""
         return f"expected one of {', '.join(self.entries)}{own}" + (f"; did you mean {near[0]!r}?" if near else "")

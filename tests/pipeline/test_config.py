@@ -104,6 +104,7 @@ def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch:
         (".", ("etl.image_sise=3",), "unknown config key etl.image_sise; did you mean etl.image_size?"),
         (".", ("trian.epochs=3",), "unknown config key trian; did you mean train?"),
         (".", ("train.epochs=no",), 'config key train.epochs = "no"; expected'),
+        (".", ("train.backend=tensorflow",), "did you mean 'keras'?"),
         (".", ("train.global_batch_size=no",), 'config key train.global_batch_size = "no"; expected a whole number; `'),
         (".", ("train.epochs",), "--set 'train.epochs'; expected SECTION.NAME=VALUE, such as --set train.epochs=3"),
         (
