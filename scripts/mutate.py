@@ -236,12 +236,22 @@ class Laboratory:
             for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
                 del sys.modules[name]
             sys.path[:] = [str(self.root), *(each for each in sys.path if Path(each).resolve() != ROOT)]
-            status = int(pytest.main(["-x", "-q", "--tier", "fast", "-p", "no:cacheprovider", *tests]))
-            packages = {name.partition(".")[0] for name, module in sys.modules.items() if _is_installed(module)}
-            (self.root / "imported").write_text("\n".join(sorted(packages)), encoding="utf-8")
+            options = ["-x", "-q", "--tier", "fast", "-p", "no:cacheprovider"]
+            status = int(pytest.main([*options, *tests], plugins=[_Imported(self.root / "imported")]))
             sys.stdout.flush()
         finally:
             os._exit(status)
+
+
+class _Imported:
+    """Writes which packages the tests have imported, before tests/conftest.py may end the process."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_sessionfinish(self) -> None:
+        packages = {name.partition(".")[0] for name, module in list(sys.modules.items()) if _is_installed(module)}
+        self._file.write_text("\n".join(sorted(packages)), encoding="utf-8")
 
 
 def _is_installed(module: object) -> bool:
