@@ -55,13 +55,13 @@ def optimizer_name(config: TrainConfig) -> str:
 
 
 def momentum_of(config: TrainConfig) -> float:
-    """`train.momentum`, or the optimizer's default."""
-    return values_of_optimizer(config)["momentum"]
+    """`train.momentum`, or the optimizer's default; 0 for an optimizer that declares that it uses none."""
+    return values_of_optimizer(config).get("momentum", 0.0)
 
 
 def weight_decay_of(config: TrainConfig) -> float:
-    """`train.weight_decay`, or the optimizer's default."""
-    return values_of_optimizer(config)["weight_decay"]
+    """`train.weight_decay`, or the optimizer's default; 0 for an optimizer that declares that it uses none."""
+    return values_of_optimizer(config).get("weight_decay", 0.0)
 
 
 def values_of_optimizer(config: TrainConfig) -> dict[str, float]:
