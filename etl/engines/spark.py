@@ -29,9 +29,8 @@ from shardmill.applications import OnExecutor
 from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.dataset.unit_result import PENDING, UnitResult
-from shardmill.errors import ShardmillError
 from shardmill.jobs.config import is_local_master
-from shardmill.jobs.reach import check_nonce, planted
+from shardmill.jobs.reach import check_nonce, planted, removed_afterwards
 from shardmill.jobs.spark import one_spark, spark_context
 from shardmill.storage import Store
 from shardmill.stores import open_store
@@ -129,26 +128,13 @@ def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Tabl
         yield from group_here(group, settings)
         return
     store, spark = open_store(group.dataset_uri or group.uri), settings.spark
-    with answers_folder(store) as folder:
+    with removed_afterwards(store, f"{LISTINGS}/{uuid.uuid4().hex[:12]}") as folder:
         shared = _shared(group, store, folder)
         # Nothing else may have shown so far that executors see the dataset's folder.
         with planted(store) as nonce, spark_context("shardmill-etl", spark, spark.etl.conf) as context:
             answers = group_in(context, shared, folder, nonce)
         for answer in answers:
             yield read_segment(store, answer, group.folded, group.num_rows)
-
-
-@contextmanager
-def answers_folder(store: Store) -> Iterator[str]:
-    """The path of a folder for answers, which are deleted at the end; those of failed attempts with them."""
-    folder = f"{LISTINGS}/{uuid.uuid4().hex[:12]}"
-    try:
-        yield folder
-    finally:
-        # They must not hide an error from inside.
-        with suppress(ShardmillError):
-            for file in list(store.list(folder)):
-                store.delete(file.path)
 
 
 def _shared(group: GroupBy, store: Store, folder: str) -> GroupBy:

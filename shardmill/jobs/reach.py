@@ -62,3 +62,17 @@ def planted(store: Store) -> Iterator[Nonce]:
         # It must not hide an error from inside; a later driver clears what is left.
         with suppress(ShardmillError):
             store.delete(nonce.path)
+
+
+@contextmanager
+def removed_afterwards(store: Store, folder: str) -> Iterator[str]:
+    """The path of a folder whose files are deleted at the end, with those that a failed process has not published."""
+    try:
+        yield folder
+    finally:
+        # It must not hide an error from inside.
+        with suppress(ShardmillError):
+            for file in list(store.list(folder)):
+                store.delete(file.path)
+            for file in list(store.list_unpublished(folder)):
+                store.delete_unpublished(file)

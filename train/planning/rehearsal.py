@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 from shardmill.dataset.leases import reading
 from shardmill.dataset.open import open_dataset
-from shardmill.errors import ShardmillError, TrainingError, UsageError
+from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
-from shardmill.jobs.reach import REACH, planted
-from shardmill.storage import Store
+from shardmill.jobs.reach import REACH, planted, removed_afterwards
 from shardmill.stores import open_store
 from shardmill.words import counted
 from train.checkpoints.checkpoint import complete_checkpoints
@@ -56,7 +53,8 @@ def rehearse(tree: TrainTree) -> str:
     with (
         reading(dataset.store, dataset.pin.version, "doctor --rehearse"),
         planted(models) as nonce,
-        _removed_folder(models) as folder,
+        # The next driver removes it after a day, if this process is killed.
+        removed_afterwards(models, f"{REACH}/rehearsal-{secrets.token_hex(6)}") as folder,
     ):
         source = source_sha256(config.model)
         task = WorkerTask(config, dataset.pin, models.uri, folder, source, reach=nonce)
@@ -90,18 +88,3 @@ class _FirstStep(SilentObserver):
         if not self.seconds:
             self.seconds = time.monotonic() - self._started
             stop_in_order()
-
-
-@contextmanager
-def _removed_folder(models: Store) -> Iterator[str]:
-    """Among files that the next driver removes after a day, if this process is killed."""
-    folder = f"{REACH}/rehearsal-{secrets.token_hex(6)}"
-    try:
-        yield folder
-    finally:
-        # It must not hide an error from inside.
-        with suppress(ShardmillError):
-            for file in list(models.list(folder)):
-                models.delete(file.path)
-            for file in list(models.list_unpublished(folder)):
-                models.delete_unpublished(file)
