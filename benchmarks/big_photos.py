@@ -14,8 +14,7 @@ import numpy as np
 import simplejpeg
 from workloads import BIG_HEIGHT, BIG_WIDTH, enlarged
 
-from shardmill.images.geometry import choose_reduction, reduced_length
-from shardmill.images.normalize import normalize
+from shardmill.images.normalize import choose_reduction, normalize, reduced_length
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, SourceImage

@@ -26,8 +26,7 @@ from results import hardware
 from whole_process import Usage, run_measured
 from workloads import WORKLOADS, find_photos
 
-from shardmill.images.jpeg import decode_jpeg
-from shardmill.images.jpeg_markers import find_end, read_header, strip_metadata
+from shardmill.images.jpeg import decode_jpeg, find_end, read_header, strip_metadata
 from shardmill.images.normalize import normalize
 from shardmill.images.process import process_image
 from shardmill.kernel import NATIVE_ID

@@ -27,8 +27,8 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.engines.unit_json import decode_task, decode_unit, encode_task, encode_unit
 from etl.plan import plan_build
 from etl.units.write_unit import Decoders, write_unit
-from shardmill.images.make_mask import MAKE_MASK
-from shardmill.images.own_process import OwnProcessDecoder
+from shardmill.images.annotations import MAKE_MASK
+from shardmill.images.sandbox import OwnProcessDecoder
 from shardmill.jobs.config import DatasetConfig
 
 _NUM_DISTINCT, _HEIGHT, _WIDTH = 40, 1536, 2048

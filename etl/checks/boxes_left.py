@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import UsageError
-from shardmill.images.boxes import DROPPED_NOTE
+from shardmill.images.annotations import DROPPED_NOTE
 from shardmill.typed_columns import BOX_LABELS
 
 

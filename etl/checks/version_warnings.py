@@ -9,7 +9,7 @@ from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError
-from shardmill.images.boxes import DROPPED_NOTE, OUTSIDE_NOTE
+from shardmill.images.annotations import DROPPED_NOTE, OUTSIDE_NOTE
 from shardmill.options import IMAGE_SIZES
 from shardmill.printable import printable
 from shardmill.storage import Store

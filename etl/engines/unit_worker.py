@@ -30,8 +30,8 @@ from shardmill.child_process import begin_child, own_pipes
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.images.make_mask import MAKE_MASK
-from shardmill.images.own_process import OwnProcessDecoder
+from shardmill.images.annotations import MAKE_MASK
+from shardmill.images.sandbox import OwnProcessDecoder
 from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent

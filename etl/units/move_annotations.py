@@ -10,9 +10,17 @@ from dataclasses import dataclass, replace
 from etl.sources.boxes import ANNOTATED_SIZE
 from etl.sources.mask_places import OUTLINES, mask_place
 from etl.units.units import UnitTask
-from shardmill.images.boxes import CLIPPED_NOTE, DROPPED_NOTE, OUTSIDE_NOTE, count_outside, move_boxes, turn_boxes
-from shardmill.images.geometry import Geometry, plan_geometry
-from shardmill.images.make_mask import MaskTask, UprightSize
+from shardmill.images.annotations import (
+    CLIPPED_NOTE,
+    DROPPED_NOTE,
+    OUTSIDE_NOTE,
+    MaskTask,
+    UprightSize,
+    count_outside,
+    move_boxes,
+    turn_boxes,
+)
+from shardmill.images.normalize import Geometry, plan_geometry
 from shardmill.images.pixels import Refused
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK, decode_values, encode_values

@@ -27,7 +27,7 @@ from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint, is_failpoint_set
 from shardmill.formats.rows import StoredRow
 from shardmill.ids import format_digest
-from shardmill.images.make_mask import MAKE_MASK
+from shardmill.images.annotations import MAKE_MASK
 from shardmill.images.sandbox import PROCESS_IMAGE, DecodeSandbox
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions

@@ -12,8 +12,7 @@ import simplejpeg
 from PIL import features
 
 from shardmill.ids import canonical_digest
-from shardmill.images.extensions import FORMAT_BY_EXTENSION
-from shardmill.images.more_formats import more_decoders_id
+from shardmill.images.formats import FORMAT_BY_EXTENSION, more_decoders_id
 from shardmill.kernel import KERNEL_VERSION, NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 

@@ -1,50 +1,66 @@
-"""Runs `process_image` under limits of time and memory in a child process: no image can hang, crash or starve its task.
+"""Runs `process_image` under limits of time and memory: no image can hang, crash or starve its task.
 
     with DecodeSandbox() as sandbox:
         outcome = sandbox.process(SourceImage(key="cat.jpg", size_bytes=len(data)), data, NormalizeOptions())
 
-The child is kept warm from image to image. An image that ends it, or runs out of time or memory, is tried once more
-alone in a fresh one: what a neighbour left behind is then not its fault. After that it is rejected.
+`DecodeSandbox` does so in a child process, which is kept warm from image to image. An image that ends it, or runs out
+of time or memory, is tried once more alone in a fresh one: what a neighbour left behind is then not its fault. After
+that it is rejected. `OwnProcessDecoder` does so in this process: faster, for one that may be lost. What breaks its
+limit of time, or crashes a decoder, ends the process; whoever started it repeats the work with a `DecodeSandbox`, which
+finds out which image it was. What runs out of memory goes to a sandbox at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import os
+import resource
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import shardmill
-from shardmill.child_process import ChildDied, calling, start_child
+from shardmill.child_process import ChildDied, begin_child, calling, own_pipes, start_child
 from shardmill.errors import StorageError, UsageError
-from shardmill.images.decode_messages import unpack_outcome
 from shardmill.images.decoder_id import INSTALLED_DECODERS
+from shardmill.messages import pack_message, read_message
 from shardmill.options import DecodeLimits, NormalizeOptions
+from shardmill.registry import load_object
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
 PROCESS_IMAGE = "shardmill.images.process:process_image"
+
 _START_SECONDS = 120.0
+
 # A child that neither works nor answers is given this many times its limit: a loaded machine may not let it run.
 CLOCK_PER_CPU_SECOND = 6
+
 _PIPE_BYTES = 1 << 20
 
 
-class _Failed(Exception):
-    """The child gave no answer. `limit_key` is the field of `DecodeLimits` that it broke, empty if none."""
+_PAGE_BYTES = resource.getpagesize()
 
-    def __init__(self, reason: RejectReason, detail: str, limit_key: str = "") -> None:
-        self.reason = reason
-        self.detail = detail
-        self.limit_key = limit_key
-        super().__init__(f"{reason}: {detail}")
+# To set the limits and lift them takes 10 us, as long as a third of a small image's decoding.
+_MOST_IMAGES, _MOST_BYTES = 16, 1 << 18
+
+# Images that share limits until they have used so much of the time.
+_MOST_OF_TIME = 1 / 16
+
+
+_SAMPLE_FIELDS = tuple(field.name for field in dataclasses.fields(ImageSample) if field.name != "image")
+
+_Image = tuple[SourceImage, bytes]
+
+
+Process = Callable[[SourceImage, bytes, NormalizeOptions], ImageSample | Rejection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +162,84 @@ class DecodeSandbox:
         return unpack_outcome(pending.source, header, body)
 
 
+class OwnProcessDecoder:
+    """A `DecodeSandbox` that starts a child only when an image needs one. For the main thread."""
+
+    def __init__(self, limits: DecodeLimits, entry: str = PROCESS_IMAGE) -> None:
+        self._limits, self._entry = limits, entry
+        self._process: Process = load_object(entry)
+        self._address_space = resource.getrlimit(resource.RLIMIT_AS)
+        self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115  as long as this process
+
+    def decode(
+        self, images: Iterable[_Image], options: NormalizeOptions
+    ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+        """Each image with what `entry` gives; beyond limits of time this process ends by SIGPROF or SIGALRM."""
+        for batch in _batches(images):
+            outcomes: list[ImageSample | Rejection] = []
+            while len(outcomes) < len(batch):
+                try:
+                    self._decode_some(batch[len(outcomes) :], options, outcomes)
+                except MemoryError:
+                    source, data = batch[len(outcomes)]
+                    with DecodeSandbox(self._limits, self._entry, config_section="etl") as sandbox:
+                        outcomes.append(sandbox.process(source, data, options))
+            for (source, _), outcome in zip(batch, outcomes, strict=True):
+                yield source, outcome
+
+    def _decode_some(
+        self, images: Sequence[_Image], options: NormalizeOptions, outcomes: list[ImageSample | Rejection]
+    ) -> None:
+        """Adds the outcomes of the first images, at least of one: each must have nearly all of the time for itself."""
+        self._limit()
+        end = time.monotonic() + _MOST_OF_TIME * self._limits.decode_timeout_seconds
+        try:
+            for source, data in images:
+                outcomes.append(self._process(source, data, options))
+                if time.monotonic() > end:
+                    return
+        finally:
+            self._lift()
+
+    def _limit(self) -> None:
+        _, hard = self._address_space
+        mapped_bytes = int(os.pread(self._statm.fileno(), 100, 0).split(maxsplit=1)[0]) * _PAGE_BYTES
+        soft = mapped_bytes + self._limits.decode_memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        # Their default action ends the process, also inside a C library that never comes back to Python.
+        signal.setitimer(signal.ITIMER_PROF, self._limits.decode_timeout_seconds)
+        signal.setitimer(signal.ITIMER_REAL, CLOCK_PER_CPU_SECOND * self._limits.decode_timeout_seconds)
+
+    def _lift(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, self._address_space)
+
+
+def _batches(images: Iterable[_Image]) -> Iterator[list[_Image]]:
+    """Runs of small images; one that is not small closes its run."""
+    batch: list[_Image] = []
+    num_bytes = 0
+    for image in images:
+        batch.append(image)
+        num_bytes += len(image[1])
+        if len(batch) == _MOST_IMAGES or num_bytes >= _MOST_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class _Failed(Exception):
+    """The child gave no answer. `limit_key` is the field of `DecodeLimits` that it broke, empty if none."""
+
+    def __init__(self, reason: RejectReason, detail: str, limit_key: str = "") -> None:
+        self.reason = reason
+        self.detail = detail
+        self.limit_key = limit_key
+        super().__init__(f"{reason}: {detail}")
+
+
 class _Child:
     """A process that has imported everything and waits for images."""
 
@@ -153,7 +247,7 @@ class _Child:
         self._limits = limits
         self._clock = clock
         root = str(Path(shardmill.__file__).parent.parent.absolute())
-        main = calling("shardmill.images.decode_child:main", root)
+        main = calling("shardmill.images.sandbox:serve_parent", root)
         try:
             self._process = start_child([*main, entry, str(limits.decode_memory_bytes)], _environment())
         except OSError as error:
@@ -173,12 +267,7 @@ class _Child:
         self._expect_hello()
 
     def send(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> None:
-        facts = {
-            "key": source.key,
-            "size_bytes": source.size_bytes,
-            "mtime_ns": source.mtime_ns,
-            "etag": source.etag,
-        }
+        facts = {name: getattr(source, name) for name in ("key", "size_bytes", "mtime_ns", "etag")}
         self._clock_start, self._cpu_start = self._clock(), self._cpu_seconds()
         header: dict[str, Any] = {"source": facts}
         if options != self._options:  # seldom: a task has one set of them
@@ -266,3 +355,65 @@ def _environment() -> dict[str, str]:
         # Its threads would take memory, and nothing here uses them.
         "OPENBLAS_NUM_THREADS": "1",
     }
+
+
+def serve_parent() -> None:
+    """`argv`: ..., module:function, bytes of memory an image may take, the parent's process id."""
+    begin_child()
+    entry, memory_bytes = sys.argv[-3], int(sys.argv[-2])
+    in_pipe, out_pipe = own_pipes()
+    requests, answers = os.fdopen(in_pipe, "rb"), os.fdopen(out_pipe, "wb")
+    process: Process = load_object(entry)
+    answers.writelines(pack_message({"decoders": INSTALLED_DECODERS}, b""))
+    answers.flush()
+    # libtiff complains on stderr about every damaged file; failures to start were still shown.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    limited, unlimited = _memory_limits(memory_bytes)
+    options = NormalizeOptions()
+    while (request := read_message(requests)) is not None:
+        header, data = request
+        if "options" in header:
+            options = NormalizeOptions.model_validate(header["options"])
+        # The messages are not the image's: without memory for them, nothing could be said about it.
+        resource.setrlimit(resource.RLIMIT_AS, limited)
+        try:
+            outcome = process(SourceImage(**header["source"]), data, options)
+        except MemoryError:
+            outcome = None
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        answers.writelines(pack_outcome(outcome))
+        answers.flush()
+
+
+def _memory_limits(num_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Inside and outside of an image: on top of what the imports have mapped, libraries and thread stacks, and none."""
+    with open("/proc/self/statm") as statm:
+        mapped_bytes = int(statm.read().split()[0]) * _PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = mapped_bytes + num_bytes
+    return (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard), (before, hard)
+
+
+def pack_outcome(outcome: ImageSample | Rejection | None) -> tuple[bytes, bytes]:
+    """The child's answer; None for an image for which memory ran out."""
+    if outcome is None:
+        return pack_message({"memory_error": True}, b"")
+    if isinstance(outcome, Rejection):
+        facts = {"reason": outcome.reason, "detail": outcome.detail, "source_sha256": outcome.source_sha256}
+        return pack_message(facts, b"")
+    return pack_message({name: getattr(outcome, name) for name in _SAMPLE_FIELDS}, outcome.image)
+
+
+def unpack_outcome(source: SourceImage, header: dict[str, Any], body: bytes) -> ImageSample | Rejection:
+    """Unpack the outcome of `pack_outcome`. Facts that the parent knows about the source are not taken from
+    the child.
+    """
+    if "reason" in header:
+        return source.rejected(RejectReason(header["reason"]), header["detail"], "decode", header["source_sha256"])
+    lists = ("channel_sums", "channel_square_sums", "notes")
+    return ImageSample(image=body, **{**header, **{name: tuple(header[name]) for name in lists}})

@@ -18,7 +18,7 @@ from shardmill.augment.pixels import change_pixels
 from shardmill.augment.windows import Windows, draw_windows, fit_window
 from shardmill.epoch_plan import StepRows
 from shardmill.formats.encodings import decode_all, decode_stored
-from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS, decode_windows
+from shardmill.kernel import CAN_DECODE_WINDOWS, decode_windows
 from shardmill.loader.annotations import boxes_of_batch, decode_masks, is_annotation
 from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
 from shardmill.options import NormalizeOptions

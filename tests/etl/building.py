@@ -23,7 +23,7 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats import SHARD_FORMATS
-from shardmill.images.make_mask import make_mask
+from shardmill.images.annotations import make_mask
 from shardmill.images.process import process_image
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue, SilentObserver

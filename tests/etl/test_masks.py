@@ -28,8 +28,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_mask
-from shardmill.images.masks import decode_mask
-from shardmill.images.outlines import Outline, draw_outlines, polygon_of, run_lengths_of
+from shardmill.images.annotations import Outline, decode_mask, draw_outlines, polygon_of, run_lengths_of
 from shardmill.images.pixels import Refused
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.drawn import picture_of

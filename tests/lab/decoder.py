@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardmill.images import sandbox
-from shardmill.images.decode_messages import pack_outcome
+from shardmill.images.sandbox import pack_outcome
 from shardmill.messages import read_message
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import SourceImage

@@ -28,7 +28,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats import SHARD_FORMATS, encodings
 from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows, Scattered
-from shardmill.images.jpeg_windows import CAN_DECODE_WINDOWS
+from shardmill.kernel import CAN_DECODE_WINDOWS
 from shardmill.loader import step_decoder
 from shardmill.loader.reader import BatchReader, read_batches
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shardmill.images.icc import by_littlecms, read_profile
-from shardmill.images.icc_tables import ONE
+from shardmill.images.icc import ONE, by_littlecms, read_profile
 from shardmill.kernel import shardmill_native
 from tests.shardmill.images.make import ADOBE_RGB_XYZ, OPTIONS, SRGB_XYZ, decode, jpeg, photo, rgb_profile, with_profile
 

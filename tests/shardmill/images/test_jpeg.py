@@ -10,7 +10,7 @@ import pytest
 import simplejpeg
 
 from pipeline.demo.data import damage_scan
-from shardmill.images.jpeg_markers import MAX_SCANS
+from shardmill.images.jpeg import MAX_SCANS
 from shardmill.images.pixels import Refused, check_dimensions
 from shardmill.values import RejectReason
 from tests.processes import memory_below

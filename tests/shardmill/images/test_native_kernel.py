@@ -20,12 +20,9 @@ import simplejpeg
 
 from shardmill.errors import UsageError
 from shardmill.images.decoder_id import DECODER_ID, decoder_id, normalization_fingerprint
-from shardmill.images.geometry import choose_reduction, reduced_length
 from shardmill.images.icc import Conversion, by_littlecms, read_profile
-from shardmill.images.jpeg import decode_jpeg
-from shardmill.images.jpeg_markers import MAX_SEGMENTS, TABLES, search_scan_or_end, segments
-from shardmill.images.jpeg_native import plan_shrink
-from shardmill.images.normalize import normalize
+from shardmill.images.jpeg import MAX_SEGMENTS, TABLES, decode_jpeg, plan_shrink, search_scan_or_end, segments
+from shardmill.images.normalize import choose_reduction, normalize, reduced_length
 from shardmill.images.pixels import Refused
 from shardmill.images.process import process_image
 from shardmill.kernel import KERNEL_VERSION, NATIVE_ID, resolve_kernel

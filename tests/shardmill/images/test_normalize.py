@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored, encode_image
 from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, SERVED_RULES, is_served, normalization_fingerprint
-from shardmill.images.geometry import REDUCTIONS, choose_reduction, kept_spans, reduced_length
 from shardmill.images.jpeg import decode_jpeg
-from shardmill.images.normalize import normalize
+from shardmill.images.normalize import REDUCTIONS, choose_reduction, kept_spans, normalize, reduced_length
 from shardmill.images.process import process_image
 from shardmill.options import ENCODINGS, NormalizeOptions
 from shardmill.values import ImageSample, RejectReason, SourceImage

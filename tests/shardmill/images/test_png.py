@@ -17,8 +17,7 @@ from shardmill.augment import colours
 from shardmill.augment.draws import Draws
 from shardmill.augment.options import AugmentOptions
 from shardmill.augment.pixels import OPERATIONS, change_pixels
-from shardmill.images.decode import DECODERS
-from shardmill.images.sniff import sniff_format
+from shardmill.images.decode import DECODERS, sniff_format
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (

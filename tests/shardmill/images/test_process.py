@@ -21,9 +21,8 @@ from sklearn.datasets import load_sample_images
 
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.decode import DECODERS
-from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.images.process import process_image
-from shardmill.images.sandbox import DecodeSandbox
+from shardmill.images.sandbox import DecodeSandbox, OwnProcessDecoder
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from tests.lab.scale import usually

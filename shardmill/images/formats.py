@@ -1,4 +1,8 @@
-"""Formats of images that need a package of their own, and that a build accepts if `etl.more_formats` names them."""
+"""The names of image formats: which one the extension of a file promises, and which need a package of their own.
+
+A listing takes files of these extensions for images; a build accepts what needs a package if `etl.more_formats` names
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,27 @@ if TYPE_CHECKING:
     from shardmill.options import NormalizeOptions
 
 
+FORMAT_BY_EXTENSION = {
+    **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "jpeg"),
+    **dict.fromkeys(("png", "apng"), "png"),
+    **dict.fromkeys(("bmp", "dib"), "bmp"),
+    **dict.fromkeys(("tif", "tiff"), "tiff"),
+    "gif": "gif",
+    "webp": "webp",
+    "avif": "avif",
+    **dict.fromkeys(("heic", "heif", "hif"), "heic"),
+    "jxl": "jpeg_xl",
+    "mpo": "jpeg",
+}
+"""In lower case, without a dot -> a name of `sniff_format`."""
+
+
+def has_other_extension(key: str, format_name: str) -> bool:
+    """True if the name ends like one image format and the content is another."""
+    extension = key.rpartition("/")[2].rpartition(".")[2].lower()
+    return FORMAT_BY_EXTENSION.get(extension, format_name) != format_name
+
+
 @dataclass(frozen=True, slots=True)
 class MoreFormat:
     """One of them."""
@@ -26,11 +51,11 @@ class MoreFormat:
 
 MORE_FORMATS = {
     "heic": MoreFormat(
-        Entry("shardmill.images.heic:decode_heic", "HEIC and HEIF", extra="heic", packages=("pillow_heif",)),
+        Entry("shardmill.images.pillow:decode_heic", "HEIC and HEIF", extra="heic", packages=("pillow_heif",)),
         "pillow-heif",
     ),
     "jpeg_xl": MoreFormat(
-        Entry("shardmill.images.jpeg_xl:decode_jpeg_xl", "JPEG XL", extra="jpeg_xl", packages=("pillow_jxl",)),
+        Entry("shardmill.images.pillow:decode_jpeg_xl", "JPEG XL", extra="jpeg_xl", packages=("pillow_jxl",)),
         "pillow-jxl-plugin",
     ),
 }
