@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.results import hardware
 from benchmarks.servers import fixture
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.stores import STORES
 from tests import counting_store
 from tests.etl.appending import build

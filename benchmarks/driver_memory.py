@@ -29,14 +29,11 @@ from etl.engines import ENGINES, EngineSettings
 from etl.listing.listing import NUM_BUCKETS, Listing
 from etl.units.finished import Finished
 from shardmill.checksummed import ChecksummedFile
-from shardmill.dataset.index import INDEX_SCHEMA, shards_of_table, write_index
-from shardmill.dataset.layout import Layout
-from shardmill.dataset.ledger import write_ledger
-from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.dataset.build import SplitSums, UnitResult, decode_unit_result, encode_unit_result
+from shardmill.dataset.index import INDEX_SCHEMA, Layout, shards_of_table, write_index
+from shardmill.dataset.ledger import RejectionLog, write_ledger
+from shardmill.dataset.row_segments import ROWS_SCHEMA, put_segment, read_segment
 from shardmill.dataset.statistics import ImageSizes, SizeCounts
-from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from shardmill.values import ChunkInfo, Rejection, RejectReason, ShardInfo

@@ -24,7 +24,7 @@ from results import hardware
 from whole_process import Usage, run_measured
 from workloads import WORKLOADS, find_photos, with_comment
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 
 PHOTOS = WORKLOADS["photos"]
 SHARE = 100

@@ -23,7 +23,7 @@ from benchmarks.mislabels import agrees, by_own_probabilities, shardmill
 from benchmarks.planted_labels import plant_in_moved_copies, source_of
 from shardmill.data_faults.mislabels import Mislabels, find_mislabels
 from shardmill.data_faults.predicted_rows import PredictedRows, read_predicted_rows
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 
 _CONFIG = """
 [source]

@@ -27,7 +27,7 @@ import pyarrow as pa
 from shardmill import open_dataset
 from shardmill.dataset.index import INDEX_SCHEMA, INDEXES, SEGMENT_CHUNKS
 from shardmill.dataset.manifest import encode_manifest, manifest_path
-from shardmill.dataset.segment import put_segment
+from shardmill.dataset.row_segments import put_segment
 from shardmill.epoch_plan import plan_epoch
 from shardmill.stores import open_store
 

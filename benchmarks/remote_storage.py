@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.servers import hdfs_root, s3_root
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.stores import open_store

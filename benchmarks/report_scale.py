@@ -35,12 +35,11 @@ from results import hardware
 from etl.config import EtlConfig
 from pipeline.report.page import render
 from pipeline.report.write import gather
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.index import INDEX_SCHEMA, INDEXES, ROWS
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import Manifest, SplitInfo, encode_manifest, manifest_path
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.row_segments import rows_schema, sizes_of
-from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.dataset.row_segments import put_segment, read_segment, rows_schema, sizes_of
 from shardmill.dataset.statistics import add_sizes
 from shardmill.jobs.run_files import PARTIAL, StageRecord, dataset_section, write_stage_record, write_summary
 from shardmill.storage import Store

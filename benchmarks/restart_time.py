@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.results import hardware
 from benchmarks.training_start import build_dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
 from train.config import TrainConfig

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch

@@ -23,7 +23,7 @@ import cv2
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.loader.samples import iterate_samples
 from train.config import TrainConfig

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.spark import one_spark

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from train.config import TrainConfig
 from train.reporting.observer import GlobalStep

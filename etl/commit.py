@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from etl.plan import BuildPlan
     from etl.units.finished import Finished
     from etl.units.units import CopyUnit, UnitTask
-    from shardmill.dataset.build import Build
+    from shardmill.dataset.build import Build, UnitResult
     from shardmill.dataset.manifest import Manifest
-    from shardmill.dataset.unit_result import UnitResult
     from shardmill.storage import Store
 
 

@@ -45,9 +45,8 @@ from etl.units.pending import clear_pending, kept_results
 from etl.units.units import ListingPlace
 from shardmill.dataset.card import refresh_card
 from shardmill.dataset.leases import writing
-from shardmill.dataset.ledger import read_rejections
+from shardmill.dataset.ledger import RejectionLog, read_rejections
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
 from shardmill.errors import CommitConflict
 from shardmill.formats.rows import RowSchema

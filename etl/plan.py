@@ -33,8 +33,7 @@ from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, files_of, in_all_formats, intact_shards, read_shards, stored_sizes
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
-from shardmill.dataset.row_segments import RowReader
-from shardmill.dataset.segment import rows_file
+from shardmill.dataset.row_segments import RowReader, rows_file
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import column_types

@@ -26,7 +26,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
 from etl.outcome import BuildOutcome, work_done
 from etl.sources import COMMITTED
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, load_tree
 from shardmill.jobs.observer import Observer

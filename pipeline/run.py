@@ -19,7 +19,7 @@ from pipeline.config import require
 from pipeline.preflight import FirstPlan, check_one_process, refuse_what_cannot_work, setting
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, verify_record
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING

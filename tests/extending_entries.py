@@ -15,7 +15,7 @@ from etl.sources.folders import FolderSource
 from etl.units.copy_unit import copy_rows
 from etl.units.units import CopyUnit, WorkUnit
 from etl.units.write_unit import UnitTask, write_unit
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.build import UnitResult
 from shardmill.environments import Starter, local_numbers
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import PNG

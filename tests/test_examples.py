@@ -28,7 +28,7 @@ from pipeline.preflight import refuse_what_cannot_work
 from pipeline.tree import PipelineTree
 from scripts.docs_site.notebooks import notebook_page
 from scripts.run_notebooks import IN_ORDER, NOTEBOOKS, read_notebook, run_notebook
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.observer import SilentObserver
 from tests.cifar_files import write_cifar10
 from tests.etl.annotations import ROWS, as_jsonl

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardmill.dataset.open import has_version, open_dataset
+from shardmill.dataset.dataset import has_version, open_dataset
 from shardmill.dataset.verify import verify_dataset
 from tests.lab.commands import shardmill
 from tests.lab.datasets import write_images

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import IntegrityError
 from shardmill.stores import open_store
 from tests.lab.datasets import build_here, read_all, upload, write_images

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardmill.dataset.card import refresh_card
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.dataset import open_dataset as open_loadable
 from shardmill.stores import open_store

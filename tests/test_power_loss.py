@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import ShardmillError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.stores import open_store
 from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
 from tests.lab.commands import in_process

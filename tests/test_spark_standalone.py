@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.verify import verify_dataset
 from shardmill.kernel import KERNEL_VERSION
 from shardmill.stores import open_store

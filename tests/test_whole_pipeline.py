@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pipeline.demo.data import odd_files
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.encodings import decode_stored
 from shardmill.loader.reader import read_batches

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
 from tests.lab.commands import shardmill
 from tests.lab.datasets import build_here, upload, write_images

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardmill.dataset.maintenance.retention import UNPUBLISHED, Garbage, Retention
+from shardmill.dataset.maintenance.gc import UNPUBLISHED, Garbage, Retention
 from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted

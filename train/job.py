@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import argparse
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import split_version
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import open_pinned
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.stores import open_store
 from train.contracts.values import TrainResult

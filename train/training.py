@@ -7,10 +7,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, first_alike, open_dataset, open_pinned
 from shardmill.dataset.leases import reading
-from shardmill.dataset.open import first_alike, open_dataset, open_pinned
-from shardmill.dataset.rules import verify_present
+from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.jobs.observer import WARNING, Observer

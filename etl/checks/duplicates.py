@@ -20,12 +20,11 @@ from etl.config import EtlConfig
 from etl.listing.grouping import Group, GroupBy, Segment, group_here, with_equals
 from etl.listing.spill import SpilledRows
 from etl.sources.listed import SPLITS
+from shardmill.dataset.build import UnitResult
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import in_all_formats
-from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.row_segments import MAX_KEPT_ROWS, ROWS_SCHEMA, RowReader
-from shardmill.dataset.segment import rows_file
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.ledger import RejectionLog
+from shardmill.dataset.row_segments import MAX_KEPT_ROWS, ROWS_SCHEMA, RowReader, rows_file
 from shardmill.errors import RejectLimitExceeded
 from shardmill.ids import key_bytes
 from shardmill.jobs.process import scratch_folder

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etl.config import EtlConfig
-from shardmill.dataset.ledger import SEGMENT_ROWS, write_ledger
-from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.ledger import SEGMENT_ROWS, RejectionLog, write_ledger
 from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError
 from shardmill.printable import printable
 from shardmill.storage import join_uri

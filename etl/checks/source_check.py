@@ -15,9 +15,9 @@ from etl.engines.local import run_locally
 from etl.plan import plan_build
 from etl.sources.listed import SPLITS
 from etl.units.finished import Finished
-from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.build import SplitSums, count_notes
+from shardmill.dataset.ledger import RejectionLog
 from shardmill.dataset.statistics import SizeCounts, add_sizes
-from shardmill.dataset.unit_result import SplitSums, count_notes
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.words import name_some
 

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from etl.listing.segments import find_sorted
 from shardmill.dataset.index import in_all_formats, read_shards, stored_sizes
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA, read_segment, rows_file
 from shardmill.errors import StorageError
 from shardmill.ids import sample_id_of
 

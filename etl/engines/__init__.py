@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from etl.listing.grouping import GroupBy
     from etl.units.units import CopyUnit, UnitTask, WorkUnit
-    from shardmill.dataset.unit_result import UnitResult
+    from shardmill.dataset.build import UnitResult
     from shardmill.jobs.config import SparkConfig
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from etl.engines import ENGINES, Engine, EngineSettings
 from etl.listing.grouping import GroupBy, group_here
 from etl.units.units import CopyUnit, UnitTask, WorkUnit
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.build import UnitResult
 from shardmill.jobs.config import is_local_master, is_under_spark_submit
 
 # About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_peers.md).

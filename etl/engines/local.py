@@ -15,7 +15,7 @@ from etl.engines.unit_runner import UnitRunner
 from etl.engines.worker_process import ForkServer
 from etl.listing.grouping import group_here
 from etl.units.units import CopyUnit, UnitTask, WorkUnit
-from shardmill.dataset.unit_result import UnitResult, decode_unit_result
+from shardmill.dataset.build import UnitResult, decode_unit_result
 
 # Processes for each worker: while one of them stores a unit, another decodes the next one. What a mapping stores is
 # small, and each process would hold its model.

@@ -27,8 +27,8 @@ from etl.units.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
 from shardmill.applications import OnExecutor
 from shardmill.checksummed import ChecksummedFile, checksum_file
-from shardmill.dataset.segment import read_segment, table_bytes
-from shardmill.dataset.unit_result import PENDING, UnitResult
+from shardmill.dataset.build import PENDING, UnitResult
+from shardmill.dataset.row_segments import read_segment, table_bytes
 from shardmill.jobs.config import is_local_master
 from shardmill.jobs.reach import check_nonce, planted, removed_afterwards
 from shardmill.jobs.spark import one_spark, spark_context

@@ -27,7 +27,7 @@ from etl.units.units import CopyUnit
 from etl.units.write_unit import Decoder, Decoders, sandboxes_of_process, write_unit
 from etl.user_code import own_error
 from shardmill.child_process import begin_child, own_pipes
-from shardmill.dataset.unit_result import encode_unit_result
+from shardmill.dataset.build import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.images.annotations import MAKE_MASK

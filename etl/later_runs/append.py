@@ -22,11 +22,10 @@ import pyarrow.parquet as pq
 from etl.later_runs.refused_before import RefusedBefore
 from etl.listing.listing import Listing, limbs, sum_limbs
 from etl.listing.segments import find_sorted, key_digests
+from shardmill.dataset.build import UnitResult
 from shardmill.dataset.index import in_all_formats
-from shardmill.dataset.ledger import read_rejections
+from shardmill.dataset.ledger import RejectionLog, read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
-from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.printable import printable

@@ -18,17 +18,17 @@ import numpy as np
 import pyarrow as pa
 
 from etl.units.units import CopyUnit, UnitTask
+from shardmill.dataset.build import SplitSums, UnitResult
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.statistics import ImageSizes
-from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes, ShardRows
     from etl.units.shard_rows import RowCopier
-    from shardmill.dataset.copy_rows import Copies
     from shardmill.dataset.manifest import Manifest
     from shardmill.dataset.row_segments import RowReader
+    from shardmill.dataset.shard import Copies
 
 
 # With fewer shards than that in a split, a run that adds rows copies none.

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.listing.segments import find_sorted
-from shardmill.dataset.unit_result import UnitResult, decode_sample_ids
+from shardmill.dataset.build import UnitResult, decode_sample_ids
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes, ShardRows

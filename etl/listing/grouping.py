@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from etl.listing.spill import ROWS_PER_PART, SpilledRows
 from shardmill.checksummed import ChecksummedFile
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.row_segments import read_segment
 from shardmill.jobs.process import scratch_folder
 from shardmill.storage import Store
 from shardmill.stores import open_store

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +38,7 @@ from etl.sources import Lists
 from etl.sources.listed import ListingBatch
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
 from shardmill.checksummed import checksum_file
-from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.ledger import RejectionLog
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
@@ -50,10 +49,6 @@ from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
-
-if TYPE_CHECKING:
-    from shardmill.dataset.rejection_log import RejectionLog
-
 
 # A group-by divides its rows by the first column: into ranges, so that each of its parts is a segment.
 _BY_CELL = pa.schema([SEGMENT_SCHEMA.field("cell"), *(field for field in SEGMENT_SCHEMA if field.name != "cell")])

@@ -19,7 +19,7 @@ from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
 
 if TYPE_CHECKING:
     from etl.listing.segments import ListingSegment
-    from shardmill.dataset.rejection_log import RejectionLog
+    from shardmill.dataset.ledger import RejectionLog
 
 NUM_BUCKETS = 1 << 16
 """Finest ranges of cells that are counted: the largest number of work units."""

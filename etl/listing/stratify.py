@@ -23,8 +23,7 @@ import pyarrow.compute as pc
 
 from etl.listing.segments import find_sorted, key_digests, sample_ids
 from etl.sources.listed import SPLITS, ListingBatch
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA, read_segment, rows_file
 from shardmill.mix import mix64_array
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import pyarrow.compute as pc
 
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from shardmill.dataset.chunks import ChunkFetcher, with_fetchers
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.row_segments import read_rows
 from shardmill.formats.encodings import decode_row
 from shardmill.images.process import channel_sums

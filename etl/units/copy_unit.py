@@ -11,8 +11,8 @@ import pyarrow as pa
 from etl.units.pending import keep_result
 from etl.units.shard_rows import RowCopier
 from etl.units.units import CopyUnit, UnitTask
+from shardmill.dataset.build import UnitResult
 from shardmill.dataset.row_segments import RowReader
-from shardmill.dataset.unit_result import UnitResult
 from shardmill.stores import open_store
 
 

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar, overload
 from pydantic import TypeAdapter
 
 from etl.listing.listing import Listing
-from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.unit_result import SplitSums, UnitResult
+from shardmill.dataset.build import SplitSums, UnitResult
+from shardmill.dataset.ledger import RejectionLog
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import ShardInfo
 

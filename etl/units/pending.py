@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from shardmill.checksummed import verify_file
+from shardmill.dataset.build import PENDING, UnitResult, read_pending, write_pending
 from shardmill.dataset.index import read_shards, shard_file
-from shardmill.dataset.segment import rows_file
-from shardmill.dataset.unit_result import PENDING, UnitResult, read_pending, write_pending
+from shardmill.dataset.row_segments import rows_file
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, StoredFile

@@ -16,11 +16,10 @@ import pyarrow.compute as pc
 from etl.config import EtlConfig
 from etl.listing.listing import limbs, sum_limbs
 from etl.listing.segments import key_digests
-from shardmill.dataset.copy_rows import Copies, publish_rows, read_stored_rows
+from shardmill.dataset.build import SplitSums, UnitResult
 from shardmill.dataset.index import ROWS, in_all_formats
-from shardmill.dataset.row_segments import SOURCE_COLUMNS, RowReader, count_pixels, read_rows, sizes_of
-from shardmill.dataset.segment import put_segment
-from shardmill.dataset.unit_result import SplitSums, UnitResult
+from shardmill.dataset.row_segments import SOURCE_COLUMNS, RowReader, count_pixels, put_segment, read_rows, sizes_of
+from shardmill.dataset.shard import Copies, publish_rows, read_stored_rows
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.ids import format_digest
 from shardmill.values import ShardInfo

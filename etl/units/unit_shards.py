@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from etl.units.units import UnitTask
+from shardmill.dataset.build import SplitSums
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.statistics import ImageSizes, count_sizes
-from shardmill.dataset.unit_result import SplitSums
 from shardmill.formats.cutting import ChunkCutter
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.ids import add_digests, format_digest, key_hash

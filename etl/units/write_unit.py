@@ -22,7 +22,7 @@ from etl.units.read_source import check_source, in_reading_order, is_reading_ord
 from etl.units.unit_order import in_unit_order
 from etl.units.unit_shards import UnitShards
 from etl.units.units import UnitTask, WorkUnit, read_unit
-from shardmill.dataset.unit_result import UnitResult, encode_sample_ids
+from shardmill.dataset.build import UnitResult, encode_sample_ids
 from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint, is_failpoint_set
 from shardmill.formats.rows import StoredRow

@@ -12,8 +12,8 @@ from shardmill.words import counted
 
 @command()
 def compact(context: typer.Context, dataset: WholeDataset) -> None:
+    from shardmill.dataset.dataset import open_dataset
     from shardmill.dataset.maintenance.compact import compact_dataset
-    from shardmill.dataset.open import open_dataset
 
     common: Common = context.obj
     opened = open_dataset(whole_dataset(dataset_uri(common, dataset)))

@@ -13,7 +13,7 @@ from pipeline.output.printing import print_result
 from pipeline.running import dataset_of_run, open_run
 from pipeline.tree import PipelineTree
 from shardmill.data_faults.drift import baseline_of, measure_drift
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import DriftLimitExceeded, UsageError
 from shardmill.jobs.ending import report_error

@@ -13,7 +13,7 @@ from pipeline.output.printing import print_result
 from shardmill.words import counted
 
 if TYPE_CHECKING:
-    from shardmill.dataset.tar_progress import TarExport, TarShard
+    from shardmill.dataset.tar_export import TarExport, TarShard
 
 
 @command("run_id")
@@ -32,7 +32,7 @@ def export_tar(
     ] = 500_000_000,
 ) -> None:
     from shardmill.dataset import tar_export
-    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.dataset import open_dataset
     from shardmill.stores import open_store
 
     common: Common = context.obj

@@ -32,8 +32,7 @@ def gc(
     ] = False,
 ) -> None:
     from pipeline.output.garbage import gc_document, gc_rows, models_document, models_rows
-    from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
-    from shardmill.dataset.maintenance.retention import Retention
+    from shardmill.dataset.maintenance.gc import Retention, collect_garbage, plan_gc
     from shardmill.stores import open_store
     from train.garbage import collect_models, is_models_root, plan_models
 

@@ -43,7 +43,7 @@ def inspect(
     ] = False,
 ) -> None:
     from pipeline.output import inspection
-    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.dataset import open_dataset
     from shardmill.dataset.versions import split_version
 
     common: Common = context.obj

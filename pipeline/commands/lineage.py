@@ -79,7 +79,7 @@ def _figures(found: Evaluation | None) -> dict[str, Any] | None:
 
 def _dataset(pin: DatasetPin) -> dict[str, Any]:
     """The version, and, as far as it is still there, what it was made of."""
-    from shardmill.dataset.open import open_pinned
+    from shardmill.dataset.dataset import open_pinned
 
     named = {"uri": f"{pin.uri}@{pin.version}", "manifest_sha256": pin.manifest_sha256}
     try:

@@ -38,7 +38,7 @@ def mislabels(
     from pipeline.output.progress import reading_bar
     from shardmill.data_faults.mislabels import find_mislabels
     from shardmill.data_faults.predicted_rows import read_predicted_rows
-    from shardmill.dataset.open import open_dataset, open_pinned
+    from shardmill.dataset.dataset import open_dataset, open_pinned
 
     common: Common = context.obj
     _check_files(csv, html)

@@ -11,7 +11,7 @@ from pipeline.config import absolute_uri, load_pipeline, require
 from pipeline.output.printing import print_result
 from pipeline.running import open_run
 from pipeline.tree import PipelineTree
-from shardmill.dataset.open import has_version
+from shardmill.dataset.dataset import has_version
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, load_tree
 from shardmill.words import rejected

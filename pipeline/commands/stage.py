@@ -57,7 +57,7 @@ def open_dataset_run(dataset_or_config: str, common: Common, tree: PipelineTree 
 
 def export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
-    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.dataset import open_dataset
     from shardmill.stores import open_store
     from train.published.export import ExportOutcome, export_training
     from train.published.exported import read_export

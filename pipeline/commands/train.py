@@ -15,7 +15,7 @@ def train(
     context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False,
     allow_change: AllowChange = [],  # noqa: B006  typer copies it
 ) -> None:  # fmt: skip
-    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.dataset import open_dataset
     from train.launching.attach import EndedWithJob, attached
     from train.planning.changes import Again
     from train.stage_record import train_record

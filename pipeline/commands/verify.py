@@ -40,7 +40,7 @@ def verify(
 
 def _verified(dataset_or_config: str, common: Common, version: int, *, deep: bool) -> VerifyReport:
     """With a config file, the check is a stage of the run; a bare dataset leaves no run record."""
-    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.dataset import open_dataset
     from shardmill.dataset.verify import verify_dataset
 
     def named(uri: str) -> str:

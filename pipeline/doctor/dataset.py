@@ -22,7 +22,7 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
 
     In a config with a source it is only a warning: a run builds another version first.
     """
-    from shardmill.dataset.open import has_version, open_dataset
+    from shardmill.dataset.dataset import has_version, open_dataset
     from train.planning.make import plan_training
     from train.planning.preflight import check_trainable, window_memory
 

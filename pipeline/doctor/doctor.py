@@ -239,7 +239,7 @@ def _clock(subject: str, uri: str) -> Finding:
 
 def _unset(subject: str, tree: PipelineTree) -> Finding:
     """A run needs all of them; training needs no source if there is a version to train on."""
-    from shardmill.dataset.open import has_version
+    from shardmill.dataset.dataset import has_version
 
     fix = f"set {subject} in the config"
     try:
@@ -311,7 +311,7 @@ def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ..
     """
     if failing := [each.subject for each in findings if each.status == "fail"]:
         return Finding("warn", REHEARSAL, f"not run: {', '.join(failing)} must pass first", "fix that first")
-    from shardmill.dataset.open import has_version
+    from shardmill.dataset.dataset import has_version
     from train.planning.rehearsal import rehearse
 
     try:

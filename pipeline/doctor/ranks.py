@@ -40,7 +40,7 @@ def model_findings(tree: PipelineTree, train: TrainConfig | None, schema: RowSch
     `train`: as planned; None if it cannot run, which another row tells. None if it could not fail to, or there is no
     dataset.
     """
-    from shardmill.dataset.open import has_version, open_dataset
+    from shardmill.dataset.dataset import has_version, open_dataset
     from train.labels import LabelSpec
     from train.planning.trial_build import try_build
     from train.reporting.run_log import RunLog

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.output.printing import Rows
-    from shardmill.dataset.maintenance.gc import GcReport
-    from shardmill.dataset.maintenance.retention import Garbage
+    from shardmill.dataset.maintenance.gc import Garbage, GcReport
     from train.garbage import ModelsReport
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from etl.sources.listed import SPLITS
 from pipeline.output.printing import Rows, plain
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.diff import count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError

@@ -17,8 +17,8 @@ from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
 from shardmill.data_faults.drift import Drift
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.quality import Fault, SuspectImage, find_faults
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_ledger, read_rejections
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
 from shardmill.loader.boxes import RowBoxes

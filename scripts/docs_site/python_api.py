@@ -33,7 +33,7 @@ ALSO = (
     "shardmill.data_faults.quality.SuspectImage",
     "shardmill.data_faults.quality.Telltale",
     "shardmill.data_faults.near_duplicates.SimilarImages",
-    "shardmill.dataset.tar_progress.TarShard",
+    "shardmill.dataset.tar_export.TarShard",
 )
 
 

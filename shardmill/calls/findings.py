@@ -82,7 +82,7 @@ class MislabelsResult(Shown):
 
         Raises UsageError if there are none, or if a source was predicted, whose images are not stored.
         """
-        from shardmill.dataset.open import open_pinned
+        from shardmill.dataset.dataset import open_pinned
         from shardmill.loader.contact_sheet import contact_sheet
         from shardmill.loader.samples import samples_by_id
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardmill.dataset.tar_progress import TarShard
+from shardmill.dataset.tar_export import TarShard
 from shardmill.shown import Shown, ShownList, as_list
 
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from shardmill.data_faults.out_of_sample import MAX_DIMENSIONS
 from shardmill.dataset.chunks import read_embeddings
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_pinned
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_pinned
 from shardmill.dataset.row_segments import read_rows
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.free_memory import free_bytes

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from shardmill.dataset.index import INDEX_SCHEMA
 from shardmill.dataset.manifest import Manifest, manifest_path
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.row_segments import read_segment
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import ShardmillError
 from shardmill.formats.rows import OWN_COLUMNS

@@ -1,28 +1,40 @@
 """A cache of a remote dataset's chunks on this host's disk: each is fetched once for all processes, and verified by
 every one that reads it.
 
-An entry is one file, named by its dataset and by the content of its shard. Who fetches it holds a lock on its temporary
-file, which becomes the entry by a rename: no half entry is ever seen, and the kernel releases the lock of a killed
-process. Nothing is synced: after a power cut a damaged entry is found by its CRC and fetched again, as any other one.
+    CACHE_DIR/shardmill-cache-1/CACHEDIR.TAG            marks the folder as a cache; backups skip it
+                                room                    an upper bound of the bytes in it; locked while it changes
+                                <dataset>/<entry>       named by its dataset and by the content of its shard
+                                <dataset>/.tmp-<entry>  being fetched, or left by a killed process
+
+Who fetches an entry holds a lock on its temporary file, which becomes the entry by a rename: no half entry is ever
+seen, and the kernel releases the lock of a killed process. Nothing is synced: after a power cut a damaged entry is
+found by its CRC and fetched again, as any other one. All processes keep the limit (`CacheQuota`) together. Only files
+with such names are ever deleted, and only in a folder with our tag.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import operator
 import os
+import re
+import shutil
+import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmill.dataset.cache_room import CacheRoom, is_same_file, try_lock
+from shardmill.errors import StorageError
 from shardmill.failpoints import failpoint
 from shardmill.recycled_memory import hashed, read_blocks
 from shardmill.storage import TEMPORARY_PREFIX
@@ -30,13 +42,34 @@ from shardmill.storage import TEMPORARY_PREFIX
 if TYPE_CHECKING:
     from shardmill.formats.rows import ByteRange
 
+
 Data = bytes | memoryview
+
 Take = Callable[[int], np.ndarray]
 """Gives memory of so many bytes."""
 
+
+FOLDER, TAG = "shardmill-cache-1", "CACHEDIR.TAG"
+
+# https://bford.info/cachedir/
+_TAG_TEXT = b"Signature: 8a477f597d28d172789f06886806bc55\n# Chunks of shardmill datasets; safe to delete.\n"
+
+_HELD = struct.Struct("<q")
+
+_DATASET = re.compile("[0-9a-f]{16}")
+
+_ENTRY = re.compile("[0-9a-f]{64}-[0-9]+")
+
 # Longer than any fetch but one that is retried. A stopped process holds its locks: others then fetch for themselves.
 WAIT_SECONDS = 30.0
+
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
+
+# Whoever has the lock scans the cache at the most, unless it was stopped.
+_WAIT_SECONDS = 30.0
+
+# Of the limit: a scan of all entries makes room for many.
+_KEPT_FRACTION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +107,9 @@ class CacheCounts:
 class ChunkCache:
     """What the readers of one dataset ask for bytes. Safe to use from several threads."""
 
-    def __init__(self, room: CacheRoom, uri: str) -> None:
-        self._room = room
-        self._folder = room.root / hashlib.sha256(uri.encode()).hexdigest()[:16]
+    def __init__(self, quota: CacheQuota, uri: str) -> None:
+        self._quota = quota
+        self._folder = quota.root / hashlib.sha256(uri.encode()).hexdigest()[:16]
         self._counts = CacheCounts()
         self._lock = threading.Lock()
         self._keeps = True
@@ -129,7 +162,9 @@ class ChunkCache:
         try:
             if os.fstat(descriptor).st_size != entry.num_bytes:
                 return None, True
-            data, crc32c = hashed(read_blocks(descriptor, 0, entry.num_bytes, take or _new_memory))
+            data, crc32c = hashed(
+                read_blocks(descriptor, 0, entry.num_bytes, take or partial(np.empty, dtype=np.uint8))
+            )
             if len(data) != entry.num_bytes or crc32c != entry.crc32c:
                 return None, True
             # What was not used for longest is evicted first.
@@ -172,7 +207,7 @@ class ChunkCache:
             os.ftruncate(descriptor, 0)
             if data:
                 os.posix_fallocate(descriptor, 0, len(data))
-            if not self._room.reserve(len(data), entry.temporary):
+            if not self._quota.reserve(len(data), entry.temporary):
                 return
             view = memoryview(data)
             while view:
@@ -187,7 +222,7 @@ class ChunkCache:
             was_keeping, self._keeps = self._keeps, False
         if was_keeping:
             warnings.warn(
-                f"the cache {self._room.root} stores no more chunks: {error.strerror or error}; reading continues "
+                f"the cache {self._quota.root} stores no more chunks: {error.strerror or error}; reading continues "
                 "without storing them",
                 RuntimeWarning,
                 stacklevel=2,
@@ -216,5 +251,178 @@ def _open_locked(path: Path) -> int | None:
     return None
 
 
-def _new_memory(num_bytes: int) -> np.ndarray:
-    return np.empty(num_bytes, np.uint8)
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An entry of the cache, or one to be."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    is_fetched: bool
+    """Whether it is an entry, and may be evicted; a living process writes another one."""
+
+
+class CacheQuota:
+    """A cache's folder and its limit."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        self.root = root
+        self.limit_bytes = limit_bytes
+
+    def reserve(self, num_bytes: int, temporary: Path) -> bool:
+        """Whether so many bytes, which `temporary` takes already, may become an entry; makes room for them.
+
+        False if the limit does not allow it. Raises OSError; TimeoutError if another process keeps the room locked.
+        """
+        with _locked(self.root) as descriptor:
+            if descriptor is None:
+                raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked")
+            held = _read_held(descriptor)
+            if held is None or held + num_bytes > self.limit_bytes:
+                # A process that was killed has reserved and not kept: what is there decides.
+                held = self._evict(int(_KEPT_FRACTION * self.limit_bytes) - num_bytes, temporary)
+            if held + num_bytes > self.limit_bytes:
+                return False
+            os.pwrite(descriptor, _HELD.pack(held + num_bytes), 0)
+            return True
+
+    def held_bytes(self) -> int:
+        """Bytes of all files in it. Scans it; sweeps what killed processes left."""
+        with _locked(self.root) as descriptor:
+            held = self._evict(self.limit_bytes, None)
+            if descriptor is not None:
+                os.pwrite(descriptor, _HELD.pack(held), 0)
+            return held
+
+    def _evict(self, until_bytes: int, skipped: Path | None) -> int:
+        """Delete entries, the one that was not used for longest first, until so many bytes are left; return these."""
+        files = list(self._files(skipped))
+        held = sum(file.num_bytes for file in files)
+        if held > until_bytes:
+            fetched = (file for file in files if file.is_fetched)
+            for file in sorted(fetched, key=lambda file: file.mtime_ns):
+                if held <= until_bytes:
+                    break
+                with suppress(FileNotFoundError):
+                    os.unlink(file.path)
+                held -= file.num_bytes
+        return held
+
+    def _files(self, skipped: Path | None) -> Iterator[_File]:
+        """Every entry, and what living processes fetch; what killed ones have left is deleted."""
+        for folder in os.scandir(self.root):
+            if not _DATASET.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
+                continue
+            for found in os.scandir(folder):
+                is_temporary = found.name.startswith(TEMPORARY_PREFIX)
+                if found.path == str(skipped) or not _ENTRY.fullmatch(found.name.removeprefix(TEMPORARY_PREFIX)):
+                    continue
+                with suppress(FileNotFoundError):
+                    status = found.stat(follow_symlinks=False)
+                    if not found.is_file(follow_symlinks=False) or (is_temporary and _is_swept(found.path)):
+                        continue
+                    yield _File(found.path, status.st_size, status.st_mtime_ns, not is_temporary)
+
+
+def open_quota(cache_dir: str, limit_bytes: int | None, wanted_bytes: int, *, named: str = "cache_dir") -> CacheQuota:
+    """The quota of the cache below `cache_dir`, which is made if it is not there.
+
+    `limit_bytes`: by default half of what the disk can give. `wanted_bytes`: what the reader would fill of it. `named`:
+    the setting, for messages. Raises StorageError for a disk that cannot be written to or has not enough space, and for
+    a folder that is not a cache's.
+    """
+    folder = Path(os.path.abspath(os.path.expanduser(cache_dir)))
+    root = folder / FOLDER
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _tag(root, named)
+        quota = CacheQuota(root, 1 << 62)
+        held, free = quota.held_bytes(), shutil.disk_usage(root).free
+    except OSError as error:
+        raise StorageError(
+            f"{named} = {cache_dir!r}: cannot write to {error.filename or root}: {error.strerror or error}",
+            "expected a folder on a local disk that this process may write to",
+            f"name another folder, or omit {named} to read without a cache",
+        ) from None
+    quota.limit_bytes = (held + free) // 2 if limit_bytes is None else limit_bytes
+    needed = min(quota.limit_bytes, wanted_bytes) if limit_bytes is not None else 0
+    if needed > held + free:
+        raise StorageError(
+            f"{named} = {cache_dir!r}: the cache would grow to {needed} bytes, and its disk has {free} free",
+            f"expected {needed - held} bytes of free space in addition to the {held} bytes in the cache",
+            f"free space, set a limit of at most {held + free} bytes, or name a folder on another disk",
+        )
+    return quota
+
+
+def _tag(root: Path, named: str) -> None:
+    """Make the folder a cache's. Raises StorageError if it holds what no cache has put there."""
+    tag, temporary = root / TAG, root / f"{TEMPORARY_PREFIX}tag"
+    others = {found.name for found in os.scandir(root)} - {TAG, "room", temporary.name}
+    if tag.exists():
+        if tag.read_bytes() == _TAG_TEXT:
+            return
+    elif not others:
+        with _locked(root) as descriptor:
+            if descriptor is not None and not tag.exists():
+                temporary.write_bytes(_TAG_TEXT)
+                os.rename(temporary, tag)
+        return
+    raise StorageError(
+        f"{root} is not a cache of shardmill: it holds other files, and no {TAG} of ours",
+        "expected an empty folder, or one that shardmill made",
+        f"move it away, or set {named} to another folder",
+    )
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[int | None]:
+    """A descriptor of the file `room`, locked; None if another process does not release it in time."""
+    descriptor = os.open(root / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not (is_mine := try_lock(descriptor)) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        yield descriptor if is_mine else None
+    finally:
+        os.close(descriptor)
+
+
+def _read_held(descriptor: int) -> int | None:
+    """The bytes that are held, as the last process wrote them; None if no one did."""
+    data = os.pread(descriptor, _HELD.size, 0)
+    return _HELD.unpack(data)[0] if len(data) == _HELD.size else None
+
+
+def _is_swept(path: str) -> bool:
+    """Delete a temporary file, if no living process has locked it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if not try_lock(descriptor) or not is_same_file(descriptor, Path(path)):
+            return False
+        # Who has opened and not locked it yet sees that it is gone, and makes a new one.
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Whether this open file is locked now; another one that has the lock keeps it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_same_file(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names the file that `descriptor` has open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

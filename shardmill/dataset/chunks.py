@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 import numpy as np
 
-from shardmill.dataset.segment import RESTORE
+from shardmill.dataset.row_segments import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
-    from shardmill.dataset.split_index import SplitIndex
+    from shardmill.dataset.index import SplitIndex
     from shardmill.recycled_memory import RecycledMemory
     from shardmill.values import ShardInfo
 

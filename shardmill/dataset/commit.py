@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from shardmill.dataset.build import SplitSums, UnitResult, count_notes
 from shardmill.dataset.duplicates import DuplicateCounts
-from shardmill.dataset.index import has_all_files, write_index
-from shardmill.dataset.layout import Layout
+from shardmill.dataset.index import Layout, has_all_files, write_index
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
     Counts,
@@ -33,7 +33,6 @@ from shardmill.dataset.manifest import (
     parse_manifest,
 )
 from shardmill.dataset.statistics import ChannelSums, add_sizes
-from shardmill.dataset.unit_result import SplitSums, UnitResult, count_notes
 from shardmill.dataset.versions import read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError, StorageError
 from shardmill.failpoints import failpoint
@@ -42,7 +41,7 @@ from shardmill.storage import Store
 
 if TYPE_CHECKING:
     from shardmill.dataset.build import Build
-    from shardmill.dataset.rejection_log import RejectionLog
+    from shardmill.dataset.ledger import RejectionLog
 
 
 def check_accounting(

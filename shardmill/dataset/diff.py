@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA, read_segment, rows_file
 from shardmill.values import ShardInfo
 
 

@@ -10,8 +10,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment, rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA, read_segment, rows_file
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 

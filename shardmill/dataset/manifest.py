@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -281,5 +283,22 @@ def content_digest(
             "class_names": list(classes),
             "normalization": normalization_fingerprint,
             "splits": {name: [split.num_rows, split.row_digest_sum] for name, split in splits.items()},
+        }
+    )
+
+
+def child_of(latest: Manifest, operation: Operation, run_id: str, *, content: Manifest, **changes: Any) -> Manifest:
+    """The draft of the version after `latest`, with the rows of `content`; `changes` are further fields of it."""
+    return content.model_copy(
+        update={
+            "version": latest.version + 1,
+            "parent_version": latest.version,
+            "operation": operation,
+            "restored_version": None,
+            "expired_versions": latest.expired_versions,
+            "commit_id": uuid.uuid4().hex,
+            "run_id": run_id,
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            **changes,
         }
     )

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmill.dataset.cache_room import open_room
-from shardmill.dataset.chunk_cache import ChunkCache
+from shardmill.dataset.chunk_cache import ChunkCache, open_quota
 from shardmill.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,11 +74,11 @@ def _open(
     if options.limit_bytes is not None:
         check_limit(remote, spec, format, options.limit_bytes, limit)
     split_bytes = sum(int(dataset.index(spec.split, format).stored_bytes.sum()) for dataset in remote)
-    room = open_room(options.folder, options.limit_bytes, split_bytes, named=folder)
+    quota = open_quota(options.folder, options.limit_bytes, split_bytes, named=folder)
     if options.limit_bytes is None:
-        check_limit(remote, spec, format, room.limit_bytes, f"{limit} (half of what the disk has free)")
+        check_limit(remote, spec, format, quota.limit_bytes, f"{limit} (half of what the disk has free)")
     return tuple(
-        ChunkCache(room, dataset.store.uri) if dataset.store.local_root is None else None for dataset in datasets
+        ChunkCache(quota, dataset.store.uri) if dataset.store.local_root is None else None for dataset in datasets
     )
 
 

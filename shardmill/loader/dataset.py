@@ -15,7 +15,7 @@ import numpy as np
 from shardmill.augment.mixing import check_mixing, check_streams
 from shardmill.augment.options import augment_options
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset as open_version
+from shardmill.dataset.dataset import open_dataset as open_version
 from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, num_streams_for, streams_of_rank, window_bytes_within
 from shardmill.errors import UsageError
@@ -40,7 +40,7 @@ from shardmill.registry import install_hint
 from shardmill.typed_columns import label_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from shardmill.loader.batch import LoaderBatch
     from shardmill.loader.dataset_mix import Mix
     from shardmill.loader.per_sample import SampleTransform
-    from shardmill.loader.ranks import Ranks
     from shardmill.loader.transform import Transform
     from shardmill.values import Batch, DatasetPin
 

@@ -25,7 +25,7 @@ from shardmill.typed_columns import ANNOTATIONS, BOX_COLUMNS
 if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
-    from shardmill.dataset.split_index import SplitIndex
+    from shardmill.dataset.index import SplitIndex
     from shardmill.epoch_plan import PlanSpec
     from shardmill.formats.rows import ChunkRows, RowSchema
     from shardmill.loader.dataset_mix import DatasetMix, MixFetcher

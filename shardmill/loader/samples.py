@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import numpy as np
 
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import open_pinned
 from shardmill.formats.encodings import decode_row
 from shardmill.loader.annotations import stored_annotations
 from shardmill.loader.metadata import read_metadata

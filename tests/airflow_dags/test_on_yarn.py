@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import toml_table

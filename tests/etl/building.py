@@ -19,8 +19,8 @@ from etl.units.finished import Finished
 from etl.units.move_annotations import Annotated, move_annotations
 from etl.units.units import images_of_table, plan_units
 from etl.units.write_unit import write_unit
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.images.annotations import make_mask

@@ -13,8 +13,7 @@ import numpy as np
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.outcome import BuildOutcome
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples

@@ -14,8 +14,7 @@ import numpy as np
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.predict_job import predict_source
 from etl.sources import COMMITTED
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.formats.encodings import decode_stored
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import iterate_samples

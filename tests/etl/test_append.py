@@ -13,9 +13,8 @@ import pytest
 
 from etl.checks.version_warnings import version_warnings
 from etl.later_runs import carry
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.index import read_shards, rows_file, stored_sizes
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import read_rows
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError

@@ -25,9 +25,9 @@ from etl.sources import SOURCES
 from etl.sources.boxes import ANNOTATED_SIZE, box_values
 from etl.sources.mask_places import mask_place
 from etl.units.move_annotations import Annotated
-from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.shard import read_stored_rows
 from shardmill.dataset.tar_export import sample_members
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_row

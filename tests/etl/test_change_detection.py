@@ -22,9 +22,9 @@ from etl.outcome import BuildOutcome, stage_record
 from etl.plan import plan_build
 from etl.units.write_unit import Decoders, write_unit
 from shardmill.data_faults.drift import Drift
+from shardmill.dataset.build import PENDING
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, StorageError, UsageError

@@ -22,7 +22,7 @@ from etl.listing.listing import Listing
 from etl.outcome import BuildOutcome
 from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill import ids
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.row_segments import read_rows
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version

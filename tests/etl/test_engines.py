@@ -41,11 +41,11 @@ from etl.units.finished import Finished
 from etl.units.pending import finished_units
 from etl.units.shard_rows import RowCopier
 from etl.units.units import WorkUnit
+from shardmill.dataset.build import UnitResult, decode_unit_result
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, ShardmillError, StorageError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow

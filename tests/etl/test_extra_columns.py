@@ -15,9 +15,9 @@ import pytest
 
 from etl.config import SourceConfig
 from etl.sources.extra import ExtraColumns
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import encode_manifest, parse_manifest
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import LOOK_COLUMNS, ROWS_SCHEMA, SOURCE_COLUMNS
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import OWN_COLUMNS, OWN_NAMES

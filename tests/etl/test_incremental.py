@@ -25,8 +25,8 @@ from etl.units.copy_unit import copy_rows
 from etl.units.finished import Finished
 from etl.units.shard_rows import RowCopier
 from etl.units.units import CopyUnit, UnitTask
+from shardmill.dataset.build import UnitResult
 from shardmill.dataset.index import read_shards
-from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, StorageError
 from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, SERVED_RULES

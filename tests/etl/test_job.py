@@ -19,12 +19,11 @@ from etl.outcome import BuildOutcome
 from etl.plan import BuildPlan, plan_build
 from etl.units.write_unit import write_unit
 from etl.user_code import own_error
+from shardmill.dataset.build import PENDING
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError

@@ -23,7 +23,7 @@ from etl.listing.label_map import read_label_map
 from etl.plan import plan_build
 from pipeline.output.inspection import describe
 from shardmill.cells import to_cell
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, encode_example

@@ -26,13 +26,12 @@ from etl.plan import plan_build
 from etl.units.finished import Finished
 from etl.units.write_unit import write_unit
 from pipeline.output.inspection import list_rejections
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.maintenance.rollback import roll_back
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import AccessDenied, IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError

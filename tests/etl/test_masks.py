@@ -22,9 +22,9 @@ from etl.config import SourceConfig
 from etl.sources.boxes import ANNOTATED_SIZE
 from etl.sources.mask_places import OUTLINES
 from etl.units.move_annotations import Annotated
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_mask

@@ -22,8 +22,8 @@ from etl.units.finished import Finished
 from etl.units.pending import clear_pending, finished_units, keep_result, kept_result, kept_results, pending_path
 from etl.units.units import WorkUnit
 from etl.units.write_unit import write_unit
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import PENDING, UnitResult
+from shardmill.dataset.build import PENDING, UnitResult
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig

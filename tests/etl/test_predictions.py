@@ -19,9 +19,9 @@ from etl.config import EtlConfig, SourceConfig
 from etl.outcome import BuildOutcome
 from etl.sources import COMMITTED
 from shardmill.calls.predictions import Predictions
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import UsageError
 from shardmill.failpoints import VARIABLE

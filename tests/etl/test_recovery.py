@@ -28,8 +28,8 @@ from etl.plan import plan_build
 from etl.units.finished import Finished
 from etl.units.pending import kept_result
 from etl.units.write_unit import write_unit
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import PENDING
+from shardmill.dataset.build import PENDING
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import AccessDenied, StorageError

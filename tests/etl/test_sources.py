@@ -31,8 +31,8 @@ from etl.sources.recognise import recognise
 from etl.units.read_source import check_source, in_reading_order, read_source
 from etl.units.units import read_unit
 from etl.units.write_unit import write_unit
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError, UsageError
 from shardmill.formats.tf_example import encode_example
 from shardmill.formats.tfrecord import frame

@@ -31,10 +31,9 @@ from etl.setting_kinds import EQUAL_IN_APPENDS
 from etl.sources.listed import ListingBatch, batches_of, listed_table
 from etl.units.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from etl.units.write_unit import write_unit
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.build import UnitResult
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.formats import SHARD_FORMATS

@@ -35,11 +35,10 @@ from etl.units.units import WorkUnit
 from etl.units.write_unit import Decoders, sandboxes_of_process, write_unit
 from pipeline.cli_options import Common
 from pipeline.commands.dry_run import dry_run
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.build import PENDING, UnitResult, decode_sample_ids, encode_unit_result
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import PENDING, UnitResult, decode_sample_ids, encode_unit_result
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, ShardmillError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE

@@ -19,8 +19,8 @@ from etl.units.copy_unit import copy_rows
 from etl.units.finished import Finished
 from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from etl.units.write_unit import write_unit
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.build import UnitResult
+from shardmill.dataset.dataset import open_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.reader import read_batches

@@ -24,7 +24,7 @@ from pipeline.cli import COMMANDS, app
 from pipeline.output.data_faults import quality_rows
 from pipeline.output.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.run_record import RunRecord
 from tests.lab.commands import BIN, BUILD_HERE, ENVIRONMENT, ROOT, in_process, last_line, shardmill
 from tests.lab.datasets import make_dataset, write_images

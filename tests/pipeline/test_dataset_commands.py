@@ -26,9 +26,9 @@ from pipeline.commands.predict import check_any_predicted, prediction_csv, predi
 from pipeline.config import load_pipeline
 from pipeline.demo.data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
 from pipeline.output import progress
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image

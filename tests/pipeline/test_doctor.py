@@ -17,7 +17,7 @@ from pipeline.doctor.doctor import diagnose, examine, rehearsed
 from pipeline.doctor.finding import Finding
 from pipeline.output.printing import outcome_words, stage_title
 from pipeline.tree import PipelineTree
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.jobs.run_files import StageRecord

@@ -21,8 +21,7 @@ from shardmill.calls.findings import MislabelsResult
 from shardmill.cells import from_cell
 from shardmill.data_faults.mislabels import find_mislabels
 from shardmill.data_faults.predicted_rows import check_memory, may_be_seen, read_predicted_rows
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.samples import iterate_samples
 from shardmill.values import DatasetPin

@@ -36,7 +36,7 @@ from pipeline.report.page import render
 from pipeline.report.write import gather, reader_of_run
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
 from pipeline.tree import PipelineTree
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Terminated

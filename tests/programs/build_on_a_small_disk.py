@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
 from tests.lab.datasets import build_here

@@ -2,8 +2,7 @@
 
 import sys
 
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.stores import open_store
 
 collect_garbage(open_store(sys.argv[1]), Retention(int(sys.argv[2]), older_than_seconds=0.0), "gc")

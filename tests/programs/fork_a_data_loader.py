@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.reader import read_split
 from shardmill.values import Batch

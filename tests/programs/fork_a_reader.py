@@ -3,7 +3,7 @@
 import multiprocessing
 import sys
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.reader import read_batches, read_split
 from shardmill.loader.row_source import ReaderOptions

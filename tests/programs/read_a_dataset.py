@@ -5,8 +5,8 @@ import sys
 import numpy
 import pyarrow
 
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.open import open_dataset
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 

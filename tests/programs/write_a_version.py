@@ -5,9 +5,9 @@ from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store

@@ -7,10 +7,9 @@ from pathlib import Path
 from etl.config import EtlConfig
 from etl.plan import plan_build
 from etl.units.write_unit import write_unit
-from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.maintenance.gc import GcReport, collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.gc import GcReport, Retention, collect_garbage
+from shardmill.dataset.shard import read_stored_rows
 from shardmill.ids import add_digests, format_digest
 from shardmill.stores import open_store
 from tests.etl.building import tree_for

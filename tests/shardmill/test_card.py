@@ -23,9 +23,8 @@ import shardmill
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from shardmill.dataset.card import CARD, refresh_card
-from shardmill.dataset.ledger import ledger_digest, read_rejections, write_ledger
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.ledger import RejectionLog, ledger_digest, read_rejections, write_ledger
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.ids import add_digests, key_bytes, key_hash
@@ -365,8 +364,8 @@ def test_labels_of_every_kind_are_in_metadata(kind, tmp_path):
 
 
 def few_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmill.dataset.rejection_log.MAX_WAITING", 7)
-    monkeypatch.setattr("shardmill.dataset.rejection_log.ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr("shardmill.dataset.ledger.MAX_WAITING", 7)
+    monkeypatch.setattr("shardmill.dataset.ledger.ROW_GROUP_ROWS", 3)
     monkeypatch.setattr("shardmill.dataset.ledger.SEGMENT_ROWS", 5)
 
 

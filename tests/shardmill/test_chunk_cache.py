@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import shardmill
-from shardmill.dataset.cache_room import FOLDER, CacheRoom
+from shardmill.dataset.chunk_cache import FOLDER, CacheQuota
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.process import PREFIX, STALE_SECONDS, Scratch, private_temporary_folder, remove_stale
@@ -136,21 +136,21 @@ def test_a_limit_evicts_what_was_not_used_for_longest_and_nothing_else(far: str,
     for age, path in enumerate(own):
         os.utime(path, ns=(age, age))
     sizes = [path.stat().st_size for path in own]
-    room = CacheRoom(cache, sum(sizes) - 1)
-    assert room.reserve(0, cache / "none")
+    quota = CacheQuota(cache, sum(sizes) - 1)
+    assert quota.reserve(0, cache / "none")
     assert own[-1].exists() and not own[0].exists()
     kept = [path.exists() for path in own]
-    assert kept == sorted(kept) and room.held_bytes() <= 0.9 * sum(sizes)
+    assert kept == sorted(kept) and quota.held_bytes() <= 0.9 * sum(sizes)
     assert all(path.read_text() == "mine" for path in (*foreign, cache / "photos" / ("0" * 64 + "-1")))
     assert (tmp_path / "outside").exists() and (folder / ("1" * 64 + "-1")).is_symlink()
 
     limit = sum(shard.size_bytes for shard in shardmill.open_dataset(far).shards_of("train"))
-    CacheRoom(cache, 0).reserve(0, cache / "none")
+    CacheQuota(cache, 0).reserve(0, cache / "none")
     reading = {"cache_limit_bytes": limit}
     for _ in range(2):
         found, loader = epoch_of(far, tmp_path / "cache", **reading)
         assert all(map(np.array_equal, found, expected))
-        assert CacheRoom(cache, limit).held_bytes() <= limit
+        assert CacheQuota(cache, limit).held_bytes() <= limit
     assert loader.report().cache.hits > 0
 
 
@@ -263,7 +263,7 @@ def test_a_killed_process_leaves_no_half_entry_and_no_lock(far: str, tmp_path: P
 def test_what_a_stopped_process_holds_is_fetched_without_it(far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shardmill.dataset.chunk_cache.WAIT_SECONDS", 0.1)
     expected, _ = epoch_of(far, None)
-    monkeypatch.setattr("shardmill.dataset.cache_room._WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("shardmill.dataset.chunk_cache._WAIT_SECONDS", 0.1)
     with read_in_a_process(far, tmp_path, **{VARIABLE: "stop:cache_keep"}) as stopped:
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
         found, loader = epoch_of(far, tmp_path)
@@ -277,7 +277,7 @@ def test_a_room_that_stays_locked_ends_the_caching(far: str, tmp_path: Path, mon
     expected, _ = epoch_of(far, None)
     dataset = shardmill.open_dataset(far)
     loader = dataset.batches("train", **BATCH, cache_dir=tmp_path)
-    monkeypatch.setattr("shardmill.dataset.cache_room._WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("shardmill.dataset.chunk_cache._WAIT_SECONDS", 0.1)
     with open(tmp_path / FOLDER / "room") as room, pytest.warns(RuntimeWarning, match="another process keeps it lock"):
         fcntl.flock(room, fcntl.LOCK_EX)
         found = [batch.images for batch in loader]

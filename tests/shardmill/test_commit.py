@@ -24,16 +24,13 @@ from etl.units.finished import Finished
 from etl.units.write_unit import write_unit
 from shardmill.checksummed import checksum_file, read_checksummed, verified_body, verify_file, with_checksum
 from shardmill.dataset.commit import commit_version, publish
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset, open_pinned
 from shardmill.dataset.duplicates import DuplicateCounts
-from shardmill.dataset.maintenance.child import child_of
+from shardmill.dataset.ledger import RejectionLog
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.manifest import Manifest, Operation, VersionRange, manifest_path
-from shardmill.dataset.open import open_dataset, open_pinned
-from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.manifest import Manifest, Operation, VersionRange, child_of, manifest_path
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import check_recorded, latest_version, read_manifest
 from shardmill.errors import CommitConflict, IntegrityError, SecurityRefusal, UsageError

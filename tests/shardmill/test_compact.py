@@ -9,10 +9,9 @@ import pytest
 
 from etl.config import EtlConfig
 from etl.job import build_dataset
-from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.shard import read_stored_rows
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.formats import SHARD_FORMATS

@@ -19,9 +19,8 @@ import pytest
 import webdataset
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.tar_export import export_tar
-from shardmill.dataset.tar_progress import EXPORT, PROGRESS, TarExport
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.tar_export import EXPORT, PROGRESS, TarExport, export_tar
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE

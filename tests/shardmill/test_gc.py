@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from shardmill.dataset import commit
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.leases import reading, writing
 from shardmill.dataset.maintenance.compact import compact_dataset
-from shardmill.dataset.maintenance.gc import GcReport, collect_garbage, plan_gc
-from shardmill.dataset.maintenance.retention import Retention, as_ranges, numbers_of
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.maintenance.gc import GcReport, Retention, as_ranges, collect_garbage, numbers_of, plan_gc
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import CommitConflict, IntegrityError, UsageError

@@ -20,16 +20,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from shardmill.dataset import leases
+from shardmill.dataset import manifest as manifests
 from shardmill.dataset.commit import publish
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.index import INDEXES, write_index
 from shardmill.dataset.leases import LEASES, TTL_SECONDS, Clock, Collector, HeldLease, LeaseKind, list_leases, writing
-from shardmill.dataset.maintenance import child, gc
-from shardmill.dataset.maintenance.child import child_of
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.maintenance import gc
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.manifest import MANIFESTS, parse_manifest
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.manifest import MANIFESTS, child_of, parse_manifest
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import ShardmillError
 from shardmill.storage import Store, StoredFile
@@ -468,8 +467,8 @@ def search(
         monkeypatch.setattr(leases, "Clock", lambda: Clock(search.running.now, search.running.wait))
         monkeypatch.setattr(leases, "threading", SimpleNamespace(Event=threading.Event, Thread=no_thread))
         monkeypatch.setattr(leases, "secrets", SimpleNamespace(token_hex=lambda _: search.running.name))
-        monkeypatch.setattr(child, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=search.running.name)))
-        monkeypatch.setattr(child, "datetime", SimpleNamespace(now=lambda _: datetime(2027, 1, 1, tzinfo=UTC)))
+        monkeypatch.setattr(manifests, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=search.running.name)))
+        monkeypatch.setattr(manifests, "datetime", SimpleNamespace(now=lambda _: datetime(2027, 1, 1, tzinfo=UTC)))
         monkeypatch.setattr(gc, "lapsed_writers", leases.lapsed_writers)
         monkeypatch.setattr(gc, "_NUM_DELETERS", 1)
         return search

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etl.config import EtlConfig, SourceConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError
 from shardmill.storage import TEMPORARY_PREFIX

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardmill import recycled_memory
-from shardmill.dataset.open import open_dataset as open_version
+from shardmill.dataset.dataset import open_dataset as open_version
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.loader.dataset import open_dataset

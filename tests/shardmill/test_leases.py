@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.dataset.commit import publish
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.index import write_index
 from shardmill.dataset.leases import (
     LEASES,
@@ -34,10 +35,8 @@ from shardmill.dataset.leases import (
     writing,
 )
 from shardmill.dataset.maintenance import gc
-from shardmill.dataset.maintenance.child import child_of
-from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
-from shardmill.dataset.maintenance.retention import Retention
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage, plan_gc
+from shardmill.dataset.manifest import child_of
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import COMMITTED, latest_version
 from shardmill.errors import CommitConflict, ShardmillError, StorageError

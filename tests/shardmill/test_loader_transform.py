@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import shardmill
 from shardmill.checksummed import checksum_file
-from shardmill.dataset.segment import put_segment, read_segment, table_bytes
+from shardmill.dataset.row_segments import put_segment, read_segment, table_bytes
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.loader.dataset_mix import _scaled
 from shardmill.loader.selection import select_apart

@@ -14,6 +14,7 @@ import pytest
 
 from etl.config import EtlConfig
 from shardmill.checksummed import ChecksummedFile
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.diff import ChangeKind, RowPlace, count_changes, diff_versions
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import (
@@ -28,7 +29,6 @@ from shardmill.dataset.manifest import (
     manifest_path,
     parse_manifest,
 )
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.statistics import (
     ASPECT_NAMES,
     SIDE_NAMES,

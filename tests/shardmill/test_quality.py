@@ -19,10 +19,9 @@ from shardmill.data_faults.drift import Aspect, AspectDrift, amount_words, measu
 from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.near_duplicates import connect, find_near_duplicates
 from shardmill.data_faults.quality import Fault, find_faults
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import RowReader
 from shardmill.dataset.statistics import NUM_SIDE_BUCKETS, ChannelSums, ImageSizes, SizeCounts
 from shardmill.errors import UsageError

@@ -18,11 +18,9 @@ import simplejpeg
 import shardmill
 from shardmill.augment.options import AugmentOptions
 from shardmill.augment.windows import Windows, cut_window, whole_windows
-from shardmill.dataset.cache_room import open_room
-from shardmill.dataset.chunk_cache import ChunkCache
+from shardmill.dataset.chunk_cache import ChunkCache, open_room
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats import SHARD_FORMATS, encodings

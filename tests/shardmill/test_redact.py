@@ -19,7 +19,7 @@ from etl.config import EtlTree
 from pipeline.tree import PipelineTree
 from shardmill import ids
 from shardmill.cells import FORMULA_STARTS, from_cell, to_cell
-from shardmill.dataset.layout import Layout
+from shardmill.dataset.index import Layout
 from shardmill.errors import StorageError, UsageError
 from shardmill.ids import canonical_digest
 from shardmill.jobs.config import load_tree
@@ -283,7 +283,7 @@ def shard(split: str, rng: random.Random) -> ShardInfo:
 @pytest.mark.parametrize("max_in_memory", [10**6, 50])
 @pytest.mark.parametrize("class_names", [["a", "b"], ["b", "ä", "a"], []])
 def test_the_digest_is_that_of_the_whole_object(class_names: list[str], max_in_memory: int, monkeypatch):
-    monkeypatch.setattr("shardmill.dataset.layout.MAX_IN_MEMORY_BYTES", max_in_memory)
+    monkeypatch.setattr("shardmill.dataset.index.MAX_IN_MEMORY_BYTES", max_in_memory)
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

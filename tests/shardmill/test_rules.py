@@ -13,12 +13,11 @@ import pytest
 
 from etl.config import EtlConfig
 from shardmill.checksummed import checksum_file
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.index import INDEX_SCHEMA, index_table
 from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.row_segments import read_rows
-from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.dataset.row_segments import put_segment, read_rows, read_segment
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError

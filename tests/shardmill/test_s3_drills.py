@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.stores import open_store, s3, s3_requests

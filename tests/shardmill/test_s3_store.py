@@ -14,9 +14,8 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from shardmill.applications import OnExecutor
-from shardmill.dataset.open import open_dataset
-from shardmill.dataset.rules import verify_present
-from shardmill.dataset.verify import verify_dataset
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.verify import verify_dataset, verify_present
 from shardmill.errors import AccessDenied, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples

@@ -23,7 +23,7 @@ import pytest
 
 from etl.config import EtlConfig, SourceConfig
 from shardmill.checksummed import check_relative_path
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CannotList, SecurityRefusal, StorageError, UsageError
 from shardmill.storage import Store
 from shardmill.stores import STORES, open_store, scheme_of

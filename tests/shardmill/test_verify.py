@@ -22,15 +22,11 @@ import shardmill
 from shardmill.checksummed import checksum_file
 from shardmill.dataset import chunks
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.index import index_table, shards_of_table
+from shardmill.dataset.dataset import Dataset, open_dataset, open_pinned
+from shardmill.dataset.index import SplitIndex, _read_parts, index_table, read_index, shards_of_table
 from shardmill.dataset.manifest import encode_manifest
-from shardmill.dataset.open import open_dataset, open_pinned
-from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import put_segment, read_segment, rows_file
-from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.split_index import SplitIndex, _read_parts, read_index
+from shardmill.dataset.row_segments import ROWS_SCHEMA, put_segment, read_segment, rows_file
+from shardmill.dataset.shard import publish_shard, read_stored_rows
 from shardmill.dataset.verify import verify_dataset
 from shardmill.epoch_plan import plan_epoch
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from tests.lab.datasets import make_dataset

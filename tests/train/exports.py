@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shardmill.checksummed import checksum_file
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.loader.reader import read_split
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store

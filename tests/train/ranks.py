@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.plan import parse_bytes
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from tests.lab.commands import in_process

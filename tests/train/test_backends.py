@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardmill import recycled_memory
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 from etl.config import EtlConfig
 from pipeline.cli import app
 from pipeline.config_file import to_toml
-from shardmill.dataset.maintenance.gc import collect_garbage
-from shardmill.dataset.maintenance.retention import Retention
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.open import open_dataset
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkApplicationConfig, SparkConfig

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmill.checksummed import with_checksum
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CommitConflict, IntegrityError, SecurityRefusal, StorageError, UsageError
 from shardmill.stores import STORES, open_store
 from shardmill.values import DatasetPin

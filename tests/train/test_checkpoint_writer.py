@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CommitConflict, StorageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import SparkConfig

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from shardmill.checksummed import with_checksum
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.maintenance.rollback import roll_back
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.loader.reader import read_batches, read_split
 from shardmill.loader.samples import read_samples

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver

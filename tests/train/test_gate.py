@@ -18,8 +18,7 @@ from PIL import Image
 
 from etl.config import SourceConfig, SplitFractions
 from shardmill.checksummed import with_checksum
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import GateNotPassed, IntegrityError, UsageError
 from shardmill.loader.reader import read_split
 from shardmill.stores import open_store

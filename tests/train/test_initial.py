@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING

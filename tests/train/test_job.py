@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardmill.checksummed import with_checksum
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, TrainingError, UsageError
 from shardmill.jobs.config import ModelsConfig, SparkConfig
 from shardmill.jobs.observer import WARNING, SilentObserver

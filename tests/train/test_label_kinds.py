@@ -17,8 +17,7 @@ from etl.config import SourceConfig, SplitFractions
 from pipeline.commands.predict import prediction_csv, prediction_rows
 from pipeline.report.data import ReportData
 from pipeline.report.page import render
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import SilentObserver

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import ShardmillError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver

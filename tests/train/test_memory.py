@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from etl.config import EtlConfig, SplitFractions
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.epoch_plan import streams_by_weight
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import IntegrityError, TrainingError
 from shardmill.ids import format_sample_id
 from shardmill.loader.samples import read_samples

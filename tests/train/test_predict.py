@@ -22,7 +22,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.predict_job import predict_source
 from etl.sources import COMMITTED
 from shardmill.checksummed import verified_body, with_checksum
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig

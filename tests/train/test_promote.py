@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from shardmill.checksummed import checksum_file, with_checksum
-from shardmill.dataset.maintenance.retention import Retention
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.maintenance.gc import Retention
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import SparkConfig

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import StorageError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import Terminated

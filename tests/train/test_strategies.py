@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.environments.place import Place
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig

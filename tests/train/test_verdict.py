@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import PNG
 from shardmill.jobs.config import SparkConfig

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.loader.reader import read_batches

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from etl.config import EtlConfig
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
 from train.backends import BACKENDS

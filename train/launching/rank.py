@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from shardmill.child_process import end_with_parent
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import open_pinned
 from shardmill.environments.place import Place, place_from_environment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.addresses import is_loopback

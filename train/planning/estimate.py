@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import first_alike, open_dataset, open_pinned
+from shardmill.dataset.dataset import Dataset, first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig, require_uri

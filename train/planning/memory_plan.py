@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardmill.dataset.open import first_alike, open_dataset, open_pinned
+from shardmill.dataset.dataset import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.words import counted, size_of

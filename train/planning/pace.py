@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import open_pinned
 from shardmill.errors import TrainingError
 from shardmill.loader.reader import read_batches
 from shardmill.values import DatasetPin

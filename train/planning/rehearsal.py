@@ -8,8 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.leases import reading
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import SilentObserver

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
+from shardmill.dataset.dataset import first_alike, open_pinned
 from shardmill.dataset.manifest import parse_manifest
-from shardmill.dataset.open import first_alike, open_pinned
 from shardmill.dataset.versions import (
     check_not_expired,
     latest_version,

@@ -13,8 +13,7 @@ import numpy as np
 
 from shardmill.augment.one_image import centre_of
 from shardmill.checksummed import ChecksummedFile, checksum_file
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.loader.reader import read_split

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.loader.reader import read_split

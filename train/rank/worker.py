@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 
 from shardmill.checksummed import with_checksum
+from shardmill.dataset.dataset import open_pinned
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.open import open_pinned
 from shardmill.errors import TrainingError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING

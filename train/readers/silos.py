@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.reader import BatchReader, ReaderSeconds, read_epoch
 from train.contracts.epochs import row_source

@@ -30,7 +30,7 @@ from functools import partial
 
 import numpy as np
 
-from shardmill.dataset.open import open_dataset
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import split_version
 from shardmill.errors import TrainingError, UsageError
 from shardmill.registry import install_hint

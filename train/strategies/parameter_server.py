@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.open import open_pinned
+from shardmill.dataset.dataset import Dataset, open_pinned
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated

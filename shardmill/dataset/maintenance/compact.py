@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from shardmill.dataset.commit import publish
-from shardmill.dataset.copy_rows import Copies, publish_rows, read_stored_rows
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.index import write_index
-from shardmill.dataset.layout import Layout
+from shardmill.dataset.index import Layout, write_index
 from shardmill.dataset.leases import writing
-from shardmill.dataset.maintenance.child import child_of
-from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.manifest import Manifest, child_of
+from shardmill.dataset.shard import Copies, publish_rows, read_stored_rows
 from shardmill.errors import IntegrityError
 
 

@@ -1,16 +1,20 @@
 """Garbage collection: expires versions by a commit, then deletes the files that no version refers to.
 
-A file is deleted only if no retained manifest, no leased version and no pending record names it, and it is older than
-the retention's age. Which files those are follows from listings alone, so a `gc` that was killed is simply run again.
+Which versions expire follows from their number, their age, and leases of readers. A file is deleted only if no retained
+manifest, no leased version and no pending record names it, and it is older than the retention's age. Which files those
+are follows from listings alone, so a `gc` that was killed is simply run again.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from shardmill.checksummed import ChecksummedFile
+from shardmill.dataset.build import PENDING, read_pending
 from shardmill.dataset.commit import publish
 from shardmill.dataset.dataset import read_shards
 from shardmill.dataset.index import INDEXES, ROWS, SHARDS
@@ -24,18 +28,7 @@ from shardmill.dataset.leases import (
     list_leases,
 )
 from shardmill.dataset.ledger import REJECTS
-from shardmill.dataset.maintenance.child import child_of
-from shardmill.dataset.maintenance.retention import (
-    UNPUBLISHED,
-    CommittedVersion,
-    Garbage,
-    Retention,
-    as_ranges,
-    choose_expired,
-    numbers_of,
-)
-from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path
-from shardmill.dataset.unit_result import PENDING, read_pending
+from shardmill.dataset.manifest import MANIFESTS, Manifest, VersionRange, child_of, manifest_path
 from shardmill.dataset.versions import COMMITTED, latest_version, read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint
@@ -201,3 +194,68 @@ def _delete(store: Store, lease: HeldLease, garbage: tuple[Garbage, ...]) -> Non
 
     with ThreadPoolExecutor(_NUM_DELETERS, "shardmill-gc") as pool:
         list(pool.map(delete, garbage))
+
+
+UNPUBLISHED = "unpublished"
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One file that nothing names."""
+
+    kind: str
+    """The folder that it is in, or `unpublished` for one that a killed writer left."""
+    file: StoredFile
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The versions and files that `gc` must keep."""
+
+    keep: int | None = None
+    """The newest so many versions never expire; None: none expires. Versions with the very same files count as one."""
+    older_than_seconds: float = 7 * 86_400.0
+    """Minimum age: no younger version expires, and no younger file is deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A version that has not expired."""
+
+    manifest: Manifest
+    committed: float
+    """Time of the commit by the store's clock, in seconds since the epoch."""
+
+
+def choose_expired(
+    versions: Iterable[CommittedVersion], retention: Retention, now: float, leased: Collection[int]
+) -> tuple[int, ...]:
+    """Numbers of the versions that expire now, in order. The latest never does, nor one that a reader has leased."""
+    if retention.keep is None:
+        return ()
+    newest_first = sorted(versions, key=lambda each: each.manifest.version, reverse=True)
+    kept: list[tuple[ChecksummedFile, ...]] = []
+    expired: list[int] = []
+    for each in newest_first:
+        # An expiry names the very index of its parent. Counted apart, each `gc` would push another version out.
+        files = each.manifest.index_segments
+        if files not in kept and len(kept) < max(1, retention.keep):
+            kept.append(files)
+        is_old = now - each.committed > retention.older_than_seconds
+        if files not in kept and is_old and each.manifest.version not in leased:
+            expired.append(each.manifest.version)
+    return tuple(sorted(expired))
+
+
+def as_ranges(versions: Iterable[int]) -> tuple[VersionRange, ...]:
+    """Numbers as few ranges: a manifest stays small, however many versions have expired."""
+    in_order = sorted(set(versions))
+    # Of consecutive numbers, number minus position is constant.
+    runs = itertools.groupby(enumerate(in_order), key=lambda pair: pair[1] - pair[0])
+    numbers = ([number for _, number in run] for _, run in runs)
+    return tuple(VersionRange(first=run[0], last=run[-1]) for run in numbers)
+
+
+def numbers_of(ranges: Sequence[VersionRange]) -> frozenset[int]:
+    """The numbers that `as_ranges` took."""
+    return frozenset(number for each in ranges for number in range(each.first, each.last + 1))

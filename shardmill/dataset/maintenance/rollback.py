@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from shardmill.dataset.commit import publish
 from shardmill.dataset.dataset import check_files, files_of, read_shards
 from shardmill.dataset.leases import writing
-from shardmill.dataset.maintenance.child import child_of
-from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.manifest import Manifest, child_of
 from shardmill.dataset.versions import check_not_expired, latest_version, read_manifest
 from shardmill.storage import Store
 

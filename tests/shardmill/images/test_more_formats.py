@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 from pillow_jxl import JpegXLImagePlugin
 
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import encode_manifest, parse_manifest
-from shardmill.dataset.open import open_dataset
 from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
 from shardmill.images.exif import ROTATED_NOTE
 from shardmill.images.icc import CONVERTED_NOTE
