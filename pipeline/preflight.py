@@ -15,7 +15,7 @@ from pipeline.choices import chosen_entries
 from pipeline.spark_applications import applications_on_spark
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.images.formats import more_decoders_id
+from shardmill.images.decoder_id import more_decoders_id
 from shardmill.jobs.config import check_master
 from shardmill.jobs.reach import REACH, clear_stale
 from shardmill.storage import Store

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from shardmill.images.formats import FORMAT_BY_EXTENSION
+from shardmill.images.extensions import FORMAT_BY_EXTENSION
 from shardmill.printable import printable
 
 # By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.

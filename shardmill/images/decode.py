@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from shardmill.images.formats import MORE_FORMATS, more_decoder
+from shardmill.images.decoder_id import MORE_FORMATS, more_decoder
 from shardmill.images.jpeg import decode_jpeg
 from shardmill.images.pillow import decode_avif, decode_bmp, decode_gif
 from shardmill.images.pixels import DecodedImage, Refused

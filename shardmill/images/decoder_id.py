@@ -1,20 +1,32 @@
-"""Identifies everything that pixels depend on as one string: the rules of this package, library versions, the kernel.
+"""Identifies everything that pixels depend on as one string: the rules of this package, library versions, the kernel,
+and formats that need a package of their own, which a build accepts if `etl.more_formats` names them.
 
-It is part of the normalization fingerprint, and executors refuse to work beside a driver with another one. It has a
-module of its own so that a driver can name the decoders without loading them.
+The string is part of the normalization fingerprint, and executors refuse to work beside a driver with another one. It
+has a module of its own so that a driver can name the decoders without loading them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 import cv2
 import PIL
 import simplejpeg
 from PIL import features
 
+from shardmill.errors import UsageError
 from shardmill.ids import canonical_digest
-from shardmill.images.formats import FORMAT_BY_EXTENSION, more_decoders_id
+from shardmill.images.extensions import FORMAT_BY_EXTENSION
 from shardmill.kernel import KERNEL_VERSION, NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
+from shardmill.registry import Entry, install_hint, load_object
+
+if TYPE_CHECKING:
+    from shardmill.images.pixels import DecodedImage
+
 
 # Increase it with every change to this package that can change a pixel or a rejection.
 RULES_VERSION = 6
@@ -81,3 +93,44 @@ def _fingerprint(options: NormalizeOptions, decoder: str) -> str:
         if getattr(options, name) == NormalizeOptions.model_fields[name].default:
             del deciding[name]
     return canonical_digest({"options": deciding, "decoder_id": decoder})
+
+
+@dataclass(frozen=True, slots=True)
+class MoreFormat:
+    """One of them."""
+
+    entry: Entry
+    distribution: str
+    """The name under which its package is installed: its version decides pixels."""
+
+
+MORE_FORMATS = {
+    "heic": MoreFormat(
+        Entry("shardmill.images.pillow:decode_heic", "HEIC and HEIF", extra="heic", packages=("pillow_heif",)),
+        "pillow-heif",
+    ),
+    "jpeg_xl": MoreFormat(
+        Entry("shardmill.images.pillow:decode_jpeg_xl", "JPEG XL", extra="jpeg_xl", packages=("pillow_jxl",)),
+        "pillow-jxl-plugin",
+    ),
+}
+"""The keys are names of `sniff_format`."""
+
+
+def more_decoder(name: str) -> Callable[[bytes, NormalizeOptions], DecodedImage]:
+    """The decoder of one of these formats."""
+    return load_object(MORE_FORMATS[name].entry.target)
+
+
+def more_decoders_id(names: tuple[str, ...]) -> str:
+    """What a decoder's id has more for these formats. Raises UsageError if a package is missing."""
+    for name in names:
+        entry = MORE_FORMATS[name].entry
+        if missing := entry.missing_packages():
+            raise UsageError(
+                f"etl.more_formats: {name} needs {' and '.join(missing)}",
+                "not installed here",
+                install_hint(entry.extra),
+            )
+    packages = (MORE_FORMATS[name].distribution for name in sorted(names))
+    return "".join(f"+{package}-{metadata.version(package)}" for package in packages)

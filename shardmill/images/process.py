@@ -15,7 +15,7 @@ import numpy as np
 from shardmill.formats.encodings import encode_image
 from shardmill.images.decode import decode_image
 from shardmill.images.exif import ROTATED_NOTE
-from shardmill.images.formats import has_other_extension
+from shardmill.images.extensions import has_other_extension
 from shardmill.images.icc import CONVERTED_NOTE
 from shardmill.images.look import difference_hash, laplacian_square_sum, luma
 from shardmill.images.normalize import normalize

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
-from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
@@ -30,6 +29,9 @@ from shardmill.loader.shared_work import share
 from shardmill.loader.step_decoder import StepDecoder, StepUses
 from shardmill.step_planner import StepPlanner
 from shardmill.values import Batch
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
