@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.epoch_plan import PlanSpec, plan_epoch
-from shardmill.step_planner import StepPlanner
+from shardmill.loader.reader import StepPlanner
 
 _BATCH, _STREAMS, _EPOCHS = 256, 8, 3
 _WINDOWS = (1, 2, 4, 8, 16, 1_000_000)

@@ -22,6 +22,9 @@ _BEFORE_DIGEST, _BEFORE_BODY, _AFTER_BODY = b'{"sha256":"', b'","body":', b"}\n"
 _BODY_START = len(_BEFORE_DIGEST) + 64 + len(_BEFORE_BODY)
 _BLOCK_BYTES = 8_000_000
 
+RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
+"""The fix for a damaged file, for an error that names it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChecksummedFile:
@@ -124,3 +127,9 @@ def _compare(store: Store, found: ChecksummedFile, file: ChecksummedFile, path: 
         size_bytes = found.size_bytes if stored is None else stored.size_bytes
         raise IntegrityError(f"{where} was altered: it has {size_bytes} bytes", f"expected {file.size_bytes}", fix)
     raise IntegrityError(f"{where} was altered: SHA-256 {found.sha256}", f"expected {file.sha256}", fix)
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raise IntegrityError with `problem` unless the rule holds."""
+    if not holds:
+        raise IntegrityError(problem)

@@ -16,7 +16,7 @@ FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod", "jax"}
 # loaders hand over batches; all else sees those through their registries (docs/decisions/0008).
 ROOMS = {
     **dict.fromkeys(("train/backends/", "train/strategies/", "train/models/", "train/layers/"), tuple(FRAMEWORKS)),
-    "shardmill/loader/torch.py": ("torch",), "shardmill/loader/torch_device.py": ("torch",),
+    "shardmill/loader/torch.py": ("torch",),
     "shardmill/loader/tensorflow.py": ("tensorflow",), "shardmill/loader/jax.py": ("jax",),
     # It asks the framework that runs for its processes.
     "shardmill/loader/ranks.py": ("jax",),

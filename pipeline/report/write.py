@@ -21,8 +21,8 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
-from shardmill.loader.boxes import RowBoxes
-from shardmill.loader.drawn import is_drawn, named_boxes, picture_of
+from shardmill.loader.annotations import RowBoxes
+from shardmill.loader.pictures import is_drawn, named_boxes, picture_of
 from shardmill.loader.samples import Samples, read_samples, samples_by_id
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store

@@ -20,7 +20,7 @@ ALSO = (
     "shardmill.loader.dataset.Reading",
     "shardmill.loader.loader.Loader",
     "shardmill.loader.batch.LoaderBatch",
-    "shardmill.loader.report.LoaderReport",
+    "shardmill.loader.loader.LoaderReport",
     "shardmill.loader.samples.Samples",
     "shardmill.loader.samples.StoredSample",
     "shardmill.epoch_plan.streams_of_rank",

@@ -83,7 +83,7 @@ class MislabelsResult(Shown):
         Raises UsageError if there are none, or if a source was predicted, whose images are not stored.
         """
         from shardmill.dataset.dataset import open_pinned
-        from shardmill.loader.contact_sheet import contact_sheet
+        from shardmill.loader.pictures import contact_sheet
         from shardmill.loader.samples import samples_by_id
 
         shown = self.suspects[:num_images]

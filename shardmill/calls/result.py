@@ -98,7 +98,7 @@ class RunResult:
         return lines_of(self._rows())
 
     def _repr_html_(self) -> str:
-        from shardmill.loader.dataset_html import thumbnails
+        from shardmill.loader.pictures import thumbnails
 
         if not self.summary.get("dataset"):
             return f"<div>{table(self._rows())}</div>"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 import numpy as np
 
-from shardmill.dataset.row_segments import RESTORE
+from shardmill.checksummed import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema

@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardmill.checksummed import ChecksummedFile, check_relative_path
-from shardmill.dataset.row_segments import RESTORE, put_segment, read_coded_segment, read_segment, rows_file
+from shardmill.checksummed import RESTORE, ChecksummedFile, check_relative_path
+from shardmill.dataset.row_segments import put_segment, read_coded_segment, read_segment, rows_file
 from shardmill.errors import CannotList, IntegrityError
 from shardmill.formats.rows import ByteRange
 from shardmill.storage import Store, join_uri

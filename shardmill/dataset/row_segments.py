@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardmill.checksummed import ChecksummedFile, checksum_file, read_checksummed
+from shardmill.checksummed import RESTORE, ChecksummedFile, checksum_file, read_checksummed
 from shardmill.dataset.statistics import ImageSizes, count_sizes
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, join_uri
@@ -162,17 +162,8 @@ def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
     return pa.table([pa.array(columns[field.name], field.type) for field in fields], schema=fields)
 
 
-RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
-"""The fix for a damaged file, for an error that names it."""
-
 # Ours expand 5 to 50 times; a bomb is a file whose few bytes become gigabytes in memory.
 _MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 1000, 16_000_000
-
-
-def require(holds: bool, problem: str) -> None:
-    """Raise IntegrityError with `problem` unless the rule holds."""
-    if not holds:
-        raise IntegrityError(problem)
 
 
 def table_bytes(table: pa.Table) -> bytes:

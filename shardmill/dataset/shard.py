@@ -14,10 +14,10 @@ from typing import Any
 
 import google_crc32c
 
-from shardmill.checksummed import checksum_file
+from shardmill.checksummed import RESTORE, checksum_file
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.index import ROWS, SHARDS, SplitIndex
-from shardmill.dataset.row_segments import RESTORE, read_rows, rows_table, table_bytes
+from shardmill.dataset.row_segments import read_rows, rows_table, table_bytes
 from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint
 from shardmill.formats import SHARD_FORMATS

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardmill.checksummed import verify_file
+from shardmill.checksummed import RESTORE, require, verify_file
 from shardmill.dataset.chunks import with_fetchers
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import Layout, shard_file
 from shardmill.dataset.ledger import ledger_digest, read_rejections
 from shardmill.dataset.manifest import Manifest, content_digest
-from shardmill.dataset.row_segments import RESTORE, ROWS_SCHEMA, count_pixels, read_rows, require, sizes_of
+from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, read_rows, sizes_of
 from shardmill.dataset.shard import chunk_digest
 from shardmill.dataset.statistics import ChannelSums, ImageSizes, add_sizes
 from shardmill.dataset.versions import check_recorded, read_manifest

@@ -1,13 +1,20 @@
-"""One batch of a loader, with the arrays of the training loop's framework."""
+"""One batch of a loader, with the arrays of the training loop's framework; and the device on which the loop gets it,
+with the memory that batches are decoded into.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardmill.recycled_memory import pageable
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from shardmill.values import Batch
+
 
 NAMES = ("images", "labels", "weights", "sample_ids")
 
@@ -32,7 +39,7 @@ class LoaderBatch(Mapping[str, Any]):
     step: int
     extra: Mapping[str, Any]
     """Values of each extra column, one per row; None for null and padding. `boxes` is a
-    `shardmill.loader.boxes.BatchBoxes`, `mask` an array, uint8 (N, H, W)."""
+    `shardmill.loader.annotations.BatchBoxes`, `mask` an array, uint8 (N, H, W)."""
 
     def to(self, *device: Any, **options: Any) -> LoaderBatch:
         """The batch with its tensors on another device, by `Tensor.to`; Lightning and Accelerate call it."""
@@ -60,3 +67,31 @@ def as_arrays(batch: Batch) -> LoaderBatch:
     return LoaderBatch(
         batch.images_NHWC, batch.labels_N, batch.weights_N, batch.sample_ids_N, batch.epoch, batch.step, batch.extra
     )
+
+
+class Place(Protocol):
+    """Takes a batch from the threads to the loop."""
+
+    def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Memory of uint8 for the pixels of a batch, with any content; as NumPy takes it, by default."""
+        return pageable(shape)
+
+    def put(self, batch: LoaderBatch) -> Any:
+        """Begin to move a batch, in a reader's thread: of several batches at a time, in any order."""
+        ...
+
+    def take(self, put: Any) -> LoaderBatch:
+        """The moved batch, in the loop's thread, when it is handed out; `put` is what `put` returned."""
+        ...
+
+
+class InMemory(Place):
+    """The place of batches that stay in the memory of this process."""
+
+    def put(self, batch: LoaderBatch) -> LoaderBatch:
+        """The batch as it is."""
+        return batch
+
+    def take(self, put: LoaderBatch) -> LoaderBatch:
+        """The batch as it is."""
+        return put

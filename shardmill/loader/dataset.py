@@ -14,28 +14,24 @@ import numpy as np
 
 from shardmill.augment.mixing import check_mixing, check_streams
 from shardmill.augment.options import augment_options
+from shardmill.dataset.chunk_cache import open_caches
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.dataset import open_dataset as open_version
 from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, num_streams_for, streams_of_rank, window_bytes_within
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import check_annotations, delivered
-from shardmill.loader.batch import as_arrays
-from shardmill.loader.caching import open_caches
-from shardmill.loader.contact_sheet import contact_sheet
-from shardmill.loader.dataset_mix import mix_datasets
+from shardmill.loader.batch import InMemory, Place, as_arrays
 from shardmill.loader.jax import DevicePlacement
-from shardmill.loader.loader import Loader
+from shardmill.loader.loader import Loader, whole_number
 from shardmill.loader.metadata import check_names, read_metadata
-from shardmill.loader.place import InMemory, Place
+from shardmill.loader.pictures import contact_sheet
 from shardmill.loader.ranks import Ranks, find_ranks
 from shardmill.loader.row_source import ReaderOptions, RowOptions
 from shardmill.loader.samples import Samples
-from shardmill.loader.sampling import ONCE, Sample, select_rows
-from shardmill.loader.torch import Layout, as_tensors
-from shardmill.loader.torch_device import place_on
+from shardmill.loader.selection import ONCE, Sample, mix_datasets, select_rows
+from shardmill.loader.torch import Layout, as_tensors, place_on
 from shardmill.loader.transform import HandOver, check_transform
-from shardmill.loader.whole_number import whole_number
 from shardmill.registry import install_hint
 from shardmill.typed_columns import label_shape
 
@@ -51,9 +47,8 @@ if TYPE_CHECKING:
     from shardmill.augment.options import AugmentOptions, Preset
     from shardmill.epoch_plan import PlanSpec
     from shardmill.loader.batch import LoaderBatch
-    from shardmill.loader.dataset_mix import Mix
-    from shardmill.loader.per_sample import SampleTransform
-    from shardmill.loader.transform import Transform
+    from shardmill.loader.selection import Mix
+    from shardmill.loader.transform import SampleTransform, Transform
     from shardmill.values import Batch, DatasetPin
 
 
@@ -171,18 +166,18 @@ class Reading(TypedDict, total=False):
     sample: Sample
     """How often an epoch uses each row: `"once"`; `"balanced"`, every class as often as the largest one; a number for
     some classes, `{"rare": 5, "common": 0.5}`; or a metadata column of such numbers. In whole repeats, always the same
-    ones (`shardmill.loader.sampling`)."""
+    ones (`shardmill.loader.selection`)."""
     mix: Mix | None
     """Other datasets whose rows come into the same epochs: `[(dataset, amount), ...]`. An amount is a share of an
     epoch's rows (0.3; this dataset has the rest, all of its rows), `("repeat", times)` or `("choose", rows)`. `where`
     and `sample` hold for each dataset. The extra column `dataset` numbers the dataset of each row, 0 for this one
-    (`shardmill.loader.dataset_mix`)."""
+    (`shardmill.loader.selection`)."""
     transform: Transform | SampleTransform | None
     """`f(batch, rng)` in the loader's threads, on batches as the loader hands them out -> the new batch, or a dict of
     what is new in it. The NumPy generator is the same for the same seed, epoch, step and rank."""
     per_sample: bool
     """True: `transform` is `f(sample, rng)` -> the new image, or a dict of what is new in the sample. The generator is
-    the same for the same seed, epoch, sample and use of it, at any world size (`shardmill.loader.per_sample`)."""
+    the same for the same seed, epoch, sample and use of it, at any world size (`shardmill.loader.transform`)."""
 
 
 class LoadableDataset(Dataset):
@@ -297,7 +292,7 @@ class LoadableDataset(Dataset):
         return contact_sheet(samples[[place * len(samples) // count for place in range(count)]], self.class_names)
 
     def _repr_html_(self) -> str:
-        from shardmill.loader.dataset_html import dataset_html
+        from shardmill.loader.pictures import dataset_html
 
         return dataset_html(self, self.show)
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from shardmill.epoch_plan import num_streams_choices, num_streams_for
 from shardmill.errors import UsageError
-from shardmill.loader.batch import LoaderBatch
-from shardmill.loader.place import Place
+from shardmill.loader.batch import LoaderBatch, Place
 from shardmill.loader.ranks import Ranks, gather_by_jax
 
 if TYPE_CHECKING:

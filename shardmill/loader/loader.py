@@ -17,17 +17,17 @@ from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.free_memory import free_bytes
 from shardmill.loader.batch import LoaderBatch
-from shardmill.loader.lightning import unused_state
 from shardmill.loader.reader import BatchReader, OneProcess, ReaderSeconds
-from shardmill.loader.report import LoaderReport
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource, check_windows
-from shardmill.loader.whole_number import whole_number
 from shardmill.stores.retries import num_retried
 
 if TYPE_CHECKING:
+    from shardmill.dataset.chunk_cache import CacheCounts
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
+    from shardmill.loader.selection import DatasetRows
     from shardmill.loader.transform import HandOver
+
 
 STATE_VERSION = 1
 
@@ -297,3 +297,99 @@ def _refuse_workers() -> None:
             "expected no worker, because each would read every row of the rank again",
             "iterate the loader itself: it reads and decodes in threads of its own (num_threads)",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderReport:
+    """Of one rank since its loader was made; the rows of an epoch are those of all ranks."""
+
+    steps: int
+    rows_seen: int
+    """Handed out, without padding; a repeated row as often as it was."""
+    rows_padded: int
+    rows_dropped: int
+    """0: a loader drops none."""
+    epoch_rows: int
+    epoch_rows_repeated: int
+    """Of `epoch_rows`: uses of a row after its first one."""
+    epoch_rows_left_out: int
+    """Rows of the split that `where` or a weight of 0 leave out."""
+    wait_seconds: float
+    """That the loop waited for batches."""
+    fetch_seconds: float
+    """That threads read and verified chunks, summed over them."""
+    decode_seconds: float
+    """That threads decoded and changed images, summed over them."""
+    retries: int
+    """Requests to storages that this process repeated."""
+    cache: CacheCounts | None = None
+    """What the cache gave; None without one."""
+    datasets: tuple[DatasetRows, ...] = ()
+    """Of a mix: its datasets in order, the loader's own first."""
+
+    def __str__(self) -> str:
+        cached = "" if self.cache is None else f"; {self.cache}"
+        mixed = "".join(f"; {each.rows} rows an epoch of {each.dataset}" for each in self.datasets)
+        return (
+            f"{self.steps} steps: {self.rows_seen} rows seen, {self.rows_padded} padded, {self.rows_dropped} dropped; "
+            f"an epoch has {self.epoch_rows} rows, {self.epoch_rows_repeated} of them repeated, "
+            f"{self.epoch_rows_left_out} left out; waited {self.wait_seconds:.2f} s (threads: "
+            f"{self.fetch_seconds:.2f} s fetched, {self.decode_seconds:.2f} s decoded, {self.retries} retries)"
+            f"{cached}{mixed}"
+        )
+
+
+_PACKAGES = ("pytorch_lightning", "lightning")
+
+
+def unused_state(loader: object, *, is_placed: bool) -> Mapping[str, Any] | None:
+    """The state that a trainer has read for this loader and not loaded; None if there is none, or no trainer.
+
+    Raises UsageError if the trainer has done steps before, and nothing has placed the loader.
+    """
+    trainer = _trainer() if any(name in sys.modules for name in _PACKAGES) else None
+    if trainer is None:
+        return None
+    states = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or []
+    loaders = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", None) or []
+    stateful = [each for each in loaders if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+    for place, (each, state) in enumerate(zip(stateful, states, strict=False)):
+        if each is loader and state is not None:
+            left = [*states[:place], None, *states[place + 1 :]]
+            trainer.fit_loop._combined_loader_states_to_load = left if any(left) else []
+            return state
+    if trainer.global_step > 0 and not is_placed:
+        raise UsageError(
+            f"a new loader in a Lightning trainer that has done {trainer.global_step} steps",
+            "expected its position, or batches that were trained on come again",
+            "return the same loader from train_dataloader each time, or call loader.seek(epoch, step)",
+        )
+    return None
+
+
+def _trainer() -> Any:
+    """The trainer whose training asks for a batch in this thread; None if there is none, or for an evaluation."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        loop: Any = frame.f_locals.get("self")
+        name = type(loop).__name__
+        if name in ("_TrainingEpochLoop", "_EvaluationLoop") and type(loop).__module__.startswith(_PACKAGES):
+            return loop.trainer if name == "_TrainingEpochLoop" else None
+        frame = frame.f_back
+    return None
+
+
+def whole_number(name: str, given: Any, *, least: int | None = None) -> int:
+    """`given` as an `int`: also a number of NumPy, or a framework's counter of steps. Raises UsageError for others."""
+    try:
+        number = int(given)
+        is_whole = bool(number == given)
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole or (least is not None and number < least):
+        raise UsageError(
+            f"{name} = {given!r}",
+            "expected a whole number" + ("" if least is None else f" from {least} on"),
+            f"pass, for example, {max(1, least or 0)}",
+        )
+    return number

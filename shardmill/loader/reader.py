@@ -1,8 +1,9 @@
 """Reads the planned rows of an epoch as batches, in planned order for any timing of the reader threads.
 
 The consuming thread plans; reader threads fetch, verify, decode and augment, several of them a large batch, one of them
-several small ones. Finished batches wait in a queue that is bounded in bytes, and a fault in any thread is raised in
-place of its batch. Shape legend: N batch, H height, W width, C channels.
+several small ones: the thread that ends the last part of a batch finishes it. Finished batches wait in a queue that is
+bounded in bytes, and a fault in any thread is raised in place of its batch. Shape legend: N batch, H height, W width,
+C channels, K steps of a block.
 """
 
 from __future__ import annotations
@@ -12,26 +13,24 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardmill.augment.options import NO_CHANGES, AugmentOptions
-from shardmill.epoch_plan import EpochPlan
+from shardmill.epoch_plan import EpochPlan, StepRows, Window
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows
-from shardmill.loader.live_rows import LiveRows, Origins
-from shardmill.loader.row_source import Chunks, ReaderOptions, RowOptions, RowSource
-from shardmill.loader.shared_work import share
+from shardmill.loader.row_source import Chunks, LiveRows, Origins, ReaderOptions, RowOptions, RowSource
 from shardmill.loader.step_decoder import StepDecoder, StepUses
-from shardmill.step_planner import StepPlanner
 from shardmill.values import Batch
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -253,3 +252,161 @@ def read_split(
     """Read a split once, in stored order, in batches of exactly `batch_size`; padding of the last one has weight 0."""
     spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=1, shuffle=False)
     return read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format), augment=augment)
+
+
+def share(pool: Executor, num_parts: int, work: Callable[[int], None], finish: Callable[[], Item]) -> Future[Item]:
+    """Begin `work(part)` for each part, in any order and at once; the thread that ends the last one calls `finish`.
+
+    The future has what `finish` returns, or what the first part that failed has raised. No thread waits for another, so
+    a pool cannot come to a stop. Parts of a cancelled future that have not begun are left out; the future is
+    cancelled if the pool is shut down without one of them.
+    """
+    if num_parts == 1:
+        return pool.submit(_whole, work, finish)
+    shared = _SharedWork(num_parts, work, finish)
+    for part in range(num_parts):
+        pool.submit(shared.do, part).add_done_callback(shared.without)
+    return shared.future
+
+
+def _whole(work: Callable[[int], None], finish: Callable[[], Item]) -> Item:
+    work(0)
+    return finish()
+
+
+class _SharedWork(Generic[Item]):
+    def __init__(self, num_parts: int, work: Callable[[int], None], finish: Callable[[], Item]) -> None:
+        self.future: Future[Item] = Future()
+        self._work = work
+        self._finish = finish
+        self._errors: list[BaseException | None] = [None] * num_parts
+        self._num_left = num_parts
+        self._lock = threading.Lock()
+
+    def do(self, part: int) -> None:
+        if not self.future.cancelled():
+            try:
+                self._work(part)
+            except BaseException as error:
+                self._errors[part] = error
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        # From here on it can no longer be cancelled.
+        if is_last and self.future.set_running_or_notify_cancel():
+            self._end()
+
+    def without(self, part: Future[None]) -> None:
+        """Cancel all if the pool has given up a part."""
+        if part.cancelled():
+            self.future.cancel()
+
+    def _end(self) -> None:
+        error = next(filter(None, self._errors), None)
+        if error is not None:
+            self.future.set_exception(error)
+            return
+        try:
+            item = self._finish()
+        except BaseException as raised:
+            self.future.set_exception(raised)
+        else:
+            self.future.set_result(item)
+
+
+_BLOCK_STEPS = 64
+
+
+class _Block(NamedTuple):
+    """The rows of steps that end no window, made together: for small images, one by one they would take longest."""
+
+    first_step: int
+    chunks_KN: np.ndarray
+    rows_KN: np.ndarray
+
+    def rows_of_step(self, step: int) -> StepRows | None:
+        place = step - self.first_step
+        if not 0 <= place < len(self.chunks_KN):
+            return None
+        chunks_N = self.chunks_KN[place]
+        return StepRows(chunks_N, self.rows_KN[place], np.ones(len(chunks_N), dtype=np.float32))
+
+
+class StepPlanner:
+    """Rows of consecutive steps for a group of streams; keeps each stream's current window and rows of some steps."""
+
+    def __init__(self, plan: EpochPlan, streams: range) -> None:
+        self._plan = plan
+        self._streams = streams
+        self._windows: dict[int, Window] = {}
+        self._batch_size = len(streams) * plan.spec.rows_per_stream
+        self._block = _Block(0, np.empty((0, 0)), np.empty((0, 0)))
+        self.num_windows = 0
+        """That have become current so far."""
+
+    def rows_of_step(self, step: int) -> StepRows:
+        """The rows of `step`, stream by stream; each stream's part is padded to `rows_per_stream`.
+
+        Padding repeats real rows, so that layers which look across a batch see pixels of the kind they know.
+        """
+        found = self._block.rows_of_step(step)
+        if found is None:
+            self._block = self._block_at(step)
+            found = self._block.rows_of_step(step) or self._rows_of_any_step(step)
+        return found
+
+    def _block_at(self, step: int) -> _Block:
+        """The steps from `step` on that the current windows hold in full; none if they do not hold this one."""
+        per_stream = self._plan.spec.rows_per_stream
+        starts, num_steps = [], _BLOCK_STEPS
+        for stream in self._streams:
+            window, first = self._windows.get(stream), step * per_stream
+            if window is None or first < window.start:
+                return _Block(step, np.empty((0, 0)), np.empty((0, 0)))
+            starts.append(first - window.start)
+            num_steps = min(num_steps, (window.stop - first) // per_stream)
+        shape = (max(0, num_steps), len(self._streams), per_stream)
+        chunks, rows = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        for place, (stream, start) in enumerate(zip(self._streams, starts, strict=True)):
+            window, here = self._windows[stream], slice(start, start + shape[0] * per_stream)
+            chunks[:, place] = window.chunks_N[here].reshape(-1, per_stream)
+            rows[:, place] = window.rows_N[here].reshape(-1, per_stream)
+        return _Block(step, chunks.reshape(shape[0], self._batch_size), rows.reshape(shape[0], self._batch_size))
+
+    def _rows_of_any_step(self, step: int) -> StepRows:
+        per_stream = self._plan.spec.rows_per_stream
+        shape = (len(self._streams), per_stream)
+        chunks, rows = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        weights = np.zeros(shape, dtype=np.float32)
+        for place, stream in enumerate(self._streams):
+            first = step * per_stream
+            stop = min(first + per_stream, self._plan.stream_rows(stream))
+            position = first
+            # A step may end one window and begin the next.
+            while position < stop:
+                window = self._window_at(stream, position)
+                until = min(stop, window.stop)
+                here = slice(position - first, until - first)
+                there = slice(position - window.start, until - window.start)
+                chunks[place, here], rows[place, here] = window.chunks_N[there], window.rows_N[there]
+                weights[place, here] = 1.0
+                position = until
+            num_real = max(0, stop - first)
+            if 0 < num_real < per_stream:
+                repeated = np.arange(per_stream - num_real) % num_real
+                chunks[place, num_real:], rows[place, num_real:] = chunks[place, repeated], rows[place, repeated]
+            elif num_real == 0 and stop > 0:
+                window = self._window_at(stream, stop - 1)
+                chunks[place], rows[place] = window.chunks_N[-1], window.rows_N[-1]
+        return StepRows(chunks.reshape(-1), rows.reshape(-1), weights.reshape(-1))
+
+    def live_chunks(self) -> set[int]:
+        """Chunks of the current windows: what a reader should keep."""
+        return {chunk for window in self._windows.values() for chunk in window.chunk_numbers}
+
+    def _window_at(self, stream: int, position: int) -> Window:
+        window = self._windows.get(stream)
+        if window is None or not window.start <= position < window.stop:
+            window = self._windows[stream] = self._plan.window_at(stream, position)
+            self.num_windows += 1
+        return window

@@ -20,7 +20,7 @@ from shardmill.epoch_plan import StepRows
 from shardmill.formats.encodings import decode_all, decode_stored
 from shardmill.kernel import CAN_DECODE_WINDOWS, decode_windows
 from shardmill.loader.annotations import boxes_of_batch, decode_masks, is_annotation
-from shardmill.loader.live_rows import GatheredRows, LiveRows, Origins
+from shardmill.loader.row_source import GatheredRows, LiveRows, Origins
 from shardmill.options import NormalizeOptions
 from shardmill.typed_columns import BOXES, MASK, label_shape
 from shardmill.values import Batch

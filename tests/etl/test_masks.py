@@ -31,7 +31,7 @@ from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_m
 from shardmill.images.annotations import Outline, decode_mask, draw_outlines, polygon_of, run_lengths_of
 from shardmill.images.pixels import Refused
 from shardmill.loader.dataset import LoadableDataset
-from shardmill.loader.drawn import picture_of
+from shardmill.loader.pictures import picture_of
 from shardmill.loader.reader import read_batches
 from shardmill.loader.row_source import ReaderOptions
 from shardmill.options import NormalizeOptions

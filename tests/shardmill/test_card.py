@@ -31,8 +31,8 @@ from shardmill.ids import add_digests, key_bytes, key_hash
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.reach import REACH, check_nonce, planted
-from shardmill.loader import contact_sheet as sheets
-from shardmill.loader.contact_sheet import contact_sheet
+from shardmill.loader import pictures as sheets
+from shardmill.loader.pictures import contact_sheet
 from shardmill.loader.samples import iterate_samples, read_samples
 from shardmill.own_card import put_card
 from shardmill.stores import open_store

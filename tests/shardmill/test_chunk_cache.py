@@ -23,7 +23,7 @@ from shardmill.dataset.chunk_cache import FOLDER, CacheQuota
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.process import PREFIX, STALE_SECONDS, Scratch, private_temporary_folder, remove_stale
-from shardmill.loader.shared_work import share
+from shardmill.loader.reader import share
 from shardmill.stores import STORES
 from tests.counting_store import BYTES_READ
 from tests.far_store import ENTRY, SCHEME

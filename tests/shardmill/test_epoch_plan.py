@@ -20,7 +20,7 @@ from shardmill.epoch_plan import (
     window_bytes_within,
 )
 from shardmill.errors import UsageError
-from shardmill.step_planner import StepPlanner
+from shardmill.loader.reader import StepPlanner
 
 plans = st.builds(
     lambda chunk_rows, streams, per_stream, window, seed, epoch, shuffle: plan_epoch(

@@ -22,7 +22,7 @@ from shardmill.loader.dataset import open_dataset
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.ranks import Ranks
 from shardmill.loader.samples import read_samples
-from shardmill.loader.torch_device import InFlight, place_on
+from shardmill.loader.torch import InFlight, place_on
 from shardmill.recycled_memory import RecycledMemory, pageable
 from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import SharedDatasets, make_dataset

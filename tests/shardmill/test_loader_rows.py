@@ -21,10 +21,10 @@ from shardmill.augment.one_image import augment
 from shardmill.augment.options import AugmentOptions
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import UsageError
-from shardmill.loader.boxes import BatchBoxes
+from shardmill.loader.annotations import BatchBoxes
 from shardmill.loader.dataset import LoadableDataset
-from shardmill.loader.drawn import named_boxes, picture_of
-from shardmill.loader.sampling import _shared
+from shardmill.loader.pictures import named_boxes, picture_of
+from shardmill.loader.selection import _shared
 from tests.etl import test_extra_columns as extra_columns
 from tests.etl.annotations import drawn, found_in
 from tests.etl.building import build_source

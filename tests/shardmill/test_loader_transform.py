@@ -19,8 +19,7 @@ import shardmill
 from shardmill.checksummed import checksum_file
 from shardmill.dataset.row_segments import put_segment, read_segment, table_bytes
 from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.loader.dataset_mix import _scaled
-from shardmill.loader.selection import select_apart
+from shardmill.loader.selection import _scaled, select_apart
 from shardmill.stores import STORES, open_store
 from tests.etl import test_extra_columns as extra_columns
 from tests.etl.incremental import build_from

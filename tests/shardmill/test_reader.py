@@ -28,13 +28,12 @@ from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows, Scattered
 from shardmill.kernel import CAN_DECODE_WINDOWS
 from shardmill.loader import step_decoder
-from shardmill.loader.reader import BatchReader, read_batches
+from shardmill.loader.reader import BatchReader, StepPlanner, read_batches
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 from shardmill.loader.samples import read_samples
 from shardmill.loader.step_decoder import decode_batch
 from shardmill.options import NormalizeOptions
 from shardmill.recycled_memory import RecycledMemory
-from shardmill.step_planner import StepPlanner
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch

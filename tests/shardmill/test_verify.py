@@ -33,7 +33,7 @@ from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.cutting import cut_chunks
 from shardmill.ids import add_digests, format_digest
-from shardmill.step_planner import StepPlanner
+from shardmill.loader.reader import StepPlanner
 from shardmill.stores import STORES, open_store
 from shardmill.values import ShardFile, ShardInfo
 from tests.counting_store import CALLS, ENTRY, SCHEME

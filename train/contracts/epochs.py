@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from shardmill.loader.caching import CacheOptions, open_cache
+from shardmill.dataset.chunk_cache import CacheOptions, open_cache
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardmill.dataset.chunk_cache import check_folder, check_limit
 from shardmill.epoch_plan import PlanSpec, plan_epoch
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
-from shardmill.loader.caching import check_folder, check_limit
 from shardmill.words import counted
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
