@@ -40,7 +40,7 @@ class StoredSample(Mapping[str, Any]):
     sample_id: int
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the extra columns; `boxes` is a `shardmill.loader.boxes.RowBoxes`, `mask` uint8 (H, W)."""
+    """Values of the extra columns; `boxes` is a `shardmill.loader.annotations.RowBoxes`, `mask` uint8 (H, W)."""
 
     def __getitem__(self, name: str) -> Any:
         if name == "image":
