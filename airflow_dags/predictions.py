@@ -34,7 +34,7 @@ class ShardmillPredictOperator(ShardmillSparkOperator):
         """`dataset`: `DATASET` or `DATASET@N`, in place of the file's source. `options`: further ones of the job, such
         as `--layer` and its name. `kwargs`: SparkSubmitOperator's.
         """
-        from shardmill.user_module import applications_home
+        from shardmill.registry import applications_home
 
         arguments = [models, "--config", str(config_file), "--out", out, "--top", str(top)]
         arguments += ["--workdir", workdir, "--run-id", RUN_ID]

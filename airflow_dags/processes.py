@@ -28,7 +28,7 @@ def end_with_worker(by: signal.Signals = signal.SIGTERM) -> None:
     By SIGKILL it ends unasked, and leaves on a cluster what is there. A task in the process of a command (`airflow dags
     test`), whose parent is a shell, has no worker. Nor has one of another user (`run_as_user`), whose parent is sudo.
     """
-    from shardmill.parent_death import die_with_parent
+    from shardmill.child_process import die_with_parent
 
     worker = os.getppid()
     # 0: one outside of this container, whichever it is.
@@ -52,7 +52,7 @@ def _pid_behind_stdin() -> int | None:
 
 def tied_to_this_process() -> dict[str, Any]:
     """Arguments of Popen: the kernel kills that process with this one; a signal to this one's group is not its own."""
-    from shardmill.parent_death import die_with_parent
+    from shardmill.child_process import die_with_parent
 
     return {"start_new_session": True, "preexec_fn": partial(die_with_parent, os.getpid(), 1)}
 

@@ -56,7 +56,7 @@ def asset_uri(uri: str) -> str:
 
 def job_file(stage: str) -> str:
     """The application of a Spark stage, as this installation has it."""
-    from shardmill.user_module import applications_home
+    from shardmill.registry import applications_home
 
     return str(Path(applications_home()) / stage / "job.py")
 

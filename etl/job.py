@@ -52,8 +52,7 @@ from shardmill.errors import CommitConflict
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
-from shardmill.jobs.run_job import job_parser, run_job
-from shardmill.jobs.run_record import RunRecord
+from shardmill.jobs.run_record import RunRecord, job_parser, run_job
 from shardmill.row_mapping import RowMapping
 
 # Each is a version that another writer made, so that all of them together always get on.

@@ -31,8 +31,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, load_tree
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.run_files import StageRecord, dataset_section
-from shardmill.jobs.run_job import job_parser, run_job
-from shardmill.jobs.run_record import RunRecord
+from shardmill.jobs.run_record import RunRecord, job_parser, run_job
 from shardmill.registry import load_object
 from shardmill.row_mapping import RowMapping
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.user_module import line_of_user, with_line_of_user
+from shardmill.registry import line_of_user, with_line_of_user
 
 
 def own_error(where: str, error: Exception) -> ShardmillError:

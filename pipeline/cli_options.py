@@ -12,7 +12,7 @@ from typer.core import TyperArgument, TyperCommand
 
 from pipeline.output.ending import end_with_failure
 from shardmill.errors import ShardmillError
-from shardmill.jobs.workdir import DEFAULT_WORKDIR
+from shardmill.jobs.run_files import DEFAULT_WORKDIR
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ PROMISES = (
     "shardmill/dataset/leases.py", "shardmill/dataset/maintenance/gc.py", "etl/units/write_unit.py",
     "shardmill/images/process.py", "etl/units/pending.py", "train/checkpoints/checkpoint.py",
     "train/checkpoints/checkpoint_writer.py", "train/rank/session.py", "train/launching/watchdog.py",
-    "train/launching/messages.py", "shardmill/messages.py", "train/strategies/torch_ddp.py",
+    "train/launching/messages.py", "shardmill/child_process.py", "train/strategies/torch_ddp.py",
     "train/strategies/horovod.py", "train/published/export.py", "train/published/gate.py",
     "shardmill/formats/parquet.py", "shardmill/formats/tfrecord.py",
 )  # fmt: skip

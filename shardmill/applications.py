@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from shardmill.jobs.spark_python import keep_zip_directories
+from shardmill.registry import applications_home
 from shardmill.stores.retries import begin_under_driver
-from shardmill.user_module import applications_home
 
 
 def put_applications_first() -> None:

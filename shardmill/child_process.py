@@ -1,24 +1,24 @@
-"""A Python that this process starts and exchanges messages with: both halves of what all child processes here share.
+"""A Python that this process starts and exchanges messages with: all that a parent and its child process here share.
 
 The parent starts one that answers messages by `start_child`, and any other by `start_python`. The main program of the
-child calls `begin_child`, or `end_with_parent` if it has a session of its own, and then `own_pipes`; its messages are
-those of `shardmill.messages`. Light: each Python worker of Spark's imports it.
+child calls `begin_child`, or `end_with_parent` if it has a session of its own, and then `own_pipes`. A message is two
+lengths, a JSON header and raw bytes: nothing is unpickled. Linux ends the child with its parent, also one that is
+stopped, which a closed pipe cannot end. Light: each Python worker of Spark's imports it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any, TypeAlias
-
-from shardmill.messages import LENGTHS, pack_message
-from shardmill.parent_death import die_with_parent
 
 END_SECONDS = 10.0
 """A child whose pipe is closed is about to end, or dumps its core first; after this it is killed."""
@@ -210,3 +210,49 @@ def own_pipes() -> tuple[int, int]:
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     return requests, answers
+
+
+LENGTHS = struct.Struct("<IQ")
+"""Bytes of the header and of the body, before both."""
+
+
+def pack_message(header: dict[str, Any], body: bytes) -> tuple[bytes, bytes]:
+    """Header and body, to be written one after the other: a large body is not copied."""
+    text = json.dumps(header).encode()
+    return LENGTHS.pack(len(text), len(body)) + text, body
+
+
+def read_message(pipe: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
+    """The next message, or None if the other side closed its end, or died in the middle of one."""
+    lengths = _read(pipe, LENGTHS.size)
+    if len(lengths) < LENGTHS.size:
+        return None
+    header_bytes, body_bytes = LENGTHS.unpack(lengths)
+    header, body = _read(pipe, header_bytes), _read(pipe, body_bytes)
+    return (json.loads(header), body) if len(header) + len(body) == header_bytes + body_bytes else None
+
+
+def _read(pipe: IO[bytes], num_bytes: int) -> bytes:
+    """Fewer at the end; a pipe without a buffer gives what is there, time after time."""
+    data = pipe.read(num_bytes)
+    while len(data) < num_bytes and (more := pipe.read(num_bytes - len(data))):
+        data += more
+    return data
+
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent(parent: int, exit_code: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the process `parent`, which started it, ends (prctl(2)).
+
+    If it has ended already, this process ends at once, with `exit_code`.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(exit_code)
+
+
+def adopt_orphans() -> None:
+    """From now on, a process below this one whose parent ends becomes this one's own child (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image

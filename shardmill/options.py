@@ -27,7 +27,7 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
         "jpeg": Entry("shardmill.formats.encodings:JPEG", "smallest; lossy, 4:4:4"),
         "png": Entry("shardmill.formats.encodings:PNG", "lossless"),
         "webp": Entry(
-            "shardmill.formats.webp:WEBP", ("smaller than jpeg at equal quality, but slower to write and read")
+            "shardmill.formats.encodings:WEBP", ("smaller than jpeg at equal quality, but slower to write and read")
         ),
         "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels; largest, fastest to read"),
     },

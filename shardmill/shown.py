@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from shardmill.html import table, text
 from shardmill.jobs.summary_rows import Rows, lines_of
-from shardmill.printable import printable
 from shardmill.values import DatasetPin
+from shardmill.words import printable
 
 _ENTRIES_SHOWN = 8
 _FIGURES_IN_REPR = 3

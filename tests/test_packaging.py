@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardmill.registry import load_object
-from shardmill.user_module import APPLICATIONS
+from shardmill.registry import APPLICATIONS, load_object
 from tests.import_graph import modules
 from tests.lab.datasets import make_dataset, write_images
 from tests.lab.scale import exhaustive

@@ -21,8 +21,7 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import split_version
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer
-from shardmill.jobs.run_job import job_parser, run_job
-from shardmill.jobs.run_record import RunRecord
+from shardmill.jobs.run_record import RunRecord, job_parser, run_job
 from shardmill.jobs.spark import as_submitted
 from shardmill.values import DatasetPin
 from train.launching.spark_slots import SLOT_SETTINGS

@@ -28,9 +28,9 @@ from shardmill.dataset.row_segments import MAX_KEPT_ROWS, ROWS_SCHEMA, RowReader
 from shardmill.errors import RejectLimitExceeded
 from shardmill.ids import key_bytes
 from shardmill.jobs.process import scratch_folder
-from shardmill.printable import printable
 from shardmill.storage import Store
 from shardmill.values import Rejection, RejectReason, ShardInfo
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.units.shard_rows import RowCopier

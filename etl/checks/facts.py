@@ -14,9 +14,8 @@ from shardmill.dataset.index import has_all_files
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue
-from shardmill.printable import printable
 from shardmill.values import ANNOTATION_REASONS, TRANSIENT_REASONS, RejectReason
-from shardmill.words import name_some
+from shardmill.words import name_some, printable
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan

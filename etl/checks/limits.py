@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from etl.config import EtlConfig
 from shardmill.dataset.ledger import SEGMENT_ROWS, RejectionLog, write_ledger
 from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError
-from shardmill.printable import printable
 from shardmill.storage import join_uri
 from shardmill.values import (
     NO_SUCH_FILE,
@@ -21,6 +20,7 @@ from shardmill.values import (
     Rejection,
     RejectReason,
 )
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from etl.units.units import images_of_table
 from shardmill.errors import AccessDenied, UsageError
-from shardmill.printable import printable
 from shardmill.values import SourceImage
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig

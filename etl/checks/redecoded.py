@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from etl.config import EtlConfig, etl_settings_of
 from etl.setting_kinds import REBUILDS_NOTHING
 from shardmill.errors import RejectLimitExceeded
-from shardmill.printable import printable
-from shardmill.words import name_some
+from shardmill.words import name_some, printable
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes

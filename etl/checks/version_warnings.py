@@ -11,9 +11,8 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError
 from shardmill.images.annotations import DROPPED_NOTE, OUTSIDE_NOTE
 from shardmill.options import IMAGE_SIZES
-from shardmill.printable import printable
 from shardmill.storage import Store
-from shardmill.words import name_some
+from shardmill.words import name_some, printable
 
 # A build of few images makes up to 64 in each of three splits.
 _MANY_SHARDS = 256

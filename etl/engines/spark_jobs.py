@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from shardmill import errors
-from shardmill.jobs.spark_log import spark_log_hint
+from shardmill.jobs.line_log import spark_log_hint
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from etl.engines.worker_process import StartWorker, start_worker
 from shardmill import errors
 from shardmill.child_process import ChildDied
-from shardmill.printable import printable
+from shardmill.words import printable
 
 
 class UnitRunner:

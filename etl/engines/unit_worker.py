@@ -26,15 +26,13 @@ from etl.units.copy_unit import copy_rows
 from etl.units.units import CopyUnit
 from etl.units.write_unit import Decoder, Decoders, sandboxes_of_process, write_unit
 from etl.user_code import own_error
-from shardmill.child_process import begin_child, own_pipes
+from shardmill.child_process import begin_child, die_with_parent, own_pipes, pack_message, read_message
 from shardmill.dataset.build import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.images.annotations import MAKE_MASK
 from shardmill.images.sandbox import OwnProcessDecoder
-from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
-from shardmill.parent_death import die_with_parent
 from shardmill.stores import open_store
 from shardmill.stores.retries import begin_under_driver
 from shardmill.values import ImageSample, Rejection, SourceImage

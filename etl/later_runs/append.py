@@ -28,9 +28,9 @@ from shardmill.dataset.ledger import RejectionLog, read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
-from shardmill.printable import printable
 from shardmill.storage import Store
 from shardmill.values import Rejection, RejectReason, ShardInfo
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes

@@ -19,12 +19,10 @@ from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.table_rows import read_rows
-from shardmill.cells import from_cell
 from shardmill.errors import NoSuchRoot, ShardmillError, UsageError
-from shardmill.printable import printable
 from shardmill.stores import open_store
 from shardmill.values import Rejection
-from shardmill.words import counted, first_of
+from shardmill.words import counted, first_of, from_cell, printable
 
 if TYPE_CHECKING:
     from etl.config import EtlTree

@@ -17,10 +17,10 @@ from etl.sources import Lists
 from etl.sources.listed import ListingBatch
 from etl.sources.names import is_class_name
 from shardmill.errors import NoSuchRoot, RejectLimitExceeded, UsageError
-from shardmill.printable import printable
 from shardmill.stores import open_store
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import Rejection, RejectReason
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest

@@ -45,10 +45,10 @@ from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
-from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
+from shardmill.words import printable
 
 # A group-by divides its rows by the first column: into ranges, so that each of its parts is a segment.
 _BY_CELL = pa.schema([SEGMENT_SCHEMA.field("cell"), *(field for field in SEGMENT_SCHEMA if field.name != "cell")])

@@ -22,10 +22,10 @@ from etl.listing.spill import SpilledRows
 from shardmill.checksummed import checksum_file
 from shardmill.errors import UsageError
 from shardmill.ids import next_sample_id
-from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import BOXES
 from shardmill.values import Rejection, RejectReason
+from shardmill.words import printable
 
 _IDS = pa.schema([SEGMENT_SCHEMA.field("sample_id")])
 # What tells the rows of one id apart, in the order in which they are asked; and where each row is.

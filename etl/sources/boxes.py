@@ -15,9 +15,9 @@ import pyarrow as pa
 from etl.sources.labels import class_names_of, text_of_value
 from etl.sources.names import class_name_of, is_class_name
 from shardmill.errors import UsageError
-from shardmill.printable import printable
 from shardmill.typed_columns import BOX_COLUMNS, BOX_LABELS, BOXES, LABEL, NUM_SIDES
 from shardmill.values import Value
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import BoxesConfig

@@ -28,13 +28,12 @@ from etl.sources.mask_places import MAX_VALUE, OUTLINES, joined, outline_text
 from etl.sources.names import COCO_SUFFIXES, SPLIT_OF_NAME
 from etl.sources.uris import UriReader, is_on_the_web, uri_problems
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.typed_columns import MASK, MASK_TYPE, encode_values
 from shardmill.values import NO_BLOCK, Value
-from shardmill.words import counted
+from shardmill.words import counted, printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig

@@ -17,10 +17,9 @@ from etl.sources.labels import are_inexact, plain_texts, value_texts, whole_text
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
-from shardmill.printable import printable
 from shardmill.typed_columns import names_places
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
-from shardmill.words import first_of
+from shardmill.words import first_of, printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig

@@ -23,11 +23,11 @@ import pyarrow as pa
 
 from etl.sources.names import expanded, is_pattern, is_utf8, matches, names_any
 from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
-from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.words import printable
 
 # Remote files are fetched in blocks: few requests for a scan, little waste for a jump over a large member.
 _BLOCK_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from etl.sources.parquet_columns import bytes_leaf
 from etl.sources.table import TableSource
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable

@@ -13,8 +13,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmill.printable import printable
 from shardmill.values import RejectReason
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.download_config import DownloadConfig

@@ -20,9 +20,9 @@ from etl.sources.columns import as_names, as_splits, choose_column, is_there_onc
 from etl.sources.labels import Target, as_labels, class_names_of, text_of_value, value_texts
 from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
-from shardmill.printable import printable
 from shardmill.typed_columns import ARROW_TYPES, LABEL, MASK, MASK_TYPE, encode_values, parse_extra, scalar_of
 from shardmill.values import SourceLabelKind, Value
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import BoxesConfig, SourceConfig

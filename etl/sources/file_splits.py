@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME, alike_splits
 from shardmill.errors import UsageError
-from shardmill.printable import printable
+from shardmill.words import printable
 
 _Splits = dict[str, str | None]
 

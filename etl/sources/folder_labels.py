@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch, in_two_passes, listed_table
 from etl.sources.names import SPLIT_OF_NAME, alike_splits, is_split, names_splits
 from shardmill.errors import UsageError
-from shardmill.printable import printable
 from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig

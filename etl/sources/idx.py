@@ -36,8 +36,8 @@ from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IDX_SUFFIXES
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 
 from etl.sources.names import NO_LABEL, WHOLE_NUMBER, class_name_of, is_class_name
 from shardmill.errors import UsageError
-from shardmill.printable import printable
 from shardmill.values import LabelKind
+from shardmill.words import printable
 
 _INT64_END = 2.0**63
 EXACT_FLOATS = {32: 2.0**24, 64: 2.0**53}

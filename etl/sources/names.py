@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from shardmill.images.extensions import FORMAT_BY_EXTENSION
-from shardmill.printable import printable
+from shardmill.words import printable
 
 # By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.
 IMAGE_SUFFIXES = frozenset(

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from etl.sources.columns import choose_column
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
+from shardmill.words import printable
 
 _BATCH_ROWS = 65_536
 _MAGIC, _TAIL_BYTES = b"PAR1", 8

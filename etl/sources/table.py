@@ -35,9 +35,9 @@ from etl.sources.table_rows import read_rows
 from etl.sources.unused_labels import column_signs
 from etl.sources.uris import PathStyle, UriReader, beside, uri_problems, without_dots
 from shardmill.errors import UsageError
-from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig

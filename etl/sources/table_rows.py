@@ -28,11 +28,11 @@ from etl.sources.containers import open_file
 from etl.sources.labels import are_inexact, text_of_value
 from etl.sources.parquet_columns import column_batches, open_columns
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import ARROW_TYPES
 from shardmill.values import Rejection
+from shardmill.words import printable
 
 _READ_BYTES = 1 << 20
 # The longer marks first: UTF-32's begins with UTF-16's.

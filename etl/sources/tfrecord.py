@@ -38,10 +38,10 @@ from etl.sources.unused_labels import named_signs
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, FeatureList, decode_lists
 from shardmill.formats.tfrecord import masked_crc
-from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK
 from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import BoxesConfig, SourceConfig

@@ -24,9 +24,8 @@ from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IMAGE_SUFFIXES, TABLE_SUFFIXES, hidden_folder_of, is_split, names_splits
 from etl.sources.table_rows import first_rows
 from shardmill.errors import ShardmillError
-from shardmill.printable import printable
 from shardmill.values import Rejection, RejectReason
-from shardmill.words import first_of
+from shardmill.words import first_of, printable
 
 _LABEL_WORDS = {
     *("label", "labels", "class", "classes", "classname", "cls", "category", "categories"),

@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 from etl.sources.containers import Containers
 from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
 from shardmill.errors import AccessDenied, UsageError
-from shardmill.printable import printable
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import ANY_OTHER, STORES, open_store, scheme_of
 from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.download_config import DownloadConfig

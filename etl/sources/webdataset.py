@@ -21,10 +21,10 @@ from etl.sources.listed import ListingBatch
 from etl.sources.mask_places import ReaderOfMasks
 from etl.sources.names import TAR_SUFFIXES
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
 from shardmill.storage import StoredFile
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL
 from shardmill.values import Rejection, SourceImage
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.boxes_config import BoxesConfig

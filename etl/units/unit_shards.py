@@ -13,8 +13,7 @@ from etl.units.units import UnitTask
 from shardmill.dataset.build import SplitSums
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.statistics import ImageSizes, count_sizes
-from shardmill.formats.cutting import ChunkCutter
-from shardmill.formats.rows import RowSchema, StoredRow
+from shardmill.formats.rows import ChunkCutter, RowSchema, StoredRow
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.storage import Store
 from shardmill.values import ImageSample, ShardInfo

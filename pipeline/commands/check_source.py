@@ -12,8 +12,8 @@ from pipeline.output.inspection import rejection_document, rejection_rows, size_
 from pipeline.output.printing import print_result
 from pipeline.output.progress import RunProgress
 from shardmill.errors import ShardmillError
-from shardmill.jobs.ending import report_error
 from shardmill.jobs.observer import SilentObserver
+from shardmill.jobs.process import report_error
 
 if TYPE_CHECKING:
     from etl.checks.source_check import SourceCheck

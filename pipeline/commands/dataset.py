@@ -9,7 +9,7 @@ import typer
 
 from pipeline.cli_options import Common
 from shardmill.errors import UsageError
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from shardmill.storage import Store

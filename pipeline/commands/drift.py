@@ -16,7 +16,7 @@ from shardmill.data_faults.drift import baseline_of, measure_drift
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import DriftLimitExceeded, UsageError
-from shardmill.jobs.ending import report_error
+from shardmill.jobs.process import report_error
 from shardmill.stores import open_store
 
 

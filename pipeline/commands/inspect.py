@@ -85,10 +85,9 @@ def _described(
 def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
     """The groups of images that look alike if a number of bits is given, else all that `--quality` shows."""
     from pipeline.output import data_faults as output
-    from shardmill.data_faults.equal_bytes import find_equal_bytes
-    from shardmill.data_faults.looks import read_looks
-    from shardmill.data_faults.near_duplicates import find_near_duplicates
+    from shardmill.data_faults.near_duplicates import find_equal_bytes, find_near_duplicates
     from shardmill.data_faults.quality import find_faults
+    from shardmill.data_faults.row_looks import read_looks
 
     looks = read_looks(dataset)
     if near_duplicates is not None:

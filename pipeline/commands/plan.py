@@ -11,7 +11,7 @@ import typer
 from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.output.printing import print_result
 from shardmill.errors import UsageError
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from train.tree import TrainTree

@@ -14,9 +14,8 @@ import typer
 
 from pipeline.cli_options import ReplaceSource, command
 from pipeline.output.printing import plain, print_result
-from shardmill.cells import harmless
 from shardmill.errors import UsageError
-from shardmill.printable import printable, without_surrogates
+from shardmill.words import harmless, printable, without_surrogates
 
 if TYPE_CHECKING:
     from train.published.predict import Prediction

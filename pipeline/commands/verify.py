@@ -12,7 +12,7 @@ from pipeline.output.printing import print_result, verify_document, verify_rows
 from pipeline.running import dataset_of_run, open_run, verify_record
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError
-from shardmill.jobs.ending import report_error
+from shardmill.jobs.process import report_error
 
 if TYPE_CHECKING:
     from shardmill.dataset.verify import VerifyReport

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.demo.data import write_demo_images
 from shardmill.errors import UsageError
-from shardmill.jobs.ending import report_error
+from shardmill.jobs.process import report_error
 
 WORKDIR = Path("demo-work")
 CONFIG = Path("examples/demo.toml")

@@ -15,8 +15,13 @@ from pipeline.doctor.finding import Finding, Status, failed
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
-from shardmill.jobs.addresses import addresses_of, is_loopback
-from shardmill.jobs.config import is_local_master, is_under_spark_submit, may_have_other_hosts
+from shardmill.jobs.config import (
+    addresses_of,
+    is_local_master,
+    is_loopback,
+    is_under_spark_submit,
+    may_have_other_hosts,
+)
 from shardmill.stores import scheme_of
 from train.config import TrainConfig
 from train.contracts.world import LOOPBACK

@@ -16,11 +16,20 @@ from typing import Any, NoReturn
 
 import typer
 
+from shardmill.child_process import adopt_orphans
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.jobs.ending import end_with_script, error_line, print_error, quiet_libraries, report_error
-from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, start_in_utf8
+from shardmill.jobs.process import (
+    Terminated,
+    end_with_script,
+    error_line,
+    print_error,
+    private_temporary_folder,
+    quiet_libraries,
+    raise_on_signals,
+    report_error,
+    start_in_utf8,
+)
 from shardmill.jobs.redact import redacted
-from shardmill.parent_death import adopt_orphans
 
 
 def run_app(app: typer.Typer) -> NoReturn:

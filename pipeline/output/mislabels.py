@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.output.printing import Rows, plain
-from shardmill.cells import to_cell
 from shardmill.data_faults.mislabels import ClassFaults, Mislabels, SuspectLabel
 from shardmill.dataset.dataset import Dataset
-from shardmill.words import counted
+from shardmill.words import counted, to_cell
 
 CSV_COLUMNS = (
     "source", "label", "given_label", "suggested_label", "probability", "score", "found_as", "split", "sample_id"

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardmill.jobs.summary_rows import Rows
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

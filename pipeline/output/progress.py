@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from shardmill.jobs.observer import WARNING, FieldValue, Observer, SilentObserver
-from shardmill.jobs.progress_lines import AS_JSON, VARIABLE, Bar, as_line
-from shardmill.printable import printable
+from shardmill.jobs.observer import AS_JSON, VARIABLE, WARNING, Bar, FieldValue, Observer, SilentObserver, as_line
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -20,8 +20,7 @@ from pipeline.report.charts import (
     side_by_side_chart,
 )
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
-from shardmill.printable import without_surrogates
-from shardmill.words import counted
+from shardmill.words import counted, without_surrogates
 from train.contracts.values import METRICS
 
 if TYPE_CHECKING:

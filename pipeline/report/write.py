@@ -15,8 +15,8 @@ from pipeline.report.data import MistakenImage, Picture, RejectedGroup, ReportDa
 from pipeline.report.page import answers, render
 from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
 from shardmill.data_faults.drift import Drift
-from shardmill.data_faults.looks import read_looks
 from shardmill.data_faults.quality import Fault, SuspectImage, find_faults
+from shardmill.data_faults.row_looks import read_looks
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.errors import ShardmillError

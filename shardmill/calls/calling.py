@@ -20,7 +20,7 @@ from shardmill.calls.predictions import Predictions
 from shardmill.calls.process import Command, Watcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
-from shardmill.jobs.progress_lines import Bar, as_bar
+from shardmill.jobs.observer import Bar, as_bar
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 # Of `shardmill.run` and its neighbours, which take what they do not know as settings.

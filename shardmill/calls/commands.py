@@ -10,7 +10,7 @@ from shardmill.calls.calling import Folder, Place, call, flags, named, repeated
 from shardmill.calls.predictions import Predictions
 from shardmill.calls.promotion import PromotionResult
 from shardmill.calls.result import RunResult, run_result, version_of
-from shardmill.jobs.workdir import DEFAULT_WORKDIR
+from shardmill.jobs.run_files import DEFAULT_WORKDIR
 from shardmill.storage import join_uri
 
 if TYPE_CHECKING:

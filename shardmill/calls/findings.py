@@ -17,7 +17,7 @@ from shardmill.data_faults.quality import SuspectImage, Telltale
 from shardmill.dataset.diff import ChangeKind, RowPlace
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.html import picture, text
-from shardmill.jobs.workdir import DEFAULT_WORKDIR
+from shardmill.jobs.run_files import DEFAULT_WORKDIR
 from shardmill.shown import Shown, ShownList
 from shardmill.values import DatasetPin
 

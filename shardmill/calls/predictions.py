@@ -13,7 +13,7 @@ from shardmill.errors import ShardmillError, UsageError
 from shardmill.formats.rows import VECTOR
 from shardmill.html import table, text
 from shardmill.jobs.summary_rows import Rows, lines_of
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,13 +20,13 @@ from typing import IO, Any, NoReturn, Protocol
 
 from shardmill.child_process import kill_session
 from shardmill.errors import ShardmillError, TrainingError, UsageError, error_class
+from shardmill.jobs.observer import AS_JSON, VARIABLE
 from shardmill.jobs.process import python_path
-from shardmill.jobs.progress_lines import AS_JSON, VARIABLE
-from shardmill.user_module import applications_home, find_below
+from shardmill.registry import applications_home, find_below
 
 # It has a session of its own, so that Ctrl-C comes once, from here; and it ends with this process all the same.
 _MAIN = (
-    "from shardmill.jobs.ending import end_with_parent; end_with_parent(); "
+    "from shardmill.jobs.process import end_with_parent; end_with_parent(); "
     "from shardmill.applications import main; main()"
 )
 _POLL_MILLISECONDS = 200

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardmill.calls.calling import Folder, Place, call, flags, named, value_of, without_settings
 from shardmill.calls.model_findings import Garbage, GateDecision, TarFiles
 from shardmill.calls.result import RunResult, run_result, version_of
-from shardmill.jobs.workdir import DEFAULT_WORKDIR
+from shardmill.jobs.run_files import DEFAULT_WORKDIR
 
 if TYPE_CHECKING:
     from shardmill.loader.dataset import LoadableDataset

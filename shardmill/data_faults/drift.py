@@ -15,9 +15,9 @@ from statistics import NormalDist
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ChannelSums
 from shardmill.dataset.versions import read_manifest
-from shardmill.printable import printable
 from shardmill.section import Section
 from shardmill.storage import Store
+from shardmill.words import printable
 
 _NUM_MOVED = 5
 # Of the distance of the figure that has moved most; what has moved less explains nothing.

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.data_faults.out_of_sample import out_of_sample_probabilities
-from shardmill.data_faults.predicted_rows import PredictedRows
+from shardmill.data_faults.predicted_rows import PredictedRows, out_of_sample_probabilities
 from shardmill.errors import UsageError
 
 MIN_IMAGES_PER_CLASS = 10

@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.row_segments import LOOK_COLUMNS, pixels_of_rows
+from shardmill.dataset.row_segments import LOOK_COLUMNS, pixels_of_rows, read_rows
 
 LOOKED_AT = (
     "source", "label", "channel_sums", "channel_square_sums", "height", "width", "source_height", "source_width",
@@ -96,3 +97,15 @@ def looks_of_rows(manifest: Manifest, parts: Sequence[pa.Table]) -> RowLooks:
 def _per_pixel(table: pa.Table, name: str, pixels_N: np.ndarray) -> np.ndarray:
     sums = table.column(name)
     return pc.list_flatten(sums).to_numpy().reshape(len(sums), -1) / pixels_N[:, np.newaxis]
+
+
+def read_looks(dataset: Dataset) -> RowLooks:
+    """Read all row segments, about 100 bytes a row in memory. Raises IntegrityError for an altered segment."""
+    manifest = dataset.manifest
+
+    def rows_of(split: str) -> pa.Table:
+        index = dataset.index(split)
+        shards = map(index.shard, range(index.num_shards))
+        return pa.concat_tables([read_rows(dataset.store, each, manifest.row_schema, LOOKED_AT) for each in shards])
+
+    return looks_of_rows(manifest, [rows_of(split) for split in manifest.splits])

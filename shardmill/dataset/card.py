@@ -9,8 +9,11 @@ It is written after a commit, and no digest covers it: without it a version is a
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,10 +25,9 @@ from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import ShardmillError
 from shardmill.formats.rows import OWN_COLUMNS
 from shardmill.options import ENCODINGS
-from shardmill.own_card import CARD, keep_card, quoted
-from shardmill.printable import without_surrogates
 from shardmill.storage import Store, join_uri
 from shardmill.typed_columns import LABEL, LABEL_TYPES, MASK_TYPE, scalar_of, vector_size
+from shardmill.words import without_surrogates
 
 MAX_SHARDS = 100_000
 """Of a larger version the card names no shards: reading 10 MB of YAML takes minutes."""
@@ -141,3 +143,47 @@ def _content(manifest: Manifest) -> str:
     options = manifest.normalize
     size = f"{options.image_size} x {options.image_size} pixels" if options.one_shape_HWC else "different sizes"
     return f"{options.color} images of {size} as {options.encoding}"
+
+
+CARD = "README.md"
+_MAX_RACES = 8
+
+
+def keep_card(store: Store, mark: str, latest: Callable[[], int], text_of: Callable[[int], str]) -> bool:
+    """Replace the card unless it is that of the latest number; False if it is a person's own.
+
+    Another writer may make a later number meanwhile, and may have written its card before ours: the last one to write
+    looks again.
+    """
+    for _ in range(_MAX_RACES):
+        number = latest()
+        if not put_card(store, mark, number, partial(text_of, number)):
+            return False
+        if number == latest():
+            break
+    return True
+
+
+def put_card(store: Store, mark: str, number: int, text: Callable[[], str]) -> bool:
+    """Write the card of `number` unless there is that of a later one; False if it is a person's own.
+
+    `mark`: how the line begins that says who wrote it; `number` ends that line.
+    """
+    try:
+        present = store.read(CARD).decode(errors="replace")
+    except FileNotFoundError:
+        present = mark
+    if mark not in present:
+        return False
+    written = re.search(f"{re.escape(mark)}([0-9]{{1,18}})\n", present)
+    if written is None or int(written[1]) < number:
+        store.put(CARD, text().encode())
+    return True
+
+
+def quoted(text: str) -> str:
+    """A double-quoted YAML string. YAML takes JSON's escapes, but no pairs of surrogates and no raw control
+    characters.
+    """
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in without_surrogates(quoted))

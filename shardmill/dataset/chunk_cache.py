@@ -36,7 +36,7 @@ import numpy as np
 
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
-from shardmill.recycled_memory import hashed, read_blocks
+from shardmill.memory import hashed, read_blocks
 from shardmill.storage import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from shardmill.checksummed import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema
-from shardmill.recycled_memory import hashed
+from shardmill.memory import hashed
 from shardmill.storage import ReadsIntoMemory, Store, join_uri
 from shardmill.values import ShardFile
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.index import SplitIndex
-    from shardmill.recycled_memory import RecycledMemory
+    from shardmill.memory import RecycledMemory
     from shardmill.values import ShardInfo
 
 

@@ -20,11 +20,11 @@ from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.row_segments import put_segment, read_segment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.ids import DIGEST_MODULUS, format_digest, key_bytes, key_hash
-from shardmill.printable import without_surrogates
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
+from shardmill.words import without_surrogates
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest

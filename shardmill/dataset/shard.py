@@ -21,8 +21,7 @@ from shardmill.dataset.row_segments import read_rows, rows_table, table_bytes
 from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint
 from shardmill.formats import SHARD_FORMATS
-from shardmill.formats.cutting import cut_chunks, cut_shards
-from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
+from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.storage import Store, join_uri
 from shardmill.typed_columns import MASK
 from shardmill.values import ChunkInfo, ImageSample, ShardInfo, SourceImage

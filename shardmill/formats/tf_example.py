@@ -1,10 +1,13 @@
-"""tf.Example messages without TensorFlow: the few lines of protocol buffers that a TFRecord shard needs.
+"""tf.Example messages without TensorFlow: the few lines of protocol buffers that a TFRecord shard, and TensorBoard's
+events, need.
 
-Message: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
+Message: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto. Wire format:
+https://protobuf.dev/programming-guides/encoding/.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.errors import IntegrityError
-from shardmill.formats.protobuf import FOUR_BYTES, LENGTH_DELIMITED, VARINT, bytes_field, varint
 
 # Feature is a oneof of these.
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
@@ -193,3 +195,40 @@ def _fields(data: memoryview):
             raise ValueError("a field reaches past the end")
         yield tag >> 3, data[position : position + length]
         position += length
+
+
+VARINT, EIGHT_BYTES, LENGTH_DELIMITED, FOUR_BYTES = 0, 1, 2, 5
+
+
+def bytes_field(number: int, payload: bytes) -> bytes:
+    """Encode a field of bytes, of a string in UTF-8, or of another message."""
+    return varint(number << 3 | LENGTH_DELIMITED) + varint(len(payload)) + payload
+
+
+def integer_field(number: int, value: int) -> bytes:
+    """Encode a field of an int64 or an enum."""
+    return varint(number << 3 | VARINT) + varint(value & 0xFFFFFFFFFFFFFFFF)
+
+
+def double_field(number: int, value: float) -> bytes:
+    """Encode a field of a 64-bit float."""
+    return varint(number << 3 | EIGHT_BYTES) + struct.pack("<d", value)
+
+
+def float_field(number: int, value: float) -> bytes:
+    """Encode a field of a 32-bit float; values beyond its range become infinite."""
+    try:
+        payload = struct.pack("<f", value)
+    except OverflowError:
+        payload = struct.pack("<f", math.copysign(math.inf, value))
+    return varint(number << 3 | FOUR_BYTES) + payload
+
+
+def varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest ones first; for numbers from 0 on."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

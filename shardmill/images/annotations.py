@@ -32,9 +32,9 @@ from shardmill.images.pixels import (
 )
 from shardmill.images.png import GRAY, PALETTE, SIGNATURE, read_chunks
 from shardmill.options import NormalizeOptions
-from shardmill.printable import printable
 from shardmill.typed_columns import NUM_SIDES
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from shardmill.words import printable
 
 MAX_BITS = 8
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
-from shardmill.printable import printable
 from shardmill.values import RejectReason
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from shardmill.options import NormalizeOptions

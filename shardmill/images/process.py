@@ -22,8 +22,8 @@ from shardmill.images.normalize import normalize
 from shardmill.images.pixels import MAX_DETAIL_CHARACTERS, DecodedImage, Refused, prepare_opencv, refusal_of
 from shardmill.kernel import shardmill_native
 from shardmill.options import NormalizeOptions
-from shardmill.printable import printable
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from shardmill.words import printable
 
 # Sources with a shorter side than this are accepted; the note lets one find them.
 TINY_SIDE_PIXELS = 8

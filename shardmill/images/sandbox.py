@@ -28,10 +28,9 @@ from types import TracebackType
 from typing import Any
 
 import shardmill
-from shardmill.child_process import ChildDied, begin_child, calling, own_pipes, start_child
+from shardmill.child_process import ChildDied, begin_child, calling, own_pipes, pack_message, read_message, start_child
 from shardmill.errors import StorageError, UsageError
 from shardmill.images.decoder_id import INSTALLED_DECODERS
-from shardmill.messages import pack_message, read_message
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import load_object
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import ipaddress
 import json
 import os
 import re
+import socket
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -20,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
-from shardmill.jobs.addresses import is_loopback
 from shardmill.section import Section, section_of
+from shardmill.words import name_some
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -282,7 +284,7 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
             or [key for key in known if keys[-1] in key.split("_")]
             or difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         )
-        hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {_first_few(known)}"
+        hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {name_some(known)}"
         return f"unknown config key {name}", hint
     if isinstance(error["input"], dict) and error["type"] == "value_error":
         return "", f"config section {name}: expected {error['msg'].removeprefix('Value error, ')}"
@@ -294,10 +296,6 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
     pydantics = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = _EXPECTED_TYPES.get(error["type"].partition("_")[0], pydantics)
     return f"config key {name or 'config'} = {given}", f"expected {expected}"
-
-
-def _first_few(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _model_at(tree: type[BaseModel], keys: list[str]) -> type[BaseModel] | None:
@@ -312,3 +310,16 @@ def _model_at(tree: type[BaseModel], keys: list[str]) -> type[BaseModel] | None:
         inner = (kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel))
         model = section_of(field) or next(inner, None)
     return model
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses that a name has on this host. Raises OSError if it has none."""
+    return sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None)})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether all that a name or an address leads to is this host alone; False for a name that is unknown here."""
+    try:
+        return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses_of(host))
+    except (OSError, UnicodeError):
+        return False

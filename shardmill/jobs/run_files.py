@@ -19,8 +19,7 @@ from pydantic import Field, ValidationError
 
 from shardmill.checksummed import check_relative_path, verified_body, with_checksum
 from shardmill.errors import IntegrityError, SecurityRefusal, ShardmillError, UsageError
-from shardmill.jobs.ending import exit_code_of
-from shardmill.jobs.process import why_ended
+from shardmill.jobs.process import exit_code_of, why_ended
 from shardmill.jobs.redact import redacted, redacted_text
 from shardmill.section import Section
 from shardmill.storage import join_uri
@@ -29,6 +28,7 @@ from shardmill.values import DatasetPin
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
+
 
 SUMMARY = "summary.json"
 # What file systems take as a name.
@@ -233,3 +233,6 @@ def failed_stage(stage: str, error: BaseException) -> StageRecord:
     elif isinstance(error, KeyboardInterrupt):
         line = "interrupted by Ctrl-C"
     return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line, detail=detail)
+
+
+DEFAULT_WORKDIR = "./shardmill-work"

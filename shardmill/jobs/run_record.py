@@ -1,11 +1,15 @@
 """Runs a stage, records how it ended, and passes its value to the next stage.
 
-`pipeline/run.py`, `etl/job.py` and `train/job.py` all run their stages through it.
+`pipeline/run.py`, `etl/job.py` and `train/job.py` all run their stages through it; the two jobs, entries of
+`spark-submit`, run as a process by `run_job`, with their arguments, their record and their exit.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,10 +17,22 @@ from typing import Any, TypeVar
 
 from shardmill.dataset.leases import alone
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError
-from shardmill.jobs.line_log import LineLog, warn_on_stderr
-from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, is_progress
+from shardmill.jobs.config import is_under_spark_submit
+from shardmill.jobs.line_log import LineLog, spark_log, warn_on_stderr
+from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, Observer, is_progress
+from shardmill.jobs.process import (
+    Terminated,
+    end_with_parent,
+    end_with_script,
+    private_temporary_folder,
+    quiet_libraries,
+    raise_on_signals,
+    report_error,
+    start_in_utf8,
+)
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_files import (
+    DEFAULT_WORKDIR,
     RUNNING,
     RunState,
     StageRecord,
@@ -30,10 +46,10 @@ from shardmill.jobs.run_files import (
     write_stage_record,
     write_summary,
 )
-from shardmill.jobs.spark_log import spark_log
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.stores.retries import num_retried
+from shardmill.words import printable
 
 Value = TypeVar("Value")
 EVENTS = "events.jsonl"
@@ -206,3 +222,63 @@ def _alone(record: RunRecord) -> Iterator[None]:
                 "wait for it, or give another --run-id",
             ) from None
         yield
+
+
+_LINE_EVERY_SECONDS = 5.0
+
+
+def job_parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every `spark-submit` entry takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.NAME=VALUE", help="override the file")
+    parser.add_argument("--workdir", default=DEFAULT_WORKDIR, help="folder of the run record")
+    parser.add_argument("--run-id", default="", help="name of the run record")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def run_job(
+    job: Callable[[RunRecord, Observer], None], workdir: str, run_id: str, *, sections: Sequence[str], debug: bool
+) -> int:
+    """Run the stages of `job(record, observer)`, print each one's record as a line of JSON; returns the exit code.
+
+    `sections`: what the job adds to the run's summary. Errors end as one line on stderr.
+    """
+    raise_on_signals()
+    if is_under_spark_submit():
+        # A driver that trains in its own process would not notice the end of Spark's JVM, and would continue alone.
+        end_with_parent()
+    else:
+        end_with_script()
+    if not debug:
+        quiet_libraries()
+    record: RunRecord | None = None
+    try:
+        start_in_utf8()
+        record = RunRecord(workdir, run_id, sections=sections)
+        with private_temporary_folder(), recording(record):
+            job(record, _JobObserver(record))
+        code = 0
+    except (Exception, KeyboardInterrupt, Terminated) as error:  # the outermost frame: every end gets its line and code
+        code = report_error(error, debug=debug)
+    if record is not None:
+        for stage in record.ended:
+            line = {"run_id": record.run_id, **stage.model_dump(mode="json", exclude={"detail", "started"})}
+            sys.stdout.write(json.dumps(line) + "\n")
+    return code
+
+
+class _JobObserver:
+    """Records events, and writes them as lines on stderr, for the scheduler's log; of progress, a line now and then."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._next_line = 0.0
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self._record.event(name, fields)
+        if not is_progress(name) or time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_EVERY_SECONDS
+            shown = [f"{key}={value}" for key, value in redacted(dict(fields)).items()]
+            sys.stderr.write(printable(" ".join([name, *shown])) + "\n")

@@ -2,7 +2,7 @@
 
 PySpark alone would put every setting on the JVM's command line, where all users of the machine can read it, and would
 print Spark's own lines between those of the progress bar. So the JVM gets its settings in a private file, and its
-output goes to the run's `spark.log` (shardmill/jobs/spark_log.py).
+output goes to the run's `spark.log` (shardmill/jobs/line_log.py).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.jobs.addresses import is_loopback
 from shardmill.jobs.config import (
     SparkConfig,
     check_master,
     is_local_master,
+    is_loopback,
     is_under_spark_submit,
     may_have_other_hosts,
     properties_file,
 )
+from shardmill.jobs.line_log import open_spark_log, spark_log_hint
 from shardmill.jobs.process import SAFE_PATH, UTF8_MODE, environment_variable, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
-from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from shardmill.augment.annotations import cut_boxes, cut_mask, upside_down
+from shardmill.augment.windows import cut_boxes, cut_mask, upside_down
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored_mask
 from shardmill.typed_columns import ANNOTATIONS, BOX_COLUMNS, BOX_LABELS, BOXES, MASK, NUM_SIDES

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmill.recycled_memory import pageable
+from shardmill.memory import pageable
 
 if TYPE_CHECKING:
     import numpy as np

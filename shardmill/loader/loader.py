@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
-from shardmill.free_memory import free_bytes
 from shardmill.loader.batch import LoaderBatch
 from shardmill.loader.reader import BatchReader, OneProcess, ReaderSeconds
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource, check_windows
+from shardmill.memory import free_bytes
 from shardmill.stores.retries import num_retried
 
 if TYPE_CHECKING:

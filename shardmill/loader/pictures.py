@@ -23,8 +23,6 @@ from shardmill.typed_columns import BOXES, MASK
 from shardmill.words import first_of, rejected
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from shardmill.dataset.dataset import Dataset
     from shardmill.loader.samples import StoredSample
 
@@ -191,7 +189,7 @@ def _colour_of(label: int) -> str:
 _THUMBNAILS, _NAMES = 12, 10
 
 
-def dataset_html(dataset: Dataset, show: Callable[[int], Image]) -> str:
+def dataset_html(dataset: Dataset, show: Callable[[int], Image.Image]) -> str:
     """A table, one row for each split below it, and what `show` draws, for which some shards are read."""
     manifest = dataset.manifest
     splits = table(
@@ -203,7 +201,7 @@ def dataset_html(dataset: Dataset, show: Callable[[int], Image]) -> str:
     return f"<div>{name}{table(_facts(dataset))}{splits}{thumbnails(dataset, show)}</div>"
 
 
-def thumbnails(dataset: Dataset, show: Callable[[int], Image], num_samples: int = _THUMBNAILS) -> str:
+def thumbnails(dataset: Dataset, show: Callable[[int], Image.Image], num_samples: int = _THUMBNAILS) -> str:
     """Images from all over a split, or why there are none: to show a value must not fail."""
     if dataset.manifest.predicted_by is not None:
         return ""

@@ -21,8 +21,8 @@ from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.epoch_plan import StepRows
 from shardmill.errors import UsageError
 from shardmill.formats.rows import ChunkRows, Scattered, slices_of
+from shardmill.memory import ALIGNMENT, RecycledMemory, pageable
 from shardmill.options import ENCODINGS
-from shardmill.recycled_memory import ALIGNMENT, RecycledMemory, pageable
 from shardmill.typed_columns import ANNOTATIONS, BOX_COLUMNS
 from shardmill.values import Value
 

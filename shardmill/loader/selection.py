@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.formats.rows import ChunkRows, RowSchema
-    from shardmill.recycled_memory import RecycledMemory
+    from shardmill.memory import RecycledMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

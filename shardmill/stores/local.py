@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from shardmill.errors import AccessDenied, StorageError
-from shardmill.recycled_memory import read_blocks
+from shardmill.memory import read_blocks
 from shardmill.storage import TEMPORARY_PREFIX, StoredFile
 from shardmill.storage_errors import as_storage_error
 

@@ -96,7 +96,7 @@ class S3Store:
         self._delete(path, "delete_object")
 
     def _get(self, path: str, start: int, num_bytes: int | None) -> bytes:
-        from shardmill.stores.s3_errors import Damaged
+        from shardmill.stores.s3_requests import Damaged
 
         try:
             with as_storage_error(f"{self.uri}/{path}"):

@@ -22,7 +22,6 @@ from etl.config import SourceConfig
 from etl.listing.label_map import read_label_map
 from etl.plan import plan_build
 from pipeline.output.inspection import describe
-from shardmill.cells import to_cell
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
@@ -30,6 +29,7 @@ from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, en
 from shardmill.formats.tfrecord import frame
 from shardmill.loader.metadata import read_metadata
 from shardmill.loader.reader import read_split
+from shardmill.words import to_cell
 from tests.etl.building import Recorder, images_of, list_images
 from tests.etl.incremental import build, build_from, opened, stored, tree_for, write_files
 from tests.etl.source_files import add_member, picture

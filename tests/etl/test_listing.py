@@ -30,11 +30,11 @@ from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.mix import mix64_array
-from shardmill.printable import printable
 from shardmill.storage import StoredFile
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from shardmill.values import RejectReason, SourceImage
+from shardmill.words import printable
 from tests.counting_store import CALLS, ENTRY, SCHEME
 from tests.etl.building import facts, images, images_of, list_images, listed
 from tests.etl.source_files import picture, write_tar

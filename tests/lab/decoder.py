@@ -11,9 +11,9 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from shardmill.child_process import read_message
 from shardmill.images import sandbox
 from shardmill.images.sandbox import pack_outcome
-from shardmill.messages import read_message
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import SourceImage
 

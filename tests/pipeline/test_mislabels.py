@@ -18,13 +18,13 @@ from etl.config import SplitFractions
 from etl.job import build_dataset
 from shardmill.calls.calling import value_of
 from shardmill.calls.findings import MislabelsResult
-from shardmill.cells import from_cell
 from shardmill.data_faults.mislabels import find_mislabels
 from shardmill.data_faults.predicted_rows import check_memory, may_be_seen, read_predicted_rows
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.samples import iterate_samples
 from shardmill.values import DatasetPin
+from shardmill.words import from_cell
 from tests.etl.incremental import tree_for
 from tests.etl.pixels import predict_pixels
 from tests.lab.commands import ROOT, in_process, last_line

@@ -51,8 +51,7 @@ from shardmill.jobs.run_files import (
     write_stage_record,
     write_summary,
 )
-from shardmill.jobs.run_job import run_job
-from shardmill.jobs.run_record import RunRecord, recording
+from shardmill.jobs.run_record import RunRecord, recording, run_job
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason

@@ -4,8 +4,7 @@ import os
 import sys
 import time
 
-from shardmill.child_process import begin_child, own_pipes
-from shardmill.messages import pack_message, read_message
+from shardmill.child_process import begin_child, own_pipes, pack_message, read_message
 
 
 def main() -> None:

@@ -2,8 +2,7 @@
 
 import time
 
-from shardmill.jobs.ending import end_with_parent
-from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_order
+from shardmill.jobs.process import Terminated, end_with_parent, raise_on_signals, stopping_in_order
 
 raise_on_signals()
 end_with_parent()

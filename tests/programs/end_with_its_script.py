@@ -6,8 +6,7 @@ EXPECTED, of the environment: "ends", or else two seconds are given to a request
 import os
 import time
 
-from shardmill.jobs.ending import end_with_script
-from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_order
+from shardmill.jobs.process import Terminated, end_with_script, raise_on_signals, stopping_in_order
 
 raise_on_signals()
 end_with_script()

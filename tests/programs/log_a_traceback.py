@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from shardmill.jobs.run_job import run_job
+from shardmill.jobs.run_record import run_job
 
 
 def job(record: object, observer: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardmill.jobs.ending import report_error
+from shardmill.jobs.process import report_error
 from tests.etl.brightness import predict
 
 

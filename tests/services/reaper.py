@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from shardmill.parent_death import die_with_parent
+from shardmill.child_process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from shardmill.parent_death import die_with_parent
+from shardmill.child_process import die_with_parent
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardmill" / "servers"
 _POLL_SECONDS = 0.2

@@ -19,7 +19,7 @@ from pipeline.output.progress import RelayedBars
 from shardmill.calls.calling import NotebookOutput, as_options
 from shardmill.calls.model_findings import Diagnosis, Finding
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
-from shardmill.jobs.progress_lines import Bar, as_bar
+from shardmill.jobs.observer import Bar, as_bar
 from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import make_dataset, write_images
 

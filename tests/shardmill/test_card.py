@@ -22,7 +22,7 @@ from PIL import Image
 import shardmill
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
-from shardmill.dataset.card import CARD, refresh_card
+from shardmill.dataset.card import CARD, put_card, refresh_card
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import RejectionLog, ledger_digest, read_rejections, write_ledger
 from shardmill.dataset.verify import verify_dataset
@@ -34,7 +34,6 @@ from shardmill.jobs.reach import REACH, check_nonce, planted
 from shardmill.loader import pictures as sheets
 from shardmill.loader.pictures import contact_sheet
 from shardmill.loader.samples import iterate_samples, read_samples
-from shardmill.own_card import put_card
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import Nonce, Rejection, RejectReason

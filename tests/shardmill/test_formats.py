@@ -25,9 +25,8 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.failpoints import VARIABLE
 from shardmill.formats import SHARD_FORMATS, tfrecord
-from shardmill.formats.cutting import cut_chunks, cut_shards
 from shardmill.formats.parquet import PARQUET, parquet_schema
-from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, WrittenShard
+from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, WrittenShard, cut_chunks, cut_shards
 from shardmill.formats.tf_example import encode_example, find_values, integers_at
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import load_tree

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill import recycled_memory
+from shardmill import memory as recycled_memory
 from shardmill.dataset.dataset import open_dataset as open_version
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
@@ -23,7 +23,7 @@ from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.ranks import Ranks
 from shardmill.loader.samples import read_samples
 from shardmill.loader.torch import InFlight, place_on
-from shardmill.recycled_memory import RecycledMemory, pageable
+from shardmill.memory import RecycledMemory, pageable
 from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import SharedDatasets, make_dataset
 from tests.services.marked import free_ports

@@ -7,7 +7,7 @@ from typing import IO, Any, cast
 
 import pytest
 
-from shardmill.messages import LENGTHS, pack_message, read_message
+from shardmill.child_process import LENGTHS, pack_message, read_message
 
 MESSAGE = ({"key": "é", "size": 3}, b"\0\1\2")
 

@@ -18,7 +18,7 @@ import simplejpeg
 import shardmill
 from shardmill.augment.options import AugmentOptions
 from shardmill.augment.windows import Windows, cut_window, whole_windows
-from shardmill.dataset.chunk_cache import ChunkCache, open_room
+from shardmill.dataset.chunk_cache import ChunkCache, open_quota
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.epoch_plan import streams_of_rank
@@ -32,8 +32,8 @@ from shardmill.loader.reader import BatchReader, StepPlanner, read_batches
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
 from shardmill.loader.samples import read_samples
 from shardmill.loader.step_decoder import decode_batch
+from shardmill.memory import RecycledMemory
 from shardmill.options import NormalizeOptions
-from shardmill.recycled_memory import RecycledMemory
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from shardmill.values import Batch
@@ -328,7 +328,7 @@ def test_chunks_in_the_cache_are_read_to_memory_that_is_used_again(uri: str, tmp
     index, schema = dataset.index("train", format), dataset.manifest.row_schema
     taken, memory = [], RecycledMemory(2)
     take, memory.take = memory.take, lambda num_bytes: taken.append(num_bytes) or take(num_bytes)
-    cache = ChunkCache(open_room(str(tmp_path), None, 0), dataset.store.uri)
+    cache = ChunkCache(open_quota(str(tmp_path), None, 0), dataset.store.uri)
     fetcher = ChunkFetcher(dataset.store, index, schema, cache, memory)
     plain = ChunkFetcher(dataset.store, index, schema)
     for _ in range(3):
@@ -342,7 +342,7 @@ def test_chunks_in_the_cache_are_read_to_memory_that_is_used_again(uri: str, tmp
 
 
 def test_blocks_are_the_bytes_of_a_range_and_take_no_more_memory_than_the_file_has(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardmill.recycled_memory._BLOCK_BYTES", 4)
+    monkeypatch.setattr("shardmill.memory._BLOCK_BYTES", 4)
     (tmp_path / "data").write_bytes(b"0123456789")
     store, taken = LocalStore(str(tmp_path)), []
 

@@ -18,16 +18,15 @@ from pydantic import BaseModel, ValidationError
 from etl.config import EtlTree
 from pipeline.tree import PipelineTree
 from shardmill import ids
-from shardmill.cells import FORMULA_STARTS, from_cell, to_cell
 from shardmill.dataset.index import Layout
 from shardmill.errors import StorageError, UsageError
 from shardmill.ids import canonical_digest
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.ending import report_error
+from shardmill.jobs.process import report_error
 from shardmill.jobs.redact import HIDDEN, is_secret_name, redacted, redacted_text
-from shardmill.printable import printable, without_surrogates
 from shardmill.registry import Entry, OneOf, Registry
 from shardmill.values import ChunkInfo, ShardInfo
+from shardmill.words import FORMULA_STARTS, from_cell, printable, to_cell, without_surrogates
 from tests.canaries import PEM, PLAIN_SETTINGS, SECRET_SETTINGS
 from train.tree import TrainTree
 

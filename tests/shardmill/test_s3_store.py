@@ -21,7 +21,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import STORES, open_store, retries, s3_requests
-from shardmill.stores.s3_errors import as_os_error, is_transient
+from shardmill.stores.s3_requests import as_os_error, is_transient
 from tests.counting_store import CALLS, ENTRY, SCHEME
 from tests.etl.building import images_of, list_images
 from tests.lab.datasets import HERE, build_here, write_images

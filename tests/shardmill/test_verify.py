@@ -31,7 +31,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.epoch_plan import plan_epoch
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.formats.cutting import cut_chunks
+from shardmill.formats.rows import cut_chunks
 from shardmill.ids import add_digests, format_digest
 from shardmill.loader.reader import StepPlanner
 from shardmill.stores import STORES, open_store

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from shardmill import recycled_memory
+from shardmill import memory as recycled_memory
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.ids import format_sample_id

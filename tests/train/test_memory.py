@@ -16,11 +16,10 @@ import pytest
 
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import TrainingError, UsageError
-from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from shardmill.loader.reader import read_epoch
-from shardmill.recycled_memory import RecycledMemory
+from shardmill.memory import RecycledMemory, free_bytes
 from shardmill.stores import open_store
 from tests.lab.scale import exhaustive
 from tests.processes import in_own_process

@@ -23,9 +23,9 @@ import yaml
 from typer.testing import CliRunner
 
 from pipeline.cli import app
+from shardmill.dataset.card import CARD
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.own_card import CARD
 from shardmill.stores import open_store
 from tests.etl.building import Recorder
 from tests.train.exports import put_export

@@ -23,8 +23,15 @@ from shardmill.environments import find_place
 from shardmill.environments.place import Place
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.ending import error_line, exit_code_of, print_error
-from shardmill.jobs.process import one_of_a_job, python_path, request_stop, why_ended
+from shardmill.jobs.process import (
+    error_line,
+    exit_code_of,
+    one_of_a_job,
+    print_error,
+    python_path,
+    request_stop,
+    why_ended,
+)
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult

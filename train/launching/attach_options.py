@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shardmill.environments import ENVIRONMENTS, Variables
 from shardmill.environments.place import Place
-from shardmill.jobs.addresses import addresses_of, is_loopback
+from shardmill.jobs.config import addresses_of, is_loopback
 from shardmill.section import Section
 from train.contracts.world import LOOPBACK
 from train.settings import EXECUTION, Host

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardmill.errors import ShardmillError, TrainingError
-from shardmill.user_module import line_of_user, message_of
+from shardmill.registry import line_of_user, message_of
 from shardmill.values import Cursor
 from train.launching.messages import Failure
 

@@ -19,7 +19,7 @@ from shardmill.child_process import end_with_parent
 from shardmill.dataset.dataset import open_pinned
 from shardmill.environments.place import Place, place_from_environment
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.addresses import is_loopback
+from shardmill.jobs.config import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from shardmill.child_process import end_with_parent, kill_session, start_python
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, python_path, scratch_folder
-from shardmill.user_module import line_of_user_in_dump
+from shardmill.registry import line_of_user_in_dump
 from train.contracts.values import from_json, to_json
 from train.launching.faults import failure_of, how_it_ended, last_line
 from train.launching.messages import Failure

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.errors import UsageError
-from shardmill.user_module import find_below
+from shardmill.registry import find_below
 
 Factory = Callable[[tuple[int, int, int], int], Any]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
-from shardmill.user_module import find_below, with_line_of_user
+from shardmill.registry import find_below, with_line_of_user
 from train.models import MODELS, MODULES
 from train.models.modules import models_of
 

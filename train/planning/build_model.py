@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shardmill.free_memory import free_bytes
+from shardmill.memory import free_bytes
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
 from train.contracts.world import World

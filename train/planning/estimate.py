@@ -12,8 +12,8 @@ from typing import Any
 
 from shardmill.dataset.dataset import Dataset, first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
-from shardmill.free_memory import free_bytes
 from shardmill.jobs.config import SparkConfig, require_uri
+from shardmill.memory import free_bytes
 from shardmill.words import counted, size_of
 from train.backends.backend import model_spec
 from train.config import TrainConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmill.free_memory import free_bytes
 from shardmill.loader.row_source import ReaderOptions, kept_bytes
+from shardmill.memory import free_bytes
 from shardmill.section import Section
 from train.config import TrainConfig
 from train.contracts.epochs import evaluation_spec

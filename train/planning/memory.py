@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
-from shardmill.free_memory import free_bytes
+from shardmill.memory import free_bytes
 from shardmill.storage import Store
 from shardmill.words import size_of
 from train.backends.backend import model_spec

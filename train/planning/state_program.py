@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmill.errors import ShardmillError, UsageError
-from shardmill.user_module import line_of_user, with_line_of_user
+from shardmill.registry import line_of_user, with_line_of_user
 from train.backends.backend import ModelSpec
 from train.backends.torch.chain import ANOTHER
 from train.backends.torch.empty import empty_classifier, empty_module, optimizer_bytes

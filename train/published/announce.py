@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardmill.checksummed import verified_body, with_checksum
+from shardmill.dataset.card import CARD, keep_card, quoted
 from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.jobs.observer import WARNING, Observer
-from shardmill.own_card import CARD, keep_card, quoted
-from shardmill.printable import without_surrogates
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from shardmill.words import first_of
+from shardmill.words import first_of, without_surrogates
 from train.contracts.values import from_json
 from train.published.current import CURRENT, Pointer, read_history
 from train.published.decision import Promotion

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from shardmill.dataset.card import CARD
 from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.own_card import CARD
 from shardmill.storage import join_uri
 from train.published.exported import Export, read_export
 from train.published.load import current_export

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmill.augment import colours
+from shardmill.augment import pixels as colours
 from shardmill.augment.draws import Draws
 from shardmill.augment.options import AugmentOptions
 from shardmill.augment.pixels import OPERATIONS, change_pixels

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
-from shardmill.user_module import with_line_of_user
+from shardmill.registry import with_line_of_user
 from train.backends.keras.freeze import Frozen, freeze
 from train.backends.keras.losses import PerSample, choose_loss, compiled_for_logits, right_of, weighted_loss
 from train.backends.keras.runtime import config_sha256

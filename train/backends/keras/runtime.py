@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
-from shardmill.registry import install_hint
-from shardmill.user_module import without_user_package
+from shardmill.registry import install_hint, without_user_package
 from train.backends.gpu_builds import check_seen
 from train.backends.quick_import import without_collection
 from train.contracts.world import World

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.user_module import without_user_package
+from shardmill.registry import without_user_package
 from train.backends.backend import ModelSpec, Predict, ServedModel
 from train.backends.keras.losses import answers_of
 from train.backends.keras.runtime import import_tensorflow, traced

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardmill.user_module import with_line_of_user
+from shardmill.registry import with_line_of_user
 from train.backends.torch.runtime import import_torch
 
 # Attributes of every module.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
-from shardmill.user_module import with_line_of_user
+from shardmill.registry import with_line_of_user
 from train.backends.backend import ModelSpec
 from train.backends.batch_norms import largest_momentum
 from train.backends.model_errors import as_layers_raised_them

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue
-from shardmill.user_module import with_line_of_user
+from shardmill.registry import with_line_of_user
 from train.reporting.observer import GlobalStep
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from shardmill.formats.protobuf import bytes_field, double_field, float_field, integer_field
+from shardmill.formats.tf_example import bytes_field, double_field, float_field, integer_field
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.line_log import GrowingFile, Outage
 from shardmill.jobs.observer import FieldValue

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.observer import WARNING
-from shardmill.user_module import with_line_of_user
+from shardmill.registry import with_line_of_user
 from train.backends.torch.chain import ANOTHER
 from train.config import TrainConfig
 from train.contracts.mesh_shape import MeshShape

@@ -1,4 +1,5 @@
-"""Memory that a loader fills again and again: that of its batches, and that of the chunks they are read from.
+"""Memory that a loader fills again and again, that of its batches and of the chunks they are read from; and how much
+this machine, or the container of this process, has left.
 
 The kernel clears each page of fresh memory when it is first written: a tenth of decoding, and for pixels that are
 stored as they are as much as reading and hashing them.
@@ -10,6 +11,7 @@ import math
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import google_crc32c
@@ -17,6 +19,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
 
 # Of small arrays a pool holds thousands, and asking each of them would take longer than to clear new memory.
 _MAX_QUESTIONS = 64
@@ -124,3 +127,22 @@ def _roomy(num_bytes: int) -> int:
     """At most an eighth more, so that it fits the next one of about this size; untouched pages cost nothing."""
     step = 1 << max(0, num_bytes.bit_length() - 4)
     return -(-num_bytes // step) * step
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Return the host's available memory, or this container's remaining limit if lower; 0 if unknown."""
+    found = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    group = root / "sys/fs/cgroup"
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and limit[0].isdigit() and used:
+        # Pages of files are given back when memory is needed.
+        files = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("inactive_file "))
+        found.append(max(0, int(limit[0]) - int(used[0]) + files))
+    return min(found, default=0)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,3 +1,0 @@
-"""The folder that holds runs and what they make, if a person names none."""
-
-DEFAULT_WORKDIR = "./shardmill-work"
