@@ -69,8 +69,8 @@ def as_arrays(batch: Batch) -> LoaderBatch:
     )
 
 
-class Place(Protocol):
-    """Takes a batch from the threads to the loop."""
+class BatchDevice(Protocol):
+    """Where the loop gets a batch: takes it there from the threads."""
 
     def allocate(self, shape: tuple[int, ...]) -> np.ndarray:
         """Memory of uint8 for the pixels of a batch, with any content; as NumPy takes it, by default."""
@@ -85,8 +85,8 @@ class Place(Protocol):
         ...
 
 
-class InMemory(Place):
-    """The place of batches that stay in the memory of this process."""
+class InMemory(BatchDevice):
+    """Batches stay in the memory of this process."""
 
     def put(self, batch: LoaderBatch) -> LoaderBatch:
         """The batch as it is."""

@@ -21,7 +21,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import WINDOW_BUDGET_BYTES, num_streams_for, streams_of_rank, window_bytes_within
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import check_annotations, delivered
-from shardmill.loader.batch import InMemory, Place, as_arrays
+from shardmill.loader.batch import BatchDevice, InMemory, as_arrays
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.loader import Loader, whole_number
 from shardmill.loader.metadata import check_names, read_metadata
@@ -30,7 +30,7 @@ from shardmill.loader.ranks import Ranks, find_ranks
 from shardmill.loader.row_source import ReaderOptions, RowOptions
 from shardmill.loader.samples import Samples
 from shardmill.loader.selection import ONCE, Sample, mix_datasets, select_rows
-from shardmill.loader.torch import Layout, as_tensors, place_on
+from shardmill.loader.torch import Layout, as_tensors, batch_device
 from shardmill.loader.transform import HandOver, check_transform
 from shardmill.registry import install_hint
 from shardmill.typed_columns import label_shape
@@ -207,7 +207,7 @@ class LoadableDataset(Dataset):
         if layout not in ("NCHW", "NHWC"):
             raise UsageError(f"layout = {layout!r}", "expected 'NCHW' or 'NHWC'", "omit it for 'NCHW'")
         require_framework("a torch_loader", "PyTorch", "torch")
-        return self._loader(split, partial(as_tensors, layout=layout), reading, place_on(device))
+        return self._loader(split, partial(as_tensors, layout=layout), reading, batch_device(device))
 
     def tf_dataset(self, split: str, *, annotations: bool = False, **reading: Unpack[Reading]) -> Any:
         """A `tf.data.Dataset` of one rank's (images NHWC, labels, weights), for `keras.Model.fit`.
@@ -303,7 +303,7 @@ class LoadableDataset(Dataset):
 
     def _loader(
         self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading,
-        place: Place | None = None, ranks: Ranks | None = None,
+        device: BatchDevice | None = None, ranks: Ranks | None = None,
     ) -> Loader:  # fmt: skip
         reading = cast("Reading", checked(reading, Reading.__annotations__))
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
@@ -316,12 +316,12 @@ class LoadableDataset(Dataset):
         check_same_plan(ranks, spec, {each.pin: getattr(each, "names_version", False) for each in datasets})
         folder, limit_bytes = reading.get("cache_dir"), reading.get("cache_limit_bytes")
         caches = open_caches(datasets, spec, options.format, folder, limit_bytes)
-        place = place or InMemory()
-        options = replace(options, caches=caches, allocate=place.allocate)
+        device = device or InMemory()
+        options = replace(options, caches=caches, allocate=device.allocate)
         streams = streams_of_rank(ranks.rank, ranks.world_size, spec.num_streams)
         transform, is_per_sample = reading.get("transform"), reading.get("per_sample", False)
         check_transform(transform, is_per_sample=is_per_sample)
-        finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, place)
+        finish = HandOver(convert, transform, is_per_sample, spec.seed, streams.start, device)
         return Loader(self, spec, streams, options=options, rows=rows, hand_over=finish)
 
     def _row_options(self, split: str, reading: Reading) -> RowOptions:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardmill.epoch_plan import num_streams_choices, num_streams_for
 from shardmill.errors import UsageError
-from shardmill.loader.batch import LoaderBatch, Place
+from shardmill.loader.batch import BatchDevice, LoaderBatch
 from shardmill.loader.ranks import Ranks, gather_by_jax
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlacement(Place):
+class DevicePlacement(BatchDevice):
     """Where the rows of a global batch lie."""
 
     sharding: Any

@@ -147,7 +147,7 @@ class Loader:
                         "create a loader for each",
                     )
                 asked = time.perf_counter()
-                batch = self._hand_over.place.take(next(batches))
+                batch = self._hand_over.device.take(next(batches))
                 self._wait_seconds += time.perf_counter() - asked
                 self._steps += 1
                 self._rows_seen += plan.num_rows_of_step(step, self.streams)
@@ -225,7 +225,7 @@ class Loader:
         """
         num_batches = whole_number("num_batches", num_batches, least=1)
         with self._open(plan_epoch(self.spec, self._chunk_rows, self._epoch), self._step) as reader:
-            return CachedBatches(tuple(map(self._hand_over.place.take, islice(reader, num_batches))), self._num_steps)
+            return CachedBatches(tuple(map(self._hand_over.device.take, islice(reader, num_batches))), self._num_steps)
 
     def report(self) -> LoaderReport:
         """What this rank has handed out, and where the time went."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import BatchBoxes
-from shardmill.loader.batch import InMemory, LoaderBatch, Place
+from shardmill.loader.batch import BatchDevice, InMemory, LoaderBatch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -88,8 +88,8 @@ def draws_of(key: int) -> AbstractContextManager[object]:
     return Draws()
 
 
-def place_on(device: Any) -> Place:
-    """The place for a `torch.device`, its name or its number; None for the memory of this process.
+def batch_device(device: Any) -> BatchDevice:
+    """For a `torch.device`, its name or its number; None for the memory of this process.
 
     Raises UsageError if there is no such device here.
     """
@@ -146,7 +146,7 @@ class Moving:
     """The event behind its copy."""
 
 
-class OnStream(Place):
+class OnStream(BatchDevice):
     """Copies on a stream of its own, from pinned memory: the loop's computation goes on meanwhile."""
 
     def __init__(self, device: Any) -> None:
@@ -190,7 +190,7 @@ class OnStream(Place):
         return put.batch
 
 
-class Blocking(Place):
+class Blocking(BatchDevice):
     """Copies in the reader's threads, each of which waits for the end of its copy: for devices of other makers."""
 
     def __init__(self, device: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.ids import format_sample_id
-from shardmill.loader.batch import NAMES, InMemory, LoaderBatch, Place
+from shardmill.loader.batch import NAMES, BatchDevice, InMemory, LoaderBatch
 from shardmill.mix import mix64
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ class HandOver:
     seed: int
     first_stream: int
     """Ranks draw differently, unless each sample draws for itself."""
-    place: Place = field(default_factory=InMemory)
+    device: BatchDevice = field(default_factory=InMemory)
     """Gets the batch behind the transform: JAX allows no computation on global arrays in several threads, for its
     processes might begin them in different orders."""
 
     def __call__(self, batch: Batch, origins: Origins) -> Any:
-        """What `place.take` makes the batch of. Raises UsageError, from its cause, if the transform fails or gives no
+        """What `device.take` makes the batch of. Raises UsageError, from its cause, if the transform fails or gives no
         such batch.
         """
-        return self.place.put(self._transformed(batch, origins))
+        return self.device.put(self._transformed(batch, origins))
 
     def _transformed(self, batch: Batch, origins: Origins) -> LoaderBatch:
         before, sources = self.convert(batch), origins.sources

@@ -22,7 +22,7 @@ from shardmill.loader.dataset import open_dataset
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.ranks import Ranks
 from shardmill.loader.samples import read_samples
-from shardmill.loader.torch import InFlight, place_on
+from shardmill.loader.torch import InFlight, batch_device
 from shardmill.memory import RecycledMemory, pageable
 from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import SharedDatasets, make_dataset
@@ -56,7 +56,7 @@ def test_pixels_are_not_copied_on_the_cpu(uri: str):
     dataset = open_dataset(uri)
     with dataset.jax_loader("train", global_batch_size=32, seed=1) as loader:
         shared = []
-        put = loader._hand_over.place.put
+        put = loader._hand_over.device.put
         for batch in dataset.batches("train", global_batch_size=32, seed=1):
             shared.append(put(batch).images.unsafe_buffer_pointer() == batch.images.ctypes.data)
     assert shared == [True] * len(loader)
@@ -238,12 +238,12 @@ def test_memory_that_torch_gave_is_kept_by_what_refers_to_it():
         del array
         assert memory.take(48).ctypes.data != address
         del kept
-    assert place_on("cpu").allocate((2, 3)).dtype == np.uint8
+    assert batch_device("cpu").allocate((2, 3)).dtype == np.uint8
 
 
 @pytest.mark.skipif("cuda" not in HERE, reason="needs a GPU")
 def test_pixels_for_cuda_are_decoded_into_pinned_memory():
-    assert torch.from_numpy(place_on("cuda").allocate((64, 8, 8, 3))).is_pinned()
+    assert torch.from_numpy(batch_device("cuda").allocate((64, 8, 8, 3))).is_pinned()
 
 
 def address_of(array: np.ndarray) -> int:
