@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.augment.one_image import centre_of
+from shardmill.augment.pixels import centre_of
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image
 from shardmill.row_mapping import sample_encoding

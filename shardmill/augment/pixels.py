@@ -34,6 +34,7 @@ from shardmill.augment.draws import (
     Draws,
 )
 from shardmill.augment.options import AugmentOptions
+from shardmill.augment.windows import centre_windows, cut_window, draw_windows
 from shardmill.mix import extend_mix64
 
 _LEVELS = np.arange(256)
@@ -213,21 +214,17 @@ def change_pixels(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions
     uses_ipp = cv2.ipp.useIPP()
     cv2.ipp.setUseIPP(False)
     try:
-        _change_pixels(images_NHWC, draws, options)
+        if options.random_vertical_flip:
+            for row in np.flatnonzero(draws.coins(VERTICAL_FLIP_DRAW)).tolist():
+                images_NHWC[row] = images_NHWC[row, ::-1].copy()
+        if options.rand_augment_operations:
+            rand_augment(images_NHWC, draws, options)
+        if options.brightness or options.contrast or options.saturation or options.hue:
+            _jitter_colours(images_NHWC, draws, options)
+        if options.random_erasing:
+            _erase(images_NHWC, draws, options)
     finally:
         cv2.ipp.setUseIPP(uses_ipp)
-
-
-def _change_pixels(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
-    if options.random_vertical_flip:
-        for row in np.flatnonzero(draws.coins(VERTICAL_FLIP_DRAW)).tolist():
-            images_NHWC[row] = images_NHWC[row, ::-1].copy()
-    if options.rand_augment_operations:
-        rand_augment(images_NHWC, draws, options)
-    if options.brightness or options.contrast or options.saturation or options.hue:
-        _jitter_colours(images_NHWC, draws, options)
-    if options.random_erasing:
-        _erase(images_NHWC, draws, options)
 
 
 def _jitter_colours(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> None:
@@ -260,3 +257,27 @@ def _erase(images_NHWC: np.ndarray, draws: Draws, options: AugmentOptions) -> No
         words = extend_mix64(noises_N[row], np.arange(-(-num_values // 8))).astype("<u8")
         noise_HWC = words.view(np.uint8)[:num_values].reshape(erased_height, erased_width, num_channels)
         images_NHWC[row, top : top + erased_height, left : left + erased_width] = noise_HWC
+
+
+def augment(
+    image_HWC: np.ndarray,
+    options: AugmentOptions,
+    *,
+    seed: int,
+    epoch: int,
+    sample_id: int,
+    occurrence: int = 0,
+) -> np.ndarray:
+    """A changed copy; `occurrence` distinguishes repeats of a sample within one epoch. Nothing is mixed with it."""
+    draws = Draws(seed, epoch, np.array([sample_id]), np.array([occurrence]))
+    height, width = image_HWC.shape[:2]
+    changed_HWC = cut_window(image_HWC, draw_windows(draws, options, (height, width)), 0)
+    change_pixels(changed_HWC[None], draws, options)
+    return changed_HWC
+
+
+def centre_of(image_HWC: np.ndarray, size: int) -> np.ndarray:
+    """What evaluation takes of a stored image; 0 for all of it."""
+    height, width = image_HWC.shape[:2]
+    size_HW = AugmentOptions(size=size).size_of((height, width))
+    return cut_window(image_HWC, centre_windows(1, (height, width), size_HW), 0)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -129,25 +129,26 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
             )
         )
         if place + 1 == len(records) or records[place + 1]["shard"] != record["shard"]:
-            shard = ShardInfo(
-                split=record["split"],
-                format=record["format"],
-                path=check_relative_path(record["shard"]),
-                size_bytes=record["shard_bytes"],
-                sha256=record["shard_sha256"],
-                num_rows=record["shard_rows"],
-                footer_start=record["footer_start"],
-                footer_bytes=record["footer_bytes"],
-                footer_crc32c=record["footer_crc32c"],
-                rows_path=check_relative_path(record["rows_file"]),
-                rows_bytes=record["rows_bytes"],
-                rows_sha256=record["rows_sha256"],
-                chunks=tuple(chunks),
-            )
+            shard = ShardInfo(**_facts_of(record), chunks=tuple(chunks))
+            check_relative_path(shard.path)
+            check_relative_path(shard.rows_path)
             _check_places(shard)
             shards.append(shard)
             chunks = []
     return shards
+
+
+def _facts_of(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `ShardFile`, from a row of the index."""
+    return {
+        **{name: record[name] for name in ("split", "format", "footer_start", "footer_bytes", "footer_crc32c")},
+        "path": record["shard"],
+        "size_bytes": record["shard_bytes"],
+        "sha256": record["shard_sha256"],
+        "num_rows": record["shard_rows"],
+        "rows_path": record["rows_file"],
+        **{name: record[name] for name in ("rows_bytes", "rows_sha256")},
+    }
 
 
 def shard_file(shard: ShardInfo) -> ChecksummedFile:
@@ -378,20 +379,7 @@ class SplitIndex:
     def shard(self, number: int) -> ShardFile:
         """A shard of the split, by its number in layout order."""
         [row] = self.shards.slice(number, 1).to_pylist()
-        return ShardFile(
-            split=row["split"],
-            format=row["format"],
-            path=row["shard"],
-            size_bytes=row["shard_bytes"],
-            sha256=row["shard_sha256"],
-            num_rows=row["shard_rows"],
-            footer_start=row["footer_start"],
-            footer_bytes=row["footer_bytes"],
-            footer_crc32c=row["footer_crc32c"],
-            rows_path=row["rows_file"],
-            rows_bytes=row["rows_bytes"],
-            rows_sha256=row["rows_sha256"],
-        )
+        return ShardFile(**_facts_of(row))
 
     @property
     def paths(self) -> list[str]:

@@ -138,9 +138,20 @@ def drawn_over(picture: Image.Image, values: Mapping[str, Any], scale: float) ->
     """A picture that is `scale` times as large as the stored image, with its boxes and its mask."""
     mask_HW, boxes = values.get(MASK), values.get(BOXES)
     if isinstance(mask_HW, np.ndarray):
-        picture = _tinted(picture, mask_HW)
+        # Half of the colour of each value, but for 0.
+        colours = np.array([(0, 0, 0), *(ImageColor.getrgb(_colour_of(value)) for value in range(1, 256))], np.uint8)
+        tints = Image.fromarray(colours[mask_HW]).resize(picture.size, Image.Resampling.NEAREST)
+        shares = Image.fromarray(np.where(mask_HW > 0, 127, 0).astype(np.uint8))
+        picture = Image.composite(tints, picture, shares.resize(picture.size, Image.Resampling.NEAREST))
     if isinstance(boxes, RowBoxes):
-        _outline(picture, boxes, scale)
+        draw = ImageDraw.Draw(picture)
+        line_width = max(1, round(max(picture.size) / _PIXELS_PER_WIDTH))
+        labels = [0] * len(boxes) if boxes.labels is None else boxes.labels.tolist()
+        for (x0, y0, x1, y1), label in zip(boxes.sides.tolist(), labels, strict=True):
+            # The last pixel of a box is inside of it.
+            right, bottom = max(x0 * scale, x1 * scale - 1), max(y0 * scale, y1 * scale - 1)
+            corners = (round(x0 * scale), round(y0 * scale), round(right), round(bottom))
+            draw.rectangle(corners, outline=_colour_of(label), width=line_width)
     return picture
 
 
@@ -151,35 +162,6 @@ def picture_of(image_HWC: np.ndarray, values: Mapping[str, Any], longest_side: i
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     picture = picture.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX)
     return drawn_over(picture, values, scale)
-
-
-def _tinted(picture: Image.Image, mask_HW: np.ndarray) -> Image.Image:
-    """Half of the colour of each value, but for 0."""
-    colours = np.zeros((256, 3), np.uint8)
-    for value in range(1, 256):
-        colours[value] = ImageColor.getrgb(_colour_of(value))
-    tints = Image.fromarray(colours[mask_HW]).resize(picture.size, Image.Resampling.NEAREST)
-    shares = Image.fromarray(np.where(mask_HW > 0, 127, 0).astype(np.uint8)).resize(
-        picture.size, Image.Resampling.NEAREST
-    )
-    return Image.composite(tints, picture, shares)
-
-
-def _outline(picture: Image.Image, boxes: RowBoxes, scale: float) -> None:
-    """A class has one colour."""
-    draw = ImageDraw.Draw(picture)
-    line_width = max(1, round(max(picture.size) / _PIXELS_PER_WIDTH))
-    for (x0, y0, x1, y1), colour in _outlines(boxes):
-        # The last pixel of a box is inside of it.
-        right, bottom = max(x0 * scale, x1 * scale - 1), max(y0 * scale, y1 * scale - 1)
-        corners = (round(x0 * scale), round(y0 * scale), round(right), round(bottom))
-        draw.rectangle(corners, outline=colour, width=line_width)
-
-
-def _outlines(boxes: RowBoxes) -> Iterator[tuple[list[float], str]]:
-    labels = [0] * len(boxes) if boxes.labels is None else boxes.labels.tolist()
-    for sides, label in zip(boxes.sides.tolist(), labels, strict=True):
-        yield sides, _colour_of(label)
 
 
 def _colour_of(label: int) -> str:

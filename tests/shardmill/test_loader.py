@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import shardmill
 from etl.config import EtlConfig
-from shardmill.augment.one_image import augment
 from shardmill.augment.options import AugmentOptions
+from shardmill.augment.pixels import augment
 from shardmill.environments import ENVIRONMENTS
 from shardmill.errors import UsageError
 from shardmill.loader.row_source import check_windows

@@ -17,8 +17,8 @@ from PIL import ImageColor
 
 import shardmill
 from etl.config import SourceConfig
-from shardmill.augment.one_image import augment
 from shardmill.augment.options import AugmentOptions
+from shardmill.augment.pixels import augment
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import UsageError
 from shardmill.loader.annotations import BatchBoxes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.augment.one_image import centre_of
+from shardmill.augment.pixels import centre_of
 from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError

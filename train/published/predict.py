@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmill.augment.one_image import centre_of
+from shardmill.augment.pixels import centre_of
 from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored

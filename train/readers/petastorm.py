@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardmill.augment.one_image import augment
+from shardmill.augment.pixels import augment
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import IntegrityError, UsageError

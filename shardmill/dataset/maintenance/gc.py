@@ -84,7 +84,10 @@ def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport
         lease, versions, now = collector.lease, _unexpired(store), collector.look()
         expired = choose_expired(versions, retention, now, collector.leased_versions)
         if expired or collector.fenced:
-            _commit_expiry(store, expired, run_id, lease)
+            latest = read_manifest(store, latest_version(store))
+            all_expired = as_ranges({*numbers_of(latest.expired_versions), *expired})
+            draft = child_of(latest, "expire", run_id, content=latest, expired_versions=all_expired)
+            publish(store, draft, lease.check)
 
         # Delete, by what is committed now: of a version whose reader has just ended nothing goes before it expires.
         retained = _unexpired(store)
@@ -113,12 +116,6 @@ def _unexpired(store: Store) -> list[CommittedVersion]:
         if name and int(name[1]) not in gone:
             found.append(CommittedVersion(read_manifest(store, int(name[1])), file.mtime_ns / 1e9))
     return sorted(found, key=lambda each: each.manifest.version)
-
-
-def _commit_expiry(store: Store, expired: tuple[int, ...], run_id: str, lease: HeldLease) -> None:
-    latest = read_manifest(store, latest_version(store))
-    all_expired = as_ranges({*numbers_of(latest.expired_versions), *expired})
-    publish(store, child_of(latest, "expire", run_id, content=latest, expired_versions=all_expired), lease.check)
 
 
 def _find_garbage(

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from shardmill.augment.draws import COLUMN_DRAW, FLIP_DRAW, ROW_DRAW, Draws
 from shardmill.augment.mixing import _limits_of_beta, mix_rows, soft_labels
-from shardmill.augment.one_image import augment
 from shardmill.augment.options import PRESETS, AugmentOptions, augment_options
-from shardmill.augment.pixels import change_pixels
+from shardmill.augment.pixels import augment, change_pixels
 from shardmill.augment.windows import Windows, cut_window, draw_windows
 from shardmill.errors import UsageError
 from shardmill.images import look
