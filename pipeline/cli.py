@@ -15,9 +15,9 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
     "command",
     {
         "run": Entry(
-            "pipeline.commands.run:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."
+            "pipeline.commands.stages:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."
         ),
-        "etl": Entry("pipeline.commands.etl:etl", "Build a committed dataset version from images."),
+        "etl": Entry("pipeline.commands.stages:etl", "Build a committed dataset version from images."),
         "check-source": Entry(
             "pipeline.commands.check_source:check_source",
             (
@@ -27,26 +27,26 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         ),
         "verify": Entry("pipeline.commands.verify:verify", "Check every rule of a dataset version, and print a table."),
         "train": Entry(
-            "pipeline.commands.train:train",
+            "pipeline.commands.stages:train",
             "Train on the dataset's latest version, or continue an interrupted training.",
         ),
         "export": Entry(
-            "pipeline.commands.export:export",
+            "pipeline.commands.stages:export",
             "Export the trained model (Keras: a SavedModel and a .keras file; PyTorch: model.pt2), and compare it.",
         ),
         "evaluate": Entry(
-            "pipeline.commands.evaluate:evaluate", "Compute exact metrics of the trained model on the test split."
+            "pipeline.commands.stages:evaluate", "Compute exact metrics of the trained model on the test split."
         ),
         "gate": Entry(
-            "pipeline.commands.gate:gate",
+            "pipeline.commands.stages:gate",
             "Show what `promote` would decide, without promoting (exports first if there is no export yet).",
         ),
         "promote": Entry(
-            "pipeline.commands.promote:promote",
+            "pipeline.commands.stages:promote",
             "Make the newest export the current model if it passes the gate, or export N without the gate.",
         ),
         "report": Entry(
-            "pipeline.commands.report:report",
+            "pipeline.commands.stages:report",
             "Rewrite report.html for the run that --run-id names, or for the latest run.",
         ),
         "predict": Entry(
@@ -63,7 +63,7 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
             "Check this machine: versions, Java, compiler, config, storage, clocks, disk space, slots, devices, "
             "addresses, ports.",
         ),
-        "init": Entry("pipeline.commands.init:init", "Write a commented config file to start from."),
+        "init": Entry("pipeline.commands.config:init", "Write a commented config file to start from."),
         "config": Entry("pipeline.commands.config:config", "Show the config."),
         "inspect": Entry(
             "pipeline.commands.inspect:inspect",
@@ -80,19 +80,19 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
             packages=("cleanlab",),
         ),
         "export-tar": Entry(
-            "pipeline.commands.export_tar:export_tar",
+            "pipeline.commands.datasets:export_tar",
             "Write a dataset version as WebDataset shards (tar files) into an empty folder, every row verified.",
         ),
         "compact": Entry(
-            "pipeline.commands.compact:compact",
+            "pipeline.commands.datasets:compact",
             "Merge small shards into full ones, as a new version with equal content.",
         ),
         "rollback": Entry(
-            "pipeline.commands.rollback:rollback",
+            "pipeline.commands.datasets:rollback",
             "Make version N the latest again, as a new version that refers to its files.",
         ),
         "gc": Entry(
-            "pipeline.commands.gc:gc",
+            "pipeline.commands.datasets:gc",
             "Expire old versions, or trainings and exports, and delete files that nothing refers to, such as leftovers "
             "of killed runs.",
         ),

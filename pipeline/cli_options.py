@@ -95,7 +95,11 @@ class Command(TyperCommand):
             raise
         except BaseException as error:  # the stages have recorded it; here it becomes one line and an exit code
             run_id = _recorded_run(common)
-            code = end_with_failure(error, is_json=common.json, is_debug=common.debug, run_id=run_id)
+            is_stopped = run_id is not None and not isinstance(error, Exception)
+            committed = committed_version(common) if is_stopped else ""
+            code = end_with_failure(
+                error, is_json=common.json, is_debug=common.debug, run_id=run_id, committed=committed
+            )
             raise SystemExit(code) from None
 
 
@@ -132,3 +136,20 @@ def _recorded_run(common: Common) -> str | None:
     except (ShardmillError, OSError):
         return None
     return common.run_id
+
+
+def committed_version(common: Common) -> str:
+    """`DATASET@N by run ID` of the version that this run has committed, also in an earlier attempt; empty for none."""
+    import tomllib
+
+    from shardmill.dataset.dataset import open_dataset
+    from shardmill.jobs.run_files import run_folder
+    from shardmill.stores import open_store
+
+    try:
+        recorded = open_store(common.workdir).read(f"{run_folder(common.run_id)}/config.toml").decode()
+        dataset = open_dataset(tomllib.loads(recorded)["dataset"]["uri"])
+    except (ShardmillError, OSError, ValueError, KeyError):
+        return ""
+    name = f"{dataset.pin.uri}@{dataset.pin.version}"
+    return f"{name} by run {common.run_id}" if dataset.manifest.run_id == common.run_id else ""

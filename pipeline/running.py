@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import load_pipeline, without_secrets
 from pipeline.config_file import to_toml
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from pipeline.tree import PipelineTree
     from shardmill.dataset.verify import VerifyReport
+    from shardmill.result import Result
 
 SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
 """Sections that the summary of a run always has, null if no stage has decided them."""
@@ -79,14 +80,17 @@ def open_run(
 
 
 def verify_record(report: VerifyReport) -> StageRecord:
-    """Return the record of a version's check. A broken rule fails the stage without raising: a table is
-    printed first.
-    """
+    """Return the record of a version's check."""
+    return checked_record("verify", report, {"dataset": dataset_section(report.pin, report.manifest)})
+
+
+def checked_record(stage: str, found: Result, sections: dict[str, Any]) -> StageRecord:
+    """What was found to be wrong fails the stage without raising: a table is printed first."""
     try:
-        report.raise_if_failed()
+        found.raise_if_failed()
     except ShardmillError as error:
-        return failed_stage("verify", error)
-    return StageRecord(stage="verify", sections={"dataset": dataset_section(report.pin, report.manifest)})
+        return failed_stage(stage, error)
+    return StageRecord(stage=stage, sections=sections)
 
 
 def dataset_of_run(run: Run, stages: Sequence[str] = ("etl", "verify")) -> str:

@@ -19,12 +19,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardmill.augment.options import AugmentOptions
-    from shardmill.calls.commands import etl, predict, promote, run, train
-    from shardmill.calls.findings import check_source, doctor, drift, inspect, lineage, mislabels, plan
+    from shardmill.calls.commands import (
+        check_source,
+        compact,
+        doctor,
+        drift,
+        etl,
+        evaluate,
+        export,
+        export_tar,
+        gate,
+        gc,
+        inspect,
+        lineage,
+        mislabels,
+        plan,
+        predict,
+        promote,
+        report,
+        rollback,
+        run,
+        train,
+    )  # fmt: skip
     from shardmill.calls.predictions import Predictions
-    from shardmill.calls.promotion import PromotionResult
     from shardmill.calls.result import RunResult
-    from shardmill.calls.stages import compact, evaluate, export, export_tar, gate, gc, report, rollback
+    from shardmill.calls.results import PromotionResult
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
@@ -38,29 +57,29 @@ _HOMES = {
     "Cursor": "values",
     "Dataset": "dataset.dataset",
     "Predictions": "calls.predictions",
-    "PromotionResult": "calls.promotion",
+    "PromotionResult": "calls.results",
     "RunResult": "calls.result",
     "ShardmillError": "errors",
-    "check_source": "calls.findings",
-    "compact": "calls.stages",
-    "doctor": "calls.findings",
-    "drift": "calls.findings",
+    "check_source": "calls.commands",
+    "compact": "calls.commands",
+    "doctor": "calls.commands",
+    "drift": "calls.commands",
     "etl": "calls.commands",
-    "evaluate": "calls.stages",
-    "export": "calls.stages",
-    "export_tar": "calls.stages",
-    "gate": "calls.stages",
-    "gc": "calls.stages",
-    "inspect": "calls.findings",
-    "lineage": "calls.findings",
-    "mislabels": "calls.findings",
+    "evaluate": "calls.commands",
+    "export": "calls.commands",
+    "export_tar": "calls.commands",
+    "gate": "calls.commands",
+    "gc": "calls.commands",
+    "inspect": "calls.commands",
+    "lineage": "calls.commands",
+    "mislabels": "calls.commands",
     "open_dataset": "loader.dataset",
-    "plan": "calls.findings",
+    "plan": "calls.commands",
     "predict": "calls.commands",
     "process_image": "images.process",
     "promote": "calls.commands",
-    "report": "calls.stages",
-    "rollback": "calls.stages",
+    "report": "calls.commands",
+    "rollback": "calls.commands",
     "run": "calls.commands",
     "train": "calls.commands",
     "verify_dataset": "dataset.verify",

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from pipeline.cli_options import Common, SourceArgument, command
 from pipeline.config import load_pipeline, require
-from pipeline.output.inspection import rejection_document, rejection_rows, size_document
-from pipeline.output.printing import print_result
+from pipeline.output.printing import print_table
 from pipeline.output.progress import RunProgress
+from shardmill.dataset.inspection import SourceFindings, rejected_inputs, rejection_rows, size_document
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.process import report_error
 
 if TYPE_CHECKING:
     from etl.checks.source_check import SourceCheck
-    from pipeline.output.printing import Rows
+    from shardmill.result import Rows
 
 
 @command("run_id")
 def check_source(context: typer.Context, source_or_config: SourceArgument) -> None:
     common: Common = context.obj
     found, error = check_source_stage(source_or_config, common)
-    print_result(common, check_document(found), check_rows(found), title="check-source")
+    findings = findings_of(found)
+    rows = check_rows(findings, found.described_classes, str(found.inferred["image"]))
+    print_table(common, findings.document(), rows, title="check-source")
     if error is not None:
         # The table, or the document with --json, has been printed; an error's own document would be a second one.
         raise typer.Exit(report_error(error, debug=common.debug))
@@ -52,36 +54,38 @@ def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceChe
     )
 
 
-def check_document(found: SourceCheck) -> dict[str, Any]:
-    """The document that `check-source --json` prints."""
-    return {
-        "num_listed": found.num_listed,
-        "num_accepted": found.num_accepted,
-        "num_rejected": len(found.rejections),
-        "by_class": found.by_class,
-        "by_split": found.by_split,
-        "source_sizes": size_document(found.sizes),
-        "by_reason": found.by_reason,
-        "by_note": found.by_note,
-        "warnings": list(found.warnings),
-        "broken_limit": None if found.limit is None else f"etl.{found.limit.key}",
-        "rejections": [rejection_document(each) for each in found.rejections],
-    }
+def findings_of(found: SourceCheck) -> SourceFindings:
+    return SourceFindings(
+        num_listed=found.num_listed,
+        num_accepted=found.num_accepted,
+        num_rejected=len(found.rejections),
+        by_class=found.by_class,
+        by_split=found.by_split,
+        source_sizes=size_document(found.sizes),
+        by_reason=found.by_reason,
+        by_note=found.by_note,
+        warnings=found.warnings,
+        broken_limit=None if found.limit is None else f"etl.{found.limit.key}",
+        rejections=rejected_inputs(found.rejections),
+    )
 
 
-def check_rows(found: SourceCheck) -> Rows:
+def check_rows(found: SourceFindings, classes: str, stored_as: str) -> Rows:
     """The counts, what accepted images are, their notes and warnings, then every rejected input with its reason."""
-    counts = f"{found.num_listed:,} listed, {found.num_accepted:,} accepted, {len(found.rejections):,} rejected"
-    notes = ", ".join(f"{note} {times:,}" for note, times in found.by_note.items())
-    splits = ", ".join(f"{split} {times:,}" for split, times in found.by_split.items())
-    sides = (f"{side}: {times:,}" for side, times in size_document(found.sizes)["longer_side"].items())
+    counts = f"{found.num_listed:,} listed, {found.num_accepted:,} accepted, {found.num_rejected:,} rejected"
+    notes, splits, sides = (
+        ", ".join(f"{name}{mark} {times:,}" for name, times in each.items()) or "none"
+        for each, mark in (
+            (found.by_note, ""), (found.by_split, ""), (found.source_sizes["longer_side"], ":")
+        )
+    )  # fmt: skip
     return [
         ("inputs", counts, ""),
-        ("classes", found.described_classes, ""),
-        ("splits", splits or "none", ""),
-        ("longer side in pixels", ", ".join(sides) or "none", ""),
-        ("stored as", str(found.inferred["image"]), ""),
-        ("notes", notes or "none", ""),
+        ("classes", classes, ""),
+        ("splits", splits, ""),
+        ("longer side in pixels", sides, ""),
+        ("stored as", stored_as, ""),
+        ("notes", notes, ""),
         *(("warning", warning, "") for warning in found.warnings),
-        *rejection_rows([rejection_document(each) for each in found.rejections]),
+        *rejection_rows(found.rejections),
     ]

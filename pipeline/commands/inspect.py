@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
-from pipeline.commands.dataset import dataset_uri
-from pipeline.output.printing import flat_rows, print_result
+from pipeline.commands.datasets import dataset_uri, told_from_models
+from pipeline.output.printing import print_result, print_table
 from shardmill.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipeline.output.printing import Rows
-    from shardmill.dataset.dataset import Dataset
 
 
 @command("run_id")
@@ -42,9 +38,13 @@ def inspect(
         typer.Option("--quality", help="List images that are dark, blurred, uniform, or of odd size, and copies."),
     ] = False,
 ) -> None:
-    from pipeline.output import inspection
+    from shardmill.data_faults.findings import inspect_quality
+    from shardmill.data_faults.near_duplicates import find_near_duplicates
+    from shardmill.data_faults.row_looks import read_looks
+    from shardmill.dataset import inspection
     from shardmill.dataset.dataset import open_dataset
     from shardmill.dataset.versions import split_version
+    from shardmill.result import flat_rows
 
     common: Common = context.obj
     if sum((everything, files, rejects, versions, diff is not None, near_duplicates is not None, quality)) > 1:
@@ -52,48 +52,22 @@ def inspect(
         raise UsageError(f"{options} exclude each other", "expected one of them")
     uri = dataset_uri(common, dataset)
     if rejects:
-        found = inspection.list_rejections(uri)
-        return print_result(common, found, inspection.rejection_rows(found), title=uri)
+        ledger = "" if uri.endswith(".parquet") else inspection.failed_ledger(uri)
+        title = f"{uri}: no version, its builds failed; rejected by the last one, {ledger}" if ledger else uri
+        return print_result(common, inspection.list_rejections(ledger or uri), title)
     if versions:
-        found = inspection.list_versions(split_version(uri)[0])
-        return print_result(common, found, inspection.version_rows(found), title=split_version(uri)[0])
-    opened = open_dataset(uri)
-    found, rows = _described(opened, files, diff, near_duplicates, quality=quality, everything=everything)
-    title = f"{opened.pin.uri}@{opened.pin.version}" + ("" if diff is None else f" against @{diff}")
-    print_result(common, found, rows, title="" if files else title)
-
-
-def _described(
-    dataset: Dataset, files: bool, diff: int | None, near_duplicates: int | None, *, quality: bool, everything: bool
-) -> tuple[Any, Rows]:
-    """What was asked of a version: the document of --json, and the rows for people."""
-    from pipeline.output import inspection
-
-    if diff is not None:
-        found = inspection.describe_difference(dataset, diff)
-        return found, inspection.difference_rows(found)
-    if near_duplicates is not None or quality:
-        return _faults(dataset, near_duplicates)
+        return print_result(common, inspection.list_versions(split_version(uri)[0]), split_version(uri)[0])
+    with told_from_models(uri):
+        opened = open_dataset(uri)
+    title = f"{opened.pin.uri}@{opened.pin.version}"
     if files:
-        found = inspection.list_files(dataset)
-        return found, [(each["uri"],) for each in found]
-    found = inspection.describe(dataset)
-    rest = flat_rows(found) if everything else inspection.class_rows(found)
-    return found, [*inspection.headline_rows(found), *rest]
-
-
-def _faults(dataset: Dataset, near_duplicates: int | None) -> tuple[Any, Rows]:
-    """The groups of images that look alike if a number of bits is given, else all that `--quality` shows."""
-    from pipeline.output import data_faults as output
-    from shardmill.data_faults.near_duplicates import find_equal_bytes, find_near_duplicates
-    from shardmill.data_faults.quality import find_faults
-    from shardmill.data_faults.row_looks import read_looks
-
-    looks = read_looks(dataset)
+        return print_result(common, inspection.list_files(opened))
+    if diff is not None:
+        return print_result(common, inspection.difference(opened, diff), f"{title} against @{diff}")
     if near_duplicates is not None:
-        found = output.near_duplicates_document(find_near_duplicates(looks, near_duplicates))
-        return found, output.near_duplicate_rows(found)
-    copies = find_near_duplicates(looks, output.QUALITY_BITS)
-    equal = find_equal_bytes(dataset)
-    found = output.quality_document(find_faults(looks), dataset.manifest.counts, equal, copies)
-    return found, output.quality_rows(found)
+        return print_result(common, find_near_duplicates(read_looks(opened), near_duplicates), title)
+    if quality:
+        return print_result(common, inspect_quality(opened), title)
+    facts = inspection.describe(opened)
+    rest = flat_rows(facts) if everything else inspection.class_rows(facts)
+    return print_table(common, facts, [*inspection.headline_rows(facts), *rest], title)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,11 +12,17 @@ import typer
 from pipeline.cli_options import Common, command
 from pipeline.output.printing import print_result
 from shardmill.errors import UsageError
+from shardmill.ids import format_sample_id
+from shardmill.words import to_cell
 
 if TYPE_CHECKING:
-    from shardmill.data_faults.mislabels import Mislabels
+    from shardmill.data_faults.mislabels import ConfidentMistake, Mislabels, SuspectLabel
     from shardmill.dataset.dataset import Dataset
     from shardmill.values import DatasetPin
+
+CSV_COLUMNS = (
+    "source", "label", "given_label", "suggested_label", "probability", "score", "found_as", "split", "sample_id"
+)  # fmt: skip
 
 
 @command("overrides", "workdir", "run_id")
@@ -34,8 +42,8 @@ def mislabels(
     ] = 0,
 ) -> None:
     from pipeline.config import existing_path
-    from pipeline.output import mislabels as output
     from pipeline.output.progress import reading_bar
+    from pipeline.report.mislabels import mislabels_page
     from shardmill.data_faults.mislabels import find_mislabels
     from shardmill.data_faults.predicted_rows import read_predicted_rows
     from shardmill.dataset.dataset import open_dataset, open_pinned
@@ -47,13 +55,16 @@ def mislabels(
     images = open_pinned(_images_of(opened, name)) if html else None
     with reading_bar("mislabels") as on_progress:
         rows = read_predicted_rows(opened, on_progress)
-    found = find_mislabels(rows, limit)
+    found, files = find_mislabels(rows, limit), list[tuple[str, ...]]()
     # The page first: it may fail, and a CSV that is there is not written again.
     if images is not None:
-        _write_page(found, name, images, html)
+        with open(html, "w", encoding="utf-8") as file:
+            file.write(mislabels_page(found, name, images))
+        files.append(("html", html))
     if csv:
-        output.write_csv(found, csv)
-    print_result(common, output.document(found, opened), output.rows(found, csv, html), title=name)
+        write_csv(found, csv)
+        files.insert(0, ("csv", f"{csv}: fill in its column label, then set etl.corrections"))
+    print_result(common, found, name, files)
 
 
 def _check_files(csv: str, html: str) -> None:
@@ -84,9 +95,29 @@ def _images_of(predictions: Dataset, name: str) -> DatasetPin:
     return made_by.predicted
 
 
-def _write_page(found: Mislabels, name: str, images: Dataset, html: str) -> None:
-    from pipeline.report.mislabels import mislabels_page
+def write_csv(found: Mislabels, path: str) -> None:
+    """A row for each suspect label, then for each other confident mistake; the column `label` is left to a person.
 
-    page = mislabels_page(found, name, images)
-    with open(html, "w", encoding="utf-8") as file:
-        file.write(page)
+    Raises FileExistsError if the file is there.
+    """
+    with open(path, "x", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(CSV_COLUMNS)
+        writer.writerows(_csv_rows(found))
+
+
+def _csv_rows(found: Mislabels) -> Iterator[tuple[str | float, ...]]:
+    for each in found.suspects:
+        yield _cells(each, each.suggested_label, each.score, "likely mislabel" if each.is_likely else "suspect")
+    suspects = {each.sample_id for each in found.suspects}
+    for each in found.mistakes:
+        if each.sample_id not in suspects:
+            yield _cells(each, each.prediction, "", "mistake")
+
+
+def _cells(
+    each: SuspectLabel | ConfidentMistake, answer: str, score: float | str, found_as: str
+) -> tuple[str | float, ...]:
+    names = map(to_cell, (each.given_label, answer))
+    sample_id = format_sample_id(each.sample_id)
+    return to_cell(each.source), "", *names, each.probability, score, found_as, each.split, sample_id

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
-from pipeline.output.printing import print_result
+from pipeline.output.printing import print_table
 from shardmill.errors import UsageError
 from shardmill.words import printable
 
@@ -50,7 +50,7 @@ def _estimate(tree: TrainTree, common: Common) -> None:
 
     sys.stderr.write("plan: loading the framework, building the model and measuring some steps\n")
     estimate = estimate_training(tree)
-    print_result(common, estimate.document(), estimate.rows(), title="plan")
+    print_table(common, estimate.document(), estimate.rows(), title="plan")
 
 
 def _compare(tree: TrainTree, memory_bytes: int, common: Common) -> None:
@@ -58,7 +58,7 @@ def _compare(tree: TrainTree, memory_bytes: int, common: Common) -> None:
 
     sys.stderr.write("plan: counting what a rank holds under each strategy\n")
     planned = plan_memory(tree, memory_bytes)
-    print_result(common, planned.document(), planned.rows(), title=planned.title)
+    print_table(common, planned.document(), planned.rows(), title=planned.title)
     (sys.stderr if common.json else sys.stdout).write(f"{printable(planned.decision)}\n")
 
 

@@ -1,23 +1,32 @@
 """`shardmill predict`: predictions as rows for people, as CSV for spreadsheets, and as an exit code; or, with --out, a
-batch job (`pipeline.commands.predict_batch`).
+batch job, the model over a whole source, which commits a version of predictions.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipeline.cli_options import ReplaceSource, command
-from pipeline.output.printing import plain, print_result
+from pipeline.config import absolute_uri, existing_models, existing_path, load_pipeline, require
+from pipeline.output.printing import print_table
 from shardmill.errors import UsageError
-from shardmill.words import harmless, printable, without_surrogates
+from shardmill.words import harmless, printable, rejected, without_surrogates
 
 if TYPE_CHECKING:
+    from pipeline.cli_options import Common
+    from pipeline.tree import PipelineTree
+    from shardmill.jobs.run_files import StageRecord
+    from shardmill.result import Rows
+    from shardmill.row_mapping import RowMapping
     from train.published.predict import Prediction
 
 
@@ -49,12 +58,8 @@ def predict(
     ] = "",
     replace_source: ReplaceSource = False,
 ) -> None:
-    from pipeline.config import existing_models
-
     existing_models(model)
     if out:
-        from pipeline.commands.predict_batch import BatchJob, predict_batch
-
         if as_csv:
             raise UsageError("--csv with --out", "expected one of them: --out commits Parquet", "leave --csv out")
         return predict_batch(context.obj, BatchJob(model, tuple(images), out, engine, top, layer, replace_source))
@@ -62,6 +67,10 @@ def predict(
         raise UsageError(
             "--engine, --layer and --replace-source belong to a batch job", "expected --out DIR", "name its folder"
         )
+    if not any("://" in each or os.path.lexists(each) for each in images):
+        # Each of several is a row with its reason; of none, that is known before a framework is loaded.
+        existing_path(images[0], "image files, or folders of them")
+    from shardmill.result import plain
     from train.published.predict import exact_name, predict_images
 
     export = exact_name(model)
@@ -70,7 +79,7 @@ def predict(
     if as_csv:
         sys.stdout.write(prediction_csv(predictions))
     else:
-        print_result(context.obj, [plain(each) for each in predictions], prediction_rows(predictions), title=export)
+        print_table(context.obj, [plain(each) for each in predictions], prediction_rows(predictions), title=export)
     check_any_predicted(predictions)
 
 
@@ -115,3 +124,100 @@ def check_any_predicted(predictions: Sequence[Prediction]) -> None:
             f"none of {len(predictions)} file(s) could be decoded: {example}",
             "expected at least one valid image",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """What the command line asks for."""
+
+    model: str
+    sources: tuple[str, ...]
+    """One source of images, or a TOML file that names it."""
+    out: str
+    engine: str
+    """Empty: as the config says."""
+    top: int
+    layer: str
+    replace_source: bool
+
+
+def predict_batch(common: Common, job: BatchJob) -> None:
+    """Run the job as a stage `predict` of its run, and print what it has committed."""
+    if len(job.sources) != 1:
+        raise UsageError(
+            f"--out with {len(job.sources)} sources",
+            "expected one source, or a TOML file",
+            "name all of them in a TOML file, with source.kind = several",
+        )
+    from etl.config import EtlTree
+    from etl.predict_job import predict_source, predictions_record
+    from pipeline.running import open_run
+    from shardmill.jobs.config import DatasetConfig
+    from train.published.row_mapper import mapping_of
+
+    @cache
+    def mapping() -> RowMapping:
+        return mapping_of(absolute_uri(job.model), job.top, job.layer)
+
+    def load(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
+        engine = (f"etl.engine={job.engine}",) if job.engine else ()
+        tree = _load_source(source, (*overrides, *engine), workdir)
+        # Here, because a wrong name of a model or layer is a mistyped command, too.
+        mapping()
+        return tree.model_copy(update={"dataset": DatasetConfig(uri=absolute_uri(job.out))})
+
+    [source] = job.sources
+    with open_run(source, common, load=load, builder="predict") as run:
+        require(run.tree, "source")
+        tree = run.tree.part(EtlTree)
+        run.stage(
+            "predict",
+            lambda: predict_source(
+                tree,
+                mapping(),
+                run_id=run.id,
+                observer=run.progress,
+                replace_source=job.replace_source,
+            ),
+            predictions_record,
+        )
+    _print(common, run.record.ended[-1])
+
+
+def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
+    """The tree of a TOML file, of a source of images, or of DATASET[@N]."""
+    from etl.sources import COMMITTED
+    from etl.sources.names import IMAGE_SUFFIXES, is_pattern
+    from pipeline.tree import PipelineTree
+    from shardmill.dataset.dataset import has_version
+    from shardmill.jobs.config import load_tree
+
+    if os.path.isfile(source) and os.path.splitext(source)[1].lower() in IMAGE_SUFFIXES:
+        raise UsageError(
+            f"{source} is one image",
+            "expected with --out a folder, an archive, a table, DATASET[@N] or a TOML file",
+            "leave --out away for a few images, or name their folder",
+        )
+    # One file is an archive, a table or a pattern, and no dataset.
+    if source.endswith(".toml") or is_pattern(source) or os.path.isfile(source) or not has_version(source):
+        return load_pipeline(source, overrides, workdir)
+    return load_tree(PipelineTree, None, overrides, {"source": {"uri": absolute_uri(source), "kind": COMMITTED}})
+
+
+def _print(common: Common, record: StageRecord) -> None:
+    document = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
+    skipped = "nothing is new; the latest version stays" if record.status == "skipped" else ""
+    print_table(
+        common, document, _rows(record.sections["predictions"]), title=": ".join(filter(None, ["predict", skipped]))
+    )
+
+
+def _rows(made: dict[str, Any]) -> Rows:
+    counts = made["counts"]
+    num_rejected = rejected(counts["rejected"], counts["by_reason"])
+    return [
+        ("images", f"{counts['accepted']:,} predicted, {num_rejected} of {counts['listed']:,} listed"),
+        ("by this run", f"{made['num_predicted']:,} read, {made['images_per_second']:.1f} a second"),
+        ("model", made["model"]),
+        ("predictions", f"{made['uri']}@{made['version']}"),
+    ]

@@ -8,11 +8,9 @@ import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.config import existing_path, require
-from pipeline.output.printing import print_result, verify_document, verify_rows
+from pipeline.output.printing import print_result
 from pipeline.running import dataset_of_run, open_run, verify_record
 from shardmill.dataset.versions import split_version
-from shardmill.errors import IntegrityError
-from shardmill.jobs.process import report_error
 
 if TYPE_CHECKING:
     from shardmill.dataset.verify import VerifyReport
@@ -30,12 +28,7 @@ def verify(
 ) -> None:
     common: Common = context.obj
     report = _verified(dataset, common, version, deep=deep)
-    print_result(common, verify_document(report), verify_rows(report), title=f"{report.uri}@{report.version}")
-    try:
-        report.raise_if_failed()
-    except IntegrityError as error:
-        # The table, or the document with --json, has been printed; an error's own document would be a second one.
-        raise typer.Exit(report_error(error, debug=common.debug)) from None
+    print_result(common, report, f"{report.uri}@{report.version}")
 
 
 def _verified(dataset_or_config: str, common: Common, version: int, *, deep: bool) -> VerifyReport:

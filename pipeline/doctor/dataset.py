@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeline.doctor.finding import Finding, Status, found_by
+from pipeline.doctor.finding import found_by
 from pipeline.tree import PipelineTree
+from shardmill.calls.results import Finding, Status
 from shardmill.errors import ShardmillError, UsageError
 
 if TYPE_CHECKING:

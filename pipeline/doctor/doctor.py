@@ -21,14 +21,15 @@ from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.cli_options import Common, command
 from pipeline.config import load_pipeline
 from pipeline.doctor.dataset import dataset_findings, listing_findings
-from pipeline.doctor.finding import Finding, Status, failed, found_by
+from pipeline.doctor.finding import failed, found_by
 from pipeline.doctor.network import network_findings
 from pipeline.doctor.ranks import model_findings, rank_findings
-from pipeline.output.printing import plain, print_result
+from pipeline.output.printing import print_result
 from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.running import SUMMARY_SECTIONS
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
+from shardmill.calls.results import Diagnosis, Finding, Status
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.run_files import PARTIAL, RunState, StageRecord, failed_stage, write_stage_record, write_summary
 from shardmill.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
@@ -57,8 +58,7 @@ def doctor(
     findings = diagnose(config, common.overrides, common.workdir)
     if rehearse:
         findings.append(rehearsed(findings, config, common.overrides, common.workdir))
-    rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
-    print_result(common, [plain(each) for each in findings], rows, title="doctor")
+    print_result(common, Diagnosis(tuple(findings)), "doctor")
     error = _error_of([each for each in findings if each.status == "fail"])
     if common.is_run_named:
         _record(common, error)

@@ -1,25 +1,9 @@
-"""The result of one check of `shardmill doctor`."""
+"""Makes findings of `shardmill doctor` of errors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+from shardmill.calls.results import Finding
 from shardmill.errors import ShardmillError, StorageError
-
-Status = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    status: Status
-    subject: str
-    found: str
-    fix: str = ""
-    is_transient: bool = False
-    """A store, a host or a port fails, not the config: the next try may succeed."""
 
 
 def failed(subject: str, error: ShardmillError) -> Finding:

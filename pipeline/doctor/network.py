@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pipeline.doctor.finding import Finding, Status, failed
+from pipeline.doctor.finding import failed
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
+from shardmill.calls.results import Finding, Status
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import (
     addresses_of,

@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeline.doctor.finding import Finding, failed
+from pipeline.doctor.finding import failed
 from pipeline.tree import PipelineTree
+from shardmill.calls.results import Finding
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.words import counted

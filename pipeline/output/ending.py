@@ -58,17 +58,19 @@ def run_app(app: typer.Typer) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def end_with_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
+def end_with_failure(
+    error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None, committed: str = ""
+) -> int:
     """Say why the command ends, to a machine by the document of a failure. Returns the exit code."""
     error = _as_storage_error(error)
-    code = report_error(error, debug=is_debug)
+    code = report_error(error, debug=is_debug, committed=committed)
     if is_json:
         is_ours = isinstance(error, ShardmillError)
         _print_failure(
             {
                 "code": code,
                 "kind": type(error).__name__,
-                "message": error_line(error),
+                "message": error_line(error, committed),
                 "detail": redacted(error.detail) if is_ours else {},
             },
             run_id,

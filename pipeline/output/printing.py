@@ -6,21 +6,28 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shardmill.jobs.summary_rows import Rows
+import typer
+
+from shardmill.errors import ShardmillError
+from shardmill.jobs.process import report_error
+from shardmill.jobs.summary_rows import weights_words
+from shardmill.result import Rows
 from shardmill.words import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pipeline.cli_options import Common
-    from shardmill.dataset.verify import VerifyReport
     from shardmill.jobs.run_files import StageRecord
+    from shardmill.result import Result
 
 
 def stage_title(record: StageRecord) -> str:
     """The title of a single stage's result; for a skipped stage, the rows show its earlier result."""
     if record.status == "skipped" and record.stage == "evaluate":
         return "evaluate: not recomputed; these are the metrics recorded by the training"
+    if record.status == "skipped" and record.stage == "etl":
+        return "etl: nothing is new; the latest version stays"
     # Whether it is done or was skipped, and in how many seconds, is on stderr already.
     return record.stage
 
@@ -28,7 +35,8 @@ def stage_title(record: StageRecord) -> str:
 def outcome_words(record: StageRecord) -> str:
     """How a stage has ended, for its line on stderr."""
     if record.status != "skipped":
-        return record.status
+        trained = record.sections.get("train")
+        return f"{record.status}; {weights_words(trained)}" if trained else record.status
     registered = (record.sections.get("promotion") or {}).get("registered")
     if registered is None:
         return "skipped, its result already exists"
@@ -36,44 +44,17 @@ def outcome_words(record: StageRecord) -> str:
     return f"already current, {f'registered as {registered}' if registered else 'and not registered'}"
 
 
-def verify_rows(report: VerifyReport) -> Rows:
-    """One row for each rule: whether it holds, and what was found."""
-    return [("FAILED" if check.problem else "ok", check.rule, check.problem or check.detail) for check in report.checks]
+def print_result(common: Common, found: Result, title: str = "", more: Rows = []) -> None:  # noqa: B006  only read
+    """What a command has found, `more` below it for people; then the command ends with its error, if it has one."""
+    print_table(common, found.document() if common.json else None, [*found.table(), *more], title)
+    try:
+        found.raise_if_failed()
+    except ShardmillError as error:
+        # The table, or the document with --json, has been printed; an error's own document would be a second one.
+        raise typer.Exit(report_error(error, debug=common.debug)) from None
 
 
-def verify_document(report: VerifyReport) -> dict[str, Any]:
-    """The document that `verify --json` prints."""
-    return {
-        "uri": report.uri,
-        "version": report.version,
-        "deep": report.deep,
-        "ok": not report.problems,
-        "checks": [
-            {"rule": each.rule, "ok": not each.problem, "detail": each.detail, "problem": each.problem}
-            for each in report.checks
-        ],
-    }
-
-
-def flat_rows(value: dict[str, Any], prefix: str = "") -> Rows:
-    """A document as rows of dotted names."""
-    rows: Rows = []
-    for name, item in value.items():
-        if isinstance(item, dict):
-            rows += flat_rows(item, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", "" if item is None else str(item)))
-    return rows
-
-
-def plain(value: Any) -> Any:
-    """A value of ours as JSON can hold it."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(type(value)).dump_python(value, mode="json")
-
-
-def print_result(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], title: str = "") -> None:
+def print_table(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], title: str = "") -> None:
     """People get a table on stdout; with --json it goes to stderr, and stdout has the machine's document alone."""
     from rich.console import Console
     from rich.table import Table

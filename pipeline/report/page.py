@@ -20,6 +20,7 @@ from pipeline.report.charts import (
     side_by_side_chart,
 )
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
+from shardmill.ids import format_sample_id
 from shardmill.words import counted, without_surrogates
 from train.contracts.values import METRICS
 
@@ -64,6 +65,7 @@ def render(data: ReportData) -> str:
             num_samples=sum(by_split.values()),
             weakest_classes=_weakest_classes(data.evaluation),
             confused_pairs=_confused_pairs(data.evaluation),
+            num_mistakes=_num_mistakes(data.evaluation),
             **sections,
         )
     )
@@ -92,6 +94,7 @@ def environment() -> Environment:
         "figure_of": figure_of,
         "hex_loss": hex_loss,
         "number": number,
+        "sample_id": format_sample_id,
         "size": size,
     }
     return environment
@@ -230,6 +233,13 @@ def _confusion_matrix(confused: Confusion, num_classes: int) -> list[list[int]]:
     for true, predicted, count in zip(confused.true, confused.predicted, confused.num_samples, strict=True):
         matrix[true][predicted] = count
     return matrix
+
+
+def _num_mistakes(evaluation: Evaluation | None) -> int:
+    """Of all classes, also those whose pairs are too rare to be kept."""
+    if evaluation is None or evaluation.metric.name != "accuracy":
+        return 0
+    return evaluation.num_samples - round(evaluation.figure * evaluation.num_samples)
 
 
 def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]:

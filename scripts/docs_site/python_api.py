@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import shardmill
-from shardmill.calls import findings, model_findings
+from shardmill.calls import commands
+from shardmill.result import Result
 
 HEAD = """# Python API
 
@@ -39,12 +40,11 @@ ALSO = (
 
 def python_api() -> str:
     """The page, in Markdown for mkdocstrings."""
-    objects = {name: getattr(shardmill, name) for name in shardmill.__all__}
-    homes = [f"{value.__module__}.{name}" for name, value in objects.items()]
-    results = [home for module in (findings, model_findings) for home in _classes(module)]
-    return "\n".join([HEAD, *(f"::: {home}\n" for home in (*homes, *results, *ALSO))])
+    homes = [_home(getattr(shardmill, name)) for name in shardmill.__all__]
+    results = [_home(each) for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Result)]
+    others = [each for each in (*results, *ALSO) if each not in homes]
+    return "\n".join([HEAD, *(f"::: {home}\n" for home in dict.fromkeys((*homes, *others)) if home != _home(Result))])
 
 
-def _classes(module: ModuleType) -> list[str]:
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return [f"{module.__name__}.{value.__name__}" for value in own]
+def _home(value: Any) -> str:
+    return f"{value.__module__}.{value.__name__}"

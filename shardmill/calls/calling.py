@@ -1,4 +1,4 @@
-"""Calls a command for a caller in Python: options are keyword arguments, the result is the document that it prints."""
+"""Makes functions of commands: arguments become options and settings, the printed document becomes the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,22 +23,17 @@ from shardmill.errors import UsageError
 from shardmill.jobs.observer import Bar, as_bar
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-# Of `shardmill.run` and its neighbours, which take what they do not know as settings.
-_ARGUMENTS = (
-    "workdir", "run_id", "replace_source", "fresh", "allow_change", "quiet", "rollback", "require_promotion",
-    "replace_current", "out", "top", "layer", "engine", "against", "max_drift", "keep", "older_than", "delete",
-    "max_bytes", "world_size", "rehearse",
-)  # fmt: skip
 
 
-def as_options(settings: Mapping[str, Any]) -> list[str]:
+def as_options(settings: Mapping[str, Any], arguments: Collection[str] = ()) -> list[str]:
     """`train={"epochs": 3}` and `**{"train.epochs": 3}` are both `--set train.epochs=3`.
 
-    Raises UsageError for a setting without a section, and for a value that TOML has no form for.
+    Raises UsageError for a setting without a section, which may be a mistyped one of `arguments`, and for a value that
+    TOML has no form for.
     """
     for name, value in settings.items():
         if "." not in name and not isinstance(value, Mapping):
-            near = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(name, arguments, n=1, cutoff=0.75)
             raise UsageError(
                 f"{name} = {value!r} names no section of the config",
                 "expected a section with its keys, such as train={'epochs': 3}",
@@ -218,50 +213,68 @@ Folder = str | os.PathLike[str]
 Place = Folder | Dataset | Predictions
 
 
-def without_settings(function: Callable[Given, Value]) -> Callable[Given, Value]:
-    """For a function that takes no settings: a mistyped argument gets the answer that it gets where those are taken."""
-    parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+def command(
+    result_of: Callable[[Any, Mapping[str, Any]], Value],
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given,
+    **options: str,
+) -> Callable[[Callable[Given, Value]], Callable[Given, Value]]:
+    """Makes a declaration the function that runs the command of its name: its places are the command's arguments, its
+    keywords the options, what else it takes the settings.
 
-    @functools.wraps(function)
-    def called(*places: Given.args, **arguments: Given.kwargs) -> Value:
-        for name in arguments:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                raise UsageError(
-                    f"{function.__name__} has no argument {name!r}",
-                    f"expected some of {', '.join(known)}",
-                    f"did you mean {near[0]}?" if near else "correct its name",
-                )
-        return function(*places, **arguments)
+    `result_of`: the value of the printed document, and of the function's arguments by name. `complete`: what stands for
+    arguments that were left out. `options`: of keywords that the command names differently.
+    """
 
-    return called
+    def of(declared: Callable[Given, Value]) -> Callable[Given, Value]:
+        signature = inspect.signature(declared)
+        kinds = {name: each.kind for name, each in signature.parameters.items()}
+        keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+        name = declared.__name__
 
+        @functools.wraps(declared)
+        def called(*places: Given.args, **arguments: Given.kwargs) -> Value:
+            settings = {key: value for key, value in arguments.items() if key not in keywords}
+            if settings and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+                raise _unknown(name, next(iter(settings)), keywords)
+            bound = signature.bind(*places, **arguments)
+            bound.apply_defaults()
+            given = complete(bound.arguments)
+            words = [word_of(given[each]) for each in kinds if kinds[each] is inspect.Parameter.POSITIONAL_ONLY]
+            chosen = {options.get(each, each): given[each] for each in keywords if each != "quiet"}
+            document = _run(name, words, [*_as_words(chosen), *as_options(settings, keywords)], quiet=given["quiet"])
+            return result_of(document, given)
 
-def flags(**flags: bool) -> list[str]:
-    """The options without a value that are set."""
-    return [f"--{name.replace('_', '-')}" for name, is_set in flags.items() if is_set]
+        return called
 
-
-def named(**options: Place | float | None) -> list[str]:
-    """The options with a value that are given: neither None nor empty."""
-    given = {name: word_of(value) for name, value in options.items() if value is not None}
-    return [part for name, word in given.items() if word for part in (f"--{name.replace('_', '-')}", word)]
-
-
-def repeated(option: str, values: Sequence[str]) -> list[str]:
-    """An option that is given once for each value."""
-    return [part for value in values for part in (option, value)]
+    return of
 
 
-def call(
-    name: str, places: Sequence[Place], options: Sequence[str], settings: Mapping[str, Any] | None = None, *,
-    quiet: bool,
-) -> Any:  # fmt: skip
+def _unknown(name: str, argument: str, known: Sequence[str]) -> UsageError:
+    near = difflib.get_close_matches(argument, known, n=1)
+    return UsageError(
+        f"{name} has no argument {argument!r}",
+        f"expected some of {', '.join(known)}",
+        f"did you mean {near[0]}?" if near else "correct its name",
+    )
+
+
+def _as_words(options: Mapping[str, Any]) -> Iterator[str]:
+    """A flag for True, one option for each of several values, and nothing for what is left open."""
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            yield option
+        elif isinstance(value, list | tuple):
+            yield from (part for each in value for part in (option, word_of(each)))
+        elif value is not None and value is not False and (word := word_of(value)):
+            yield from (option, word)
+
+
+def _run(name: str, words: Sequence[str], options: Sequence[str], *, quiet: bool) -> Any:
     """The document of `shardmill NAME`. Raises the ShardmillError with which the command ends."""
-    words = [word_of(place) for place in places]
-    command = Command(name, [*options, *as_options(settings or {}), "--", *words])
-    return command.run(watcher_of(f"shardmill.{name.replace('-', '_')} {' '.join(words)}", quiet=quiet))
+    places = [word for word in words if word]
+    watcher = watcher_of(f"shardmill.{name} {' '.join(places)}", quiet=quiet)
+    return Command(name.replace("_", "-"), [*options, "--", *places]).run(watcher)
 
 
 def word_of(value: Place | float) -> str:
@@ -270,10 +283,3 @@ def word_of(value: Place | float) -> str:
     if isinstance(version, Dataset):
         return f"{version.pin.uri}@{version.pin.version}"
     return os.fspath(version) if isinstance(version, os.PathLike) else str(version)
-
-
-def value_of(kind: type[Value], document: Any) -> Value:
-    """A document as the value that it was made from, or that has its figures."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind).validate_python(document)

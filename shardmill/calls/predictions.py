@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.formats.rows import VECTOR
 from shardmill.html import table, text
-from shardmill.jobs.summary_rows import Rows, lines_of
+from shardmill.result import Result, Rows
 from shardmill.words import printable
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _ROWS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Predictions:
+class Predictions(Result):
     """A version of predictions. It shows itself as a table in a notebook, with its first rows."""
 
     run_id: str
@@ -78,7 +78,7 @@ class Predictions:
 
         return read_metadata(self.dataset, next(iter(self.dataset.manifest.splits)), columns, _ROWS_SHOWN)
 
-    def _rows(self) -> Rows:
+    def figures(self) -> Rows:
         counts, pin = self.dataset.manifest.counts, self.dataset.pin
         return [
             ("predictions", f"{pin.uri}@{pin.version}"),
@@ -92,9 +92,6 @@ class Predictions:
         made = f"{manifest.counts.accepted:,} images by {manifest.predicted_by}"
         return printable(f"<predictions {pin.uri}@{pin.version}: {made}>")
 
-    def __str__(self) -> str:
-        return lines_of([(name, printable(value)) for name, value in self._rows()])
-
     def _repr_html_(self) -> str:
         try:
             made = self.dataset.manifest.predicted_by
@@ -103,4 +100,4 @@ class Predictions:
             first = table([[*row.values()] for row in rows.to_pylist()], rows.column_names)
         except (ShardmillError, OSError) as error:
             first = f"<p>no rows are shown: {text(error)}</p>"
-        return f"<div>{table(self._rows())}{first}</div>"
+        return f"<div>{table(self.figures())}{first}</div>"

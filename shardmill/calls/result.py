@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.html import table, text
 from shardmill.jobs.run_files import SUMMARY, read_stage_record, run_folder
-from shardmill.jobs.summary_rows import Rows, lines_of, summary_rows
+from shardmill.jobs.summary_rows import summary_rows
+from shardmill.result import Result, Rows, ShownList
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 
@@ -36,7 +37,7 @@ class EpochFigures:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RunResult:
+class RunResult(Result):
     """What `shardmill.run`, `train`, `export` or `evaluate` did, or what `report` reads again. It shows itself as a
     table in a notebook, and with `print`.
     """
@@ -87,27 +88,27 @@ class RunResult:
     def _of(self, section: str, key: str) -> Any:
         return (self.summary.get(section) or {}).get(key)
 
-    def _rows(self) -> Rows:
+    def figures(self) -> Rows:
         return [("run", f"{self.run_id}: {self.summary['status']}"), *summary_rows(self.summary)]
 
     def __repr__(self) -> str:
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
         return f"<run {self.run_id}: {self.summary['status']}{accuracy}>"
 
-    def __str__(self) -> str:
-        return lines_of(self._rows())
+    def shown_lists(self) -> list[ShownList]:
+        return []
 
     def _repr_html_(self) -> str:
         from shardmill.loader.pictures import thumbnails
 
         if not self.summary.get("dataset"):
-            return f"<div>{table(self._rows())}</div>"
+            return f"<div>{table(self.figures())}</div>"
         try:
             dataset = self.dataset
             images = thumbnails(dataset, dataset.show, num_samples=6)
         except (ShardmillError, OSError) as error:
             images = f"<p>the dataset cannot be opened: {text(error)}</p>"
-        return f"<div>{table(self._rows())}{images}</div>"
+        return f"<div>{table(self.figures())}{images}</div>"
 
 
 def run_result(workdir: str | os.PathLike[str], run_id: str) -> RunResult:

@@ -7,17 +7,26 @@ share that has moved in between. docs/drift.md explains the choice.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ChannelSums
-from shardmill.dataset.versions import read_manifest
+from shardmill.dataset.versions import latest_version, read_manifest, split_version
+from shardmill.errors import DriftLimitExceeded, UsageError
+from shardmill.result import Result, Rows, ShownList
 from shardmill.section import Section
 from shardmill.storage import Store
+from shardmill.stores import open_store
 from shardmill.words import printable
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
 
 _NUM_MOVED = 5
 # Of the distance of the figure that has moved most; what has moved less explains nothing.
@@ -105,6 +114,97 @@ class Drift(Section):
     def words_above(self, limit: float) -> str:
         """What has moved beyond a limit, in one line."""
         return "; ".join(each.words for each in self.above(limit))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DriftResult(Result):
+    """How far a version has drifted from an older one (`shardmill.drift`)."""
+
+    uri: str
+    version: int
+    against_uri: str | None
+    against_version: int | None
+    """None for a first version, which has nothing to be compared with."""
+    amount: float | None
+    """From 0 to 1, the largest of the aspects."""
+    max_drift: float
+    ok: bool
+    """Whether the amount is within `max_drift`."""
+    aspects: tuple[AspectDrift, ...]
+
+    @property
+    def drift(self) -> Drift | None:
+        if self.against_version is None or self.amount is None:
+            return None
+        return Drift(
+            version=self.version, against_version=self.against_version, amount=self.amount, aspects=self.aspects
+        )
+
+    @property
+    def title(self) -> str:
+        return f"{self.uri}@{self.version}" + ("" if self.against_version is None else f" against {self._against}")
+
+    @property
+    def _against(self) -> str:
+        return f"{'' if self.against_uri == self.uri else self.against_uri}@{self.against_version}"
+
+    def table(self) -> Rows:
+        """One row for each aspect: how far it has drifted, and what has moved."""
+        if self.amount is None:
+            return [("nothing to compare", f"version {self.version} is the first", "")]
+        amounts = ("not compared" if each.amount is None else amount_words(each.amount) for each in self.aspects)
+        return [
+            (each.aspect.words, amount, each.why_not or each.moves)
+            for each, amount in zip(self.aspects, amounts, strict=True)
+        ]
+
+    def shown_lists(self) -> list[ShownList]:
+        head = ("aspect", "amount", "moved")
+        return [ShownList("aspects", head, self.table(), len(self.aspects))] if self.aspects else []
+
+    def raise_if_failed(self) -> None:
+        """Raise DriftLimitExceeded (7) for a drift beyond the limit."""
+        if self.ok or self.drift is None:
+            return
+        named = f"{self.uri}@{self.version}"
+        rows = f"`shardmill inspect {shlex.quote(named)} --diff {self.against_version}` lists the rows; "
+        raise DriftLimitExceeded(
+            f"{named} has drifted by {amount_words(self.drift.amount)} from {self._against}: "
+            f"{self.drift.words_above(self.max_drift)}",
+            f"the limit (etl.max_drift, --max-drift) is {self.max_drift:g}",
+            f"{rows if self.against_uri == self.uri else ''}use another version, or a higher limit if the change is "
+            "meant",
+            detail={"drift": self.drift.model_dump(mode="json")},
+        )
+
+
+def compare(dataset: Dataset, against: str, baseline: int, limit: float) -> DriftResult:
+    """A version beside an older one, or beside nothing if it is the first.
+
+    `against`: a version of the same dataset, `DATASET[@M]`, or empty for `baseline_of`. Raises UsageError for versions
+    of predictions.
+    """
+    uri, version = dataset.pin.uri, dataset.pin.version
+    if against:
+        root, number = split_version(f"{uri}@{against}" if against.isdecimal() else against)
+        # Its manifest is enough, so it may have expired.
+        store = open_store(root)
+        before = read_manifest(store, (latest_version(store) or 1) if number is None else number)
+    else:
+        store, before = dataset.store, baseline_of(dataset.store, dataset.manifest, baseline)
+    for compared, manifest in ((uri, dataset.manifest), (store.uri, before)):
+        if manifest is not None and manifest.predicted_by is not None:
+            raise UsageError(
+                f"{compared}@{manifest.version} holds predictions",
+                "expected versions of images: predictions have neither pixels nor labels to compare",
+                "compare the datasets that were predicted",
+            )
+    if before is None:
+        return DriftResult(uri, version, None, None, None, limit, ok=True, aspects=())
+    found = measure_drift(before, dataset.manifest)
+    return DriftResult(
+        uri, version, store.uri, before.version, found.amount, limit, found.amount <= limit, found.aspects
+    )
 
 
 def measure_drift(older: Manifest, newer: Manifest) -> Drift:

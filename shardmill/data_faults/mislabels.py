@@ -10,18 +10,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardmill.data_faults.predicted_rows import PredictedRows, out_of_sample_probabilities
-from shardmill.errors import UsageError
+from shardmill.dataset.dataset import open_pinned
+from shardmill.errors import ShardmillError, UsageError
+from shardmill.html import picture, text
+from shardmill.result import Result, Rows
+from shardmill.values import DatasetPin
+from shardmill.words import counted
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MIN_IMAGES_PER_CLASS = 10
 """Of fewer, the classifiers learn too little to judge a label."""
 MAX_MISTAKES = 1_000
 """So many are listed, the most confident ones."""
 _DIGITS = 6
+_NUM_SHOWN = 5
+_PICTURES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,12 @@ class SuspectLabel:
     is_likely: bool
     """Whether confident learning counts it among the wrong labels."""
 
+    @property
+    def words(self) -> str:
+        # A limit gives others, too.
+        how = "likely" if self.is_likely else "less likely"
+        return f"{self.source} ({self.split}): {self.given_label}, {how} {self.suggested_label}"
+
 
 @dataclass(frozen=True, slots=True)
 class ConfidentMistake:
@@ -51,6 +67,10 @@ class ConfidentMistake:
     given_label: str
     prediction: str
     probability: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.source} ({self.split}): {self.given_label}, predicted {self.prediction} {self.probability:.4f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +92,22 @@ class ClassFaults:
     most_predicted: str
     """The class that it takes most of these for; empty for none."""
 
+    @property
+    def words(self) -> str:
+        labels = f"{self.num_likely:,} of {self.num_images:,} labels likely wrong"
+        labels += f" (most of {self.most_suggested})" if self.most_suggested else ""
+        mistakes = f"{self.num_mistaken:,} of {self.num_tested:,} mistaken"
+        return f"{labels}, {mistakes}" + (f" (most for {self.most_predicted})" if self.most_predicted else "")
 
-@dataclass(frozen=True, slots=True)
-class Mislabels:
-    """What was found in a version of predictions."""
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Mislabels(Result):
+    """Labels that are likely wrong, and what the model gets wrong with confidence (`shardmill.mislabels`)."""
+
+    predictions: DatasetPin
+    dataset: DatasetPin | None
+    """The predicted version; None for another source."""
+    model: str
     num_images: int
     num_judged: int
     """Images whose labels were judged: those of classes with enough images."""
@@ -92,6 +123,53 @@ class Mislabels:
     classes: tuple[ClassFaults, ...]
     """Those with the most likely wrong labels and mistakes first."""
 
+    def table(self) -> Rows:
+        """The counts with their first examples, then the classes with the most faults."""
+        listed: Rows = [
+            ("labels", f"{self.num_likely:,} of {self.num_judged:,} are likely wrong"),
+            *(("", each.words) for each in self.suspects[:_NUM_SHOWN]),
+            ("mistakes", self._mistakes),
+            *(("", each.words) for each in self.mistakes[:_NUM_SHOWN]),
+            *((f"class {each.class_name}", each.words) for each in self.classes[:_NUM_SHOWN]),
+        ]
+        if unjudged := self.num_images - self.num_judged:
+            listed.append(
+                ("not judged", f"{counted(unjudged, 'image')} without a class, or of a class with few images")
+            )
+        return listed
+
+    @property
+    def _mistakes(self) -> str:
+        if not self.num_tested:
+            return (
+                "unknown: any image may be one of the training; predict a dataset, and keep the version of the training"
+            )
+        return f"the model is wrong in {self.num_mistaken:,} of {self.num_tested:,} that it was not trained on"
+
+    def show(self, num_images: int = _PICTURES) -> Image:
+        """A contact sheet of the first suspects with the labels that they have, as a PIL image.
+
+        Raises UsageError if there are none, or if a source was predicted, whose images are not stored.
+        """
+        from shardmill.loader.pictures import contact_sheet
+        from shardmill.loader.samples import samples_by_id
+
+        shown = self.suspects[:num_images]
+        if self.dataset is None or not shown:
+            why = "no label is suspect" if self.dataset is not None else "the predictions are those of a source"
+            raise UsageError(f"no images to show: {why}", "expected suspect labels of a predicted dataset")
+        version = open_pinned(self.dataset)
+        samples = samples_by_id(version, shown)
+        return contact_sheet([samples[each.sample_id] for each in shown], version.manifest.class_names)
+
+    def _repr_html_(self) -> str:
+        # `super()` without arguments finds no class with slots.
+        tables = Result._repr_html_(self)
+        try:
+            return f"<div>{tables}{picture(self.show(), 'the first suspects, with the labels that they have')}</div>"
+        except (ShardmillError, OSError) as error:
+            return f"<div>{tables}<p>{text(error)}</p></div>"
+
 
 def find_mislabels(rows: PredictedRows, limit: int = 0) -> Mislabels:
     """`limit`: number of suspect labels to give; 0: those that are likely wrong. Raises UsageError unless at least two
@@ -101,6 +179,9 @@ def find_mislabels(rows: PredictedRows, limit: int = 0) -> Mislabels:
     order_M = np.lexsort((-judged.scores_M, ~judged.is_likely_M))
     num_likely = int(judged.is_likely_M.sum())
     return Mislabels(
+        predictions=rows.pin,
+        dataset=rows.made_by.predicted,
+        model=str(rows.made_by),
         num_images=len(rows.sources),
         num_judged=len(judged.rows_M),
         accuracy=float((judged.scores_M < 0).mean()),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,8 @@ from shardmill.data_faults.row_looks import RowLooks
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.row_segments import read_rows
 from shardmill.errors import UsageError
+from shardmill.result import Result, Rows, plain
+from shardmill.words import counted
 
 MAX_COMPARISONS = 2_000_000_000
 """A part of the hashes that would need more is left out: they are too alike to tell copies from others."""
@@ -213,6 +216,8 @@ def _num_ones(values_P: np.ndarray) -> np.ndarray:
 
 
 MAX_BITS = 7
+_NUM_GROUPS_SHOWN = 20
+_NUM_MEMBERS_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,18 +245,52 @@ class SimilarImages:
         """Whether they are of several classes."""
         return len({image.class_name for image in self.images}) > 1
 
+    @property
+    def words(self) -> str:
+        """The first of them."""
+        images = [f"{each.source} ({each.split}, {each.class_name or 'no class'})" for each in self.images]
+        return "; ".join(images[:_NUM_MEMBERS_SHOWN]) + (" ..." if len(images) > _NUM_MEMBERS_SHOWN else "")
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """The images of a version that look alike."""
+    def document(self) -> dict[str, Any]:
+        return {"crosses_splits": self.crosses_splits, "conflicting_label": self.has_conflict, **plain(self)}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NearDuplicates(Result):
+    """Groups of images that look alike (`shardmill.inspect` with `near_duplicates`)."""
 
     groups: tuple[SimilarImages, ...]
     """Those that cross splits first, then those of several classes."""
     num_left_out: int
-    """Images that look too alike to be compared with each other, of which groups may be missing or too small."""
+    """Images that look too alike to be compared with each other: of those, groups may be missing."""
+
+    def document(self) -> dict[str, Any]:
+        return {"groups": [group.document() for group in self.groups], "num_left_out": self.num_left_out}
+
+    def table(self) -> Rows:
+        """The number of groups, then the first groups; leaks between splits come first."""
+        if not self.groups:
+            return left_out_rows(self.num_left_out) or [("none", "no two images look alike")]
+        rows = [
+            ("groups", f"{len(self.groups):,} of images that look alike"),
+            ("leaks", f"{sum(group.crosses_splits for group in self.groups):,} with images in several splits"),
+            ("labels", f"{sum(group.has_conflict for group in self.groups):,} with images of several classes"),
+        ]
+        for group in self.groups[:_NUM_GROUPS_SHOWN]:
+            facts = [*(["leak"] if group.crosses_splits else []), *(["labels"] if group.has_conflict else [])]
+            rows.append((", ".join(facts) or "alike", group.words))
+        left = len(self.groups) - _NUM_GROUPS_SHOWN
+        more = [("", f"and {left:,} more: --json lists all")] if left > 0 else []
+        return [*rows, *more, *left_out_rows(self.num_left_out)]
 
 
-def find_near_duplicates(looks: RowLooks, max_bits: int) -> Copies:
+def left_out_rows(num_images: int) -> Rows:
+    if not num_images:
+        return []
+    return [("WARNING", f"{counted(num_images, 'image')} look too alike to compare all: their groups are incomplete")]
+
+
+def find_near_duplicates(looks: RowLooks, max_bits: int) -> NearDuplicates:
     """Groups of images whose hashes differ in at most `max_bits` of 64, by steps from one to the next.
 
     Raises UsageError unless 0 <= max_bits <= 7.
@@ -269,7 +308,7 @@ def find_near_duplicates(looks: RowLooks, max_bits: int) -> Copies:
         for group in _groups(rows_N, found.representative_U[place_of_N])
     ]
     groups.sort(key=lambda each: (not each.crosses_splits, not each.has_conflict, each.images[0].source))
-    return Copies(tuple(groups), int(found.is_left_out_U[place_of_N].sum()))
+    return NearDuplicates(tuple(groups), int(found.is_left_out_U[place_of_N].sum()))
 
 
 def _image(looks: RowLooks, row: int) -> SimilarImage:

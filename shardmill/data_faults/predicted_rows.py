@@ -36,6 +36,8 @@ _HOW = "shardmill predict MODELS DATASET --layer NAME --out DIR"
 class PredictedRows:
     """Every row of a version of predictions, split by split in stored order."""
 
+    pin: DatasetPin
+    made_by: PredictedBy
     class_names: tuple[str, ...]
     sources: list[str]
     sample_ids_N: np.ndarray
@@ -87,6 +89,8 @@ def read_predicted_rows(
     _check_classes(made_by, set(names), _classes_with_images(predictions.manifest))
     sample_ids_N = np.concatenate([each.sample_ids_N for each in chunks])
     return PredictedRows(
+        pin=predictions.pin,
+        made_by=made_by,
         class_names=predictions.manifest.class_names,
         sources=[source for each in chunks for source in each.sources],
         sample_ids_N=sample_ids_N,

@@ -31,9 +31,11 @@ from shardmill.failpoints import failpoint
 from shardmill.formats.encodings import decode_row, encode_image
 from shardmill.formats.rows import StoredRow
 from shardmill.ids import add_digests, format_digest, format_sample_id
+from shardmill.result import Result, Rows
 from shardmill.storage import Store, is_temporary
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, decode_values
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -222,9 +224,9 @@ class TarShard:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TarExport:
-    """What `shardmill.dataset.tar_export` wrote."""
+@dataclass(frozen=True, slots=True, repr=False)
+class TarExport(Result):
+    """What `shardmill.export_tar` has written."""
 
     dataset: str
     """`URI@N`."""
@@ -235,7 +237,19 @@ class TarExport:
 
     def document(self) -> dict[str, Any]:
         """The content of `export.json`, and of `export-tar --json`."""
-        return {**asdict(self), "num_rows": sum(shard.num_rows for shard in self.shards)}
+        return {**asdict(self), "num_rows": self.num_rows}
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    def table(self) -> Rows:
+        rows: Rows = [("target", self.target)]
+        for split in dict.fromkeys(shard.split for shard in self.shards):
+            mine = [shard for shard in self.shards if shard.split == split]
+            size, num_rows = sum(shard.size_bytes for shard in mine), sum(shard.num_rows for shard in mine)
+            rows.append((split, f"{counted(num_rows, 'row')} in {counted(len(mine), 'tar file')}, {size:,} bytes"))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

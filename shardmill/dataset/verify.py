@@ -31,7 +31,7 @@ from shardmill.formats.rows import ChunkRows
 from shardmill.ids import add_digests, format_digest, key_hash, row_digest, sample_id_of
 from shardmill.images.look import difference_hash, laplacian_square_sum, luma
 from shardmill.options import ENCODINGS
-from shardmill.shown import Shown
+from shardmill.result import Result, Rows
 from shardmill.storage import join_uri
 from shardmill.typed_columns import MASK, stored_labels
 from shardmill.values import DatasetPin, Rejection, ShardInfo, Value
@@ -48,7 +48,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport(Shown):
+class VerifyReport(Result):
     """All rules of one version."""
 
     pin: DatasetPin
@@ -67,6 +67,21 @@ class VerifyReport(Shown):
     @property
     def problems(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.problem)
+
+    def document(self) -> dict[str, Any]:
+        checks = [
+            {"rule": each.rule, "ok": not each.problem, "detail": each.detail, "problem": each.problem}
+            for each in self.checks
+        ]
+        return {
+            "uri": self.uri, "version": self.version, "deep": self.deep, "ok": not self.problems, "checks": checks
+        }  # fmt: skip
+
+    def table(self) -> Rows:
+        """One row for each rule: whether it holds, and what was found."""
+        return [
+            ("FAILED" if check.problem else "ok", check.rule, check.problem or check.detail) for check in self.checks
+        ]
 
     def raise_if_failed(self) -> None:
         """Raise IntegrityError (exit 3) for the first broken rule."""

@@ -337,8 +337,10 @@ def exit_code_of(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
 
 
-def report_error(error: BaseException, *, debug: bool) -> int:
-    """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code."""
+def report_error(error: BaseException, *, debug: bool, committed: str = "") -> int:
+    """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code. `committed`:
+    the version that it has committed.
+    """
     error = why_ended(error)
     if debug:
         sys.stderr.write(redacted_text("".join(traceback.format_exception(error))))
@@ -346,16 +348,18 @@ def report_error(error: BaseException, *, debug: bool) -> int:
     elif isinstance(error, TrainingError):
         for note in getattr(error, "__notes__", ()):
             sys.stderr.write(f"{redacted_text(note)}\n")
-    return print_error(exit_code_of(error), error_line(error))
+    return print_error(exit_code_of(error), error_line(error, committed))
 
 
-def error_line(error: BaseException) -> str:
+def error_line(error: BaseException, committed: str = "") -> str:
     """Why a command ends, in one line for people."""
     error = why_ended(error)
     if isinstance(error, KeyboardInterrupt):
-        line = f"interrupted; {_how_to_go_on('no partial result is visible; ')}"
+        visible = f"{committed} is committed" if committed else "no partial result is visible"
+        line = f"interrupted; {_how_to_go_on(f'{visible}; ')}"
     elif isinstance(error, Terminated):
-        line = f"{error}; {_how_to_go_on()}"
+        said = str(error).replace("no partial result is visible", f"{committed} is committed") if committed else error
+        line = f"{said}; {_how_to_go_on()}"
     elif isinstance(error, ShardmillError):
         line = str(error)
     elif isinstance(error, ModuleNotFoundError) and (hiding := _hiding_file(error)):

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardmill.words import counted
+from shardmill.result import Rows
+from shardmill.words import counted, reasons
 
 if TYPE_CHECKING:
     from shardmill.jobs.run_files import StageRecord
 
-Rows = list[tuple[str, ...]]
 # Less is printed as 0.00.
 _DRIFT_SHOWN = 0.005
-
-
-def lines_of(rows: Rows) -> str:
-    """Rows as text, their names in one column."""
-    width = max(len(name) for name, *_ in rows)
-    return "\n".join(f"{name:<{width}}  {'  '.join(values)}" for name, *values in rows)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> Rows:
@@ -27,13 +22,21 @@ def summary_rows(summary: Mapping[str, Any]) -> Rows:
     if not evaluation and "evaluate" in summary["stages"]:
         evaluation = [("evaluation", "no split for it")]
     report = [("report", summary["report"]["path"])] if summary.get("report") else []
-    return [*_dataset_rows(summary), *_training_rows(summary), *evaluation, *_decision_rows(summary), *report]
+    is_old = summary["stages"].get("etl", {}).get("status") == "skipped"
+    return [
+        *_dataset_rows(summary, is_old=is_old),
+        *_training_rows(summary),
+        *evaluation,
+        *_decision_rows(summary),
+        *report,
+    ]
 
 
 def stage_rows(record: StageRecord) -> Rows:
     """Prints the result of a single stage in readable form; `--json` prints all values."""
     sections = record.sections
-    rows = [*_dataset_rows(sections), *_training_rows(sections), *_evaluation_rows(sections)]
+    is_old = record.stage == "etl" and record.status == "skipped"
+    rows = [*_dataset_rows(sections, is_old=is_old), *_training_rows(sections), *_evaluation_rows(sections)]
     if sections.get("export"):
         export = sections["export"]
         rows += [
@@ -46,7 +49,8 @@ def stage_rows(record: StageRecord) -> Rows:
     return rows
 
 
-def _dataset_rows(sections: Mapping[str, Any]) -> Rows:
+def _dataset_rows(sections: Mapping[str, Any], *, is_old: bool) -> Rows:
+    """`is_old`: nothing was new, so that nothing has drifted."""
     dataset = sections.get("dataset")
     if not dataset:
         return []
@@ -55,10 +59,17 @@ def _dataset_rows(sections: Mapping[str, Any]) -> Rows:
     splits = ", ".join(f"{name} {count:,}" for name, count in in_order)
     return [
         ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
+        *_rejected_rows(dataset),
         ("splits", splits),
         ("dataset", f"{dataset['uri']}@{dataset['version']}"),
-        *_drift_rows(sections),
+        *([] if is_old else _drift_rows(sections)),
     ]
+
+
+def _rejected_rows(dataset: Mapping[str, Any]) -> Rows:
+    named = reasons(dataset["counts"].get("by_reason") or {})
+    version = shlex.quote(f"{dataset['uri']}@{dataset['version']}")
+    return [("rejected", f"{named}; `shardmill inspect {version} --rejects` lists them")] if named else []
 
 
 def _drift_rows(sections: Mapping[str, Any]) -> Rows:
@@ -71,12 +82,17 @@ def _drift_rows(sections: Mapping[str, Any]) -> Rows:
     return [("drift", f"from version {drift.against_version}: {moved}")]
 
 
+def weights_words(train: Mapping[str, Any]) -> str:
+    """`epoch 3, the best, is evaluated and exported`: people count from 1."""
+    return f"epoch {train['weights_epoch'] + 1}, the {train['exported']}, is evaluated and exported"
+
+
 def _training_rows(sections: Mapping[str, Any]) -> Rows:
     train = sections.get("train")
     if not train:
         return []
     size = (counted(train["world_size"], "rank"), counted(train["epochs"], "epoch"), counted(train["steps"], "step"))
-    rows: Rows = [("training", ", ".join((train["strategy"], *size)))]
+    rows: Rows = [("training", f"{', '.join((train['strategy'], *size))}; {weights_words(train)}")]
     if found := train.get("initialized"):
         fresh = "; ".join((*found["replaced"], *(f"{name}: not in the file" for name in found["missing"])))
         arrays = f"{found['num_loaded']:,} of {counted(found['num_weights'], 'array')} from {found['source']}"

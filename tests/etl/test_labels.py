@@ -21,8 +21,8 @@ from etl.checks.facts import inferred_warnings
 from etl.config import SourceConfig
 from etl.listing.label_map import read_label_map
 from etl.plan import plan_build
-from pipeline.output.inspection import describe
 from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.inspection import describe
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, encode_example

@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 import etl.job
 import train.job
 from pipeline.cli import COMMANDS, app
-from pipeline.output.data_faults import quality_rows
 from pipeline.output.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS
+from shardmill.data_faults.findings import EqualBytes, QualityFindings
+from shardmill.data_faults.near_duplicates import SimilarImage, SimilarImages
+from shardmill.data_faults.quality import Fault
 from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.run_record import RunRecord
 from tests.lab.commands import BIN, BUILD_HERE, ENVIRONMENT, ROOT, in_process, last_line, shardmill
@@ -495,11 +497,10 @@ def test_every_sentence_is_of_an_event_that_the_sources_report_with_its_fields(r
 
 
 def test_copies_under_several_classes_are_counted():
-    group = {"crosses_splits": False, "conflicting_label": True, "images": []}
-    found = {"faults": {}, "num_images": 9, "telltales": [], "equal_bytes": {"groups": []}, "near_duplicates": [group]}
-    found["near_duplicates_left_out"] = 1200
-    exact, near, _, how, left_out = (row[1] for row in quality_rows(found))
+    group = SimilarImages(tuple(SimilarImage(name, "train", name) for name in "ab"))
+    found = QualityFindings(9, (), (), EqualBytes(0, 0, 0, 0, ()), (group,), 1200)
+    exact, near, _, how, left_out = (value for name, value in found.table() if name not in set(Fault))
     assert exact == "none"
-    assert near == "1 group with 0 images; 0 groups in several splits, 1 of several classes"
+    assert near == "1 group with 2 images; 0 groups in several splits, 1 of several classes"
     assert how == "at most 3 of 64 bits differ: inspect DATASET --near-duplicates 3"
     assert left_out.startswith("1,200 images look too alike")

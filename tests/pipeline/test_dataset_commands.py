@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -38,7 +39,7 @@ from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from tests.etl.building import images_of, list_images
 from tests.etl.incremental import paint
 from tests.etl.pixels import predict_pixels
-from tests.lab.commands import SUMMARY_SCHEMA, in_process, last_line
+from tests.lab.commands import BUILD_HERE, SUMMARY_SCHEMA, in_process, last_line
 from tests.lab.datasets import make_dataset, write_images
 from tests.services.faulty_store import FaultyStore
 from train.published.predict import Guess, Prediction
@@ -96,6 +97,52 @@ def test_gc_ends_with_6_beside_a_writer(dataset: str, tmp_path: Path):
     with writing(open_store(dataset), "etl"):
         refused = in_process("gc", dataset, "--delete", cwd=tmp_path)
     assert refused.returncode == 6 and "is at work" in last_line(refused)
+
+
+def test_a_wrong_place_is_told_what_the_command_takes(dataset: str, tmp_path: Path):
+    write_images(tmp_path / "photos", num_images=3)
+    (tmp_path / "models" / "exports").mkdir(parents=True)
+    (tmp_path / "models" / "exports" / "00000001.json").write_text("{}")
+    for words, said in (
+        (("run", dataset), f"{dataset} is a committed dataset; .* `shardmill train {dataset}` trains on it"),
+        (("etl", f"{dataset}@1"), "is a committed dataset"),
+        (("inspect", "models"), "models holds models; .* `shardmill lineage models` shows"),
+        (("predict", "models", "nope.jpg"), "nope.jpg does not exist; expected image files"),
+    ):
+        done = in_process(*words, cwd=tmp_path)
+        # Nothing was loaded or begun.
+        assert done.returncode == 2 and re.search(said, last_line(done)) and len(done.stderr.splitlines()) == 1
+
+
+def test_a_report_is_of_a_run_that_worked_on_what_is_named(dataset: str, tmp_path: Path):
+    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{dataset}"\n')
+    assert in_process("verify", "c.toml", "--workdir", "work", cwd=tmp_path).returncode == 0
+    (tmp_path / "other").mkdir()
+    for named, said in (("other", "did not work on .*/other"), ("work", "`shardmill report --workdir .*/work`")):
+        done = in_process("report", named, "--workdir", "work", cwd=tmp_path)
+        assert done.returncode == 2 and re.search(said, last_line(done))
+    for named in ((), ("c.toml",), (dataset,)):
+        assert in_process("report", *named, "--workdir", "work", cwd=tmp_path).returncode == 0
+
+
+def test_rejects_are_named_and_nothing_new_is_said(tmp_path: Path):
+    write_images(tmp_path / "photos", num_images=30)
+    (tmp_path / "photos" / "class_0" / "x.png").write_bytes(b"no image")
+    options = ("--set", "etl.image_size=16", "--workdir", "work", *BUILD_HERE)
+    failed = in_process("etl", "photos", *options, "--set", "etl.max_reject_fraction=0", cwd=tmp_path)
+    assert failed.returncode != 0
+    rejects = in_process("inspect", "work/dataset", "--rejects", cwd=tmp_path)
+    assert rejects.returncode == 0 and "no version, its builds failed" in rejects.stdout.splitlines()[0]
+    assert "class_0/x.png" in rejects.stdout
+    options = (*options, "--set", "etl.max_reject_fraction=0.5")
+    first, again = (in_process("etl", "photos", *options, cwd=tmp_path) for _ in range(2))
+    [row] = [line for line in first.stdout.splitlines() if line.startswith("rejected\t")]
+    assert re.search(r"rejected\t\w+ 1; `shardmill inspect .*/work/dataset@1 --rejects` lists them", row)
+    assert again.stdout.startswith("etl: nothing is new; the latest version stays\n") and row in again.stdout
+    # Of a later version the drift was measured when it was made.
+    write_images(tmp_path / "photos", num_images=33)
+    later, again = (in_process("etl", "photos", *options, cwd=tmp_path) for _ in range(2))
+    assert "\ndrift\t" in later.stdout and "nothing is new" in again.stdout and "\ndrift\t" not in again.stdout
 
 
 @pytest.mark.parametrize("age", ["7", "soon", "-1d", "1w"])

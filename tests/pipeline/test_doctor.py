@@ -14,9 +14,9 @@ import pytest
 from etl.config import EtlConfig
 from pipeline.config import load_for_dataset, load_pipeline
 from pipeline.doctor.doctor import diagnose, examine, rehearsed
-from pipeline.doctor.finding import Finding
 from pipeline.output.printing import outcome_words, stage_title
 from pipeline.tree import PipelineTree
+from shardmill.calls.results import Finding
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
@@ -108,6 +108,12 @@ def test_a_skipped_stage_says_what_it_shows():
     assert stage_title(StageRecord(stage="evaluate")) == "evaluate"
     assert "metrics recorded by the training" in stage_title(StageRecord(stage="evaluate", status="skipped"))
     assert stage_title(StageRecord(stage="export", status="skipped")) == "export"
+    train = {"strategy": "single", "world_size": 1, "epochs": 9, "steps": 90, "weights_epoch": 6, "exported": "best"}
+    trained = StageRecord(stage="train", sections={"train": train})
+    assert outcome_words(trained) == "done; epoch 7, the best, is evaluated and exported"
+    assert stage_rows(trained) == [
+        ("training", "single, 1 rank, 9 epochs, 90 steps; epoch 7, the best, is evaluated and exported")
+    ]
     assert outcome_words(StageRecord(stage="export", status="skipped")) == "skipped, its result already exists"
     for registered, words in (("models:/photos/1", "registered as models:/photos/1"), ("", "and not registered")):
         record = StageRecord(stage="promote", status="skipped", sections={"promotion": {"registered": registered}})

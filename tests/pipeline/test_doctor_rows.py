@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import diagnose, examine, rehearsed
-from pipeline.doctor.finding import Finding
 from pipeline.doctor.network import network_findings
 from pipeline.tree import PipelineTree
+from shardmill.calls.results import Finding
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
 from shardmill.registry import Entry, install_hint

@@ -16,9 +16,7 @@ import pytest
 from benchmarks.planted_labels import plant_wrong_labels
 from etl.config import SplitFractions
 from etl.job import build_dataset
-from shardmill.calls.calling import value_of
-from shardmill.calls.findings import MislabelsResult
-from shardmill.data_faults.mislabels import find_mislabels
+from shardmill.data_faults.mislabels import Mislabels, find_mislabels
 from shardmill.data_faults.predicted_rows import check_memory, may_be_seen, read_predicted_rows
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import UsageError
@@ -99,7 +97,7 @@ def test_the_csv_comes_back_as_corrections(planted: Planted, tmp_path: Path):
     assert f"<span>given <b>{given}</b></span><span>suggested <b>{suggested}</b>" in page
     assert f'title="{first["source"]} ({first["split"]}): given {given}, suggested {suggested} ' in page
     # The same in a notebook.
-    value = value_of(MislabelsResult, found)
+    value = Mislabels.of(found)
     assert value.show(2).height < value.show(9).height and "data:image/png" in value._repr_html_()
     of_source = replace(value, dataset=None)
     assert "the predictions are those of a source" in of_source._repr_html_()

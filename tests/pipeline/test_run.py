@@ -18,15 +18,19 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pipeline.commands.train import train
+from pipeline.cli_options import Common, committed_version
+from pipeline.commands.stages import train
 from pipeline.config import load_for_dataset, load_pipeline
+from pipeline.output.ending import end_with_failure
 from pipeline.output.progress import RunProgress
 from pipeline.preflight import FirstPlan
 from pipeline.run import _try_build
 from pipeline.running import Run
 from pipeline.tree import PipelineTree
+from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CommitConflict, UsageError
 from shardmill.formats.rows import RowSchema
+from shardmill.jobs.process import Terminated
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.stores import open_store
@@ -149,6 +153,20 @@ def test_sigterm_leaves_nothing_half_visible_either(photos: Path, tmp_path: Path
 
 
 @pytest.mark.starts("program")
+def test_ctrl_c_names_the_version_that_the_run_has_committed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    uri = make_dataset(tmp_path)
+    run_id = open_dataset(uri).manifest.run_id
+    for committed_by, said in ((run_id, f"{uri}@1 by run {run_id} is committed"), ("other", "no partial result")):
+        record = RunRecord(str(tmp_path / "work"), committed_by)
+        record.store.put(f"{record.folder}/config.toml", f'[dataset]\nuri = "{uri}"\n'.encode())
+        common = Common((), str(tmp_path / "work"), committed_by, is_run_named=True, json=True, debug=False)
+        for error in (KeyboardInterrupt(), Terminated()):
+            committed = committed_version(common)
+            end_with_failure(error, is_json=True, is_debug=False, run_id=committed_by, committed=committed)
+            shown = capsys.readouterr()
+            assert said in shown.err and said in json.loads(shown.out)["error"]["message"]
+
+
 def test_what_is_started_while_a_command_ends_ends_with_it():
     """As Spark's script does, which starts one JVM after the other."""
     command = subprocess.Popen([sys.executable, "-m", "tests.programs.end_children"], start_new_session=True, cwd=ROOT)
@@ -415,7 +433,7 @@ def test_train_loads_its_config_once_and_records_for_who_named_the_run_that_it_c
         loaded.append(named)
         return load_for_dataset(named, overrides, workdir)
 
-    monkeypatch.setattr("pipeline.commands.stage.load_for_dataset", counted)
+    monkeypatch.setattr("pipeline.commands.stages.load_for_dataset", counted)
     options = [str(tmp_path / "c.toml"), "--workdir", str(tmp_path / "work"), *(["--run-id", "r"] if is_named else [])]
     with pytest.raises(SystemExit) as ended:
         train.main(options, standalone_mode=False)

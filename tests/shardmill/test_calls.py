@@ -17,7 +17,7 @@ import pytest
 import shardmill
 from pipeline.output.progress import RelayedBars
 from shardmill.calls.calling import NotebookOutput, as_options
-from shardmill.calls.model_findings import Diagnosis, Finding
+from shardmill.calls.results import Diagnosis, Finding
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, TrainingError, UsageError
 from shardmill.jobs.observer import Bar, as_bar
 from tests.lab.commands import ENVIRONMENT, ROOT
@@ -152,7 +152,6 @@ def test_settings_are_those_of_the_command_line():
     for wrong, said in (
         ({"epochs": 3}, r"write SECTION=\{'epochs': 3\}"),
         ({"train.epochs": None}, "train.epochs = None"),
-        ({"wrokdir": "work"}, "did you mean workdir='work'"),
     ):
         with pytest.raises(UsageError, match=said):
             as_options(wrong)
@@ -162,6 +161,7 @@ def test_settings_are_those_of_the_command_line():
         (shardmill.inspect, "near_duplicate", "did you mean near_duplicates"),
         (shardmill.lineage, "epochs", "expected some of quiet; correct its name"),
         (shardmill.report, "work_dir", "did you mean workdir"),
+        (shardmill.run, "wrokdir", "did you mean workdir=3"),
     ):
         with pytest.raises(UsageError, match=said):
             call("place", **{wrong: 3})
@@ -188,19 +188,22 @@ NO_KEYWORD = {
 }  # fmt: skip
 
 
-def test_each_command_with_a_result_is_a_function_with_its_options():
+def test_each_command_with_a_result_is_a_function_with_its_options_and_their_defaults():
     from pipeline.cli import COMMANDS
 
     names = {name.replace("-", "_"): name for name in COMMANDS if name not in NO_CALL}
     assert set(names) <= set(shardmill.__all__)
     for name, command in names.items():
         parameters = inspect.signature(getattr(shardmill, name)).parameters.values()
-        keywords = {each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
-        options = {option.name for option in COMMANDS[command].params if not getattr(option, "hidden", False)}
+        keywords = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+        shown = [option for option in COMMANDS[command].params if not getattr(option, "hidden", False)]
+        options = {option.name for option in shown}
+        defaults = {str(option.name): option.default or None for option in shown if option.name in keywords}
+        assert defaults == {each: keywords[each] or None for each in defaults}, name
         if name == "inspect":
             # Only a config file has settings, and `shardmill.inspect` has as many keywords as are good.
             options -= {"workdir"}
-        assert keywords - {"quiet"} == options - NO_KEYWORD, name
+        assert keywords.keys() - {"quiet"} == options - NO_KEYWORD, name
 
 
 @pytest.mark.starts("program")

@@ -308,7 +308,10 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert speed.pace is not None and speed.training_seconds is not None
     pace = speed.pace
     assert 0 < pace.input_wait_seconds < pace.step_seconds and pace.validation_seconds > 0
-    assert pace.cached_step_seconds > 0 and f"input costs {pace.input_share:.0%}" in dict(planned.rows())["speed"]
+    assert (
+        pace.cached_step_seconds > 0
+        and f"input takes {pace.input_share:.0%} of a step" in dict(planned.rows())["speed"]
+    )
     epoch_seconds = planned.steps_per_epoch * pace.step_seconds + pace.validation_seconds
     first_seconds = pace.compile_seconds + pace.first_validation_seconds
     assert speed.training_seconds == pytest.approx(3 * epoch_seconds + first_seconds)

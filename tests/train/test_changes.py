@@ -270,7 +270,7 @@ def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp
     assert re.search("KiB with the optimizer's state; a rank may use [\\d.]+ GiB \\(", reason)
     memory = train_record(outcome).sections["train"]["memory"]
     assert re.fullmatch(
-        "memory: the \\d+ images of a step take .* and 1,000 times that fits into .* GiB \\(.*\\)", memory
+        "memory: the \\d+ images of a step take .*: .* GiB \\(.*\\) hold more than 1,000 times as much", memory
     )
 
 

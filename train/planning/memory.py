@@ -315,7 +315,7 @@ def _ample(limit: Limit, dataset: Dataset, spark: SparkConfig, config: TrainConf
     if config.memory.budget_bytes or AMPLE * pixel_bytes > bytes_of_a_rank(limit, config, spark):
         return ""
     of_step = f"the {images_at_once(config)} images of a step take {size_of(pixel_bytes)}"
-    return f"{of_step}, and {AMPLE:,} times that fits into {_available(limit, config, spark)}"
+    return f"{of_step}: {_available(limit, config, spark)} hold more than {AMPLE:,} times as much"
 
 
 def _available(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> str:

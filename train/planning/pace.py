@@ -149,7 +149,7 @@ class Speed:
         epochs = f"{self.num_epochs} epoch(s) in {timedelta(seconds=round(self.training_seconds))}"
         return (
             f"{speed}, {epochs}, {COUNTED}; a step waits {wait:.1f} of {step:.1f} ms for its input, and takes "
-            f"{cached:.1f} ms on a batch in memory: input costs {pace.input_share:.0%}"
+            f"{cached:.1f} ms on a batch in memory: input takes {pace.input_share:.0%} of a step"
         )
 
 

@@ -1,6 +1,6 @@
 """An export as a `RowMapping`: what a batch job stores of each image, and the model that each worker loads once.
 
-`pipeline.commands.predict_batch` and `etl/predict_job.py` hand `mapping_of` to the ETL, whose workers find
+`pipeline.commands.predict` and `etl/predict_job.py` hand `mapping_of` to the ETL, whose workers find
 `open_mapper` by the name in the mapping. Shape legend: N batch, H height, W width, C channels, K classes or numbers.
 """
 

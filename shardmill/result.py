@@ -1,19 +1,22 @@
-"""The base of values that calls return: they show their figures as rows, and the first entries of their lists."""
+"""The base of what a command finds or has done: one document for Python and `--json`, rows for people, and tables in a
+notebook.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from shardmill.html import table, text
-from shardmill.jobs.summary_rows import Rows, lines_of
+from shardmill.ids import format_sample_id
 from shardmill.values import DatasetPin
 from shardmill.words import printable
 
+Rows = list[tuple[str, ...]]
 _ENTRIES_SHOWN = 8
 _FIGURES_IN_REPR = 3
 # For those who look something up in it.
@@ -26,7 +29,7 @@ class ShownList:
 
     name: str
     head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Rows
     """Of the first entries."""
     num_entries: int
 
@@ -36,24 +39,43 @@ class ShownList:
         return f"{self.name}: {self.num_entries:,}{shown}"
 
 
-class Shown:
-    """A frozen dataclass that shows itself as tables in a notebook, and with `print`."""
+class Result:
+    """A frozen dataclass whose fields are the document of its command."""
 
     __slots__ = ()
+    in_document: ClassVar[str] = ""
+    """The one field that is the whole document: a list."""
+
+    @classmethod
+    def of(cls, document: Any) -> Self:
+        """From the document that the command has printed."""
+        return TypeAdapter(cls).validate_python({cls.in_document: document} if cls.in_document else document)
+
+    def document(self) -> Any:
+        """What `--json` prints."""
+        return plain(self)[self.in_document] if self.in_document else plain(self)
+
+    def table(self) -> Rows:
+        """What the command prints for people."""
+        return self.figures()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error with which the command ends although it has a result."""
+
+    def figures(self) -> Rows:
+        """What it shows of itself in Python, beside its lists."""
+        return [*_rows(self)]
 
     def shown_lists(self) -> list[ShownList]:
         """The lists that have entries."""
         return [as_list(name, value) for name, value in _fields(self) if _is_list(value)]
 
-    def _figures(self) -> Rows:
-        return [*_rows(self)]
-
     def __repr__(self) -> str:
-        figures = [f"{name} {value}" for name, value in self._figures()] or [each.title for each in self.shown_lists()]
+        figures = [f"{name} {value}" for name, value in self.figures()] or [each.title for each in self.shown_lists()]
         return printable(f"<{type(self).__name__}: {', '.join(figures[:_FIGURES_IN_REPR])}>")
 
     def __str__(self) -> str:
-        figures = [(name, printable(value)) for name, value in self._figures()]
+        figures = [(name, printable(value)) for name, value in self.figures()]
         parts = [lines_of(figures)] if figures else []
         for each in self.shown_lists():
             rows = [tuple(map(printable, row)) for row in (each.head, *each.rows)]
@@ -64,7 +86,29 @@ class Shown:
 
     def _repr_html_(self) -> str:
         lists = (f"<p>{text(each.title)}</p>{table(each.rows, each.head)}" for each in self.shown_lists())
-        return f"<div>{table(self._figures())}{''.join(lists)}</div>"
+        return f"<div>{table(self.figures())}{''.join(lists)}</div>"
+
+
+def lines_of(rows: Rows) -> str:
+    """Rows as text, their names in one column."""
+    width = max(len(name) for name, *_ in rows)
+    return "\n".join(f"{name:<{width}}  {'  '.join(values)}" for name, *values in rows)
+
+
+def plain(value: Any) -> Any:
+    """A value of ours as JSON can hold it."""
+    return TypeAdapter(type(value)).dump_python(value, mode="json")
+
+
+def flat_rows(value: dict[str, Any], prefix: str = "") -> Rows:
+    """A document as rows of dotted names."""
+    rows: Rows = []
+    for name, item in value.items():
+        if isinstance(item, dict):
+            rows += flat_rows(item, f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", "" if item is None else str(item)))
+    return rows
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
@@ -85,7 +129,7 @@ def _is_list(value: object) -> bool:
 def as_list(name: str, entries: Sequence[Any]) -> ShownList:
     """The first entries; a record's fields are its columns."""
     head = tuple(field for field, _ in _fields(entries[0]))
-    rows = [tuple(_cell(value) for _, value in _fields(each)) for each in entries[:_ENTRIES_SHOWN]]
+    rows = [tuple(_named_cell(*field) for field in _fields(each)) for each in entries[:_ENTRIES_SHOWN]]
     return ShownList(name, head, rows, len(entries))
 
 
@@ -98,6 +142,10 @@ def _rows(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif found is not None and found != "" and not _is_list(found):
             is_amount = isinstance(found, int) and name.startswith("num ")
             yield f"{prefix}{name}", f"{found:,}" if is_amount else _cell(found) or "none"
+
+
+def _named_cell(name: str, value: Any) -> str:
+    return format_sample_id(value) if name == "sample id" else _cell(value)
 
 
 def _cell(value: Any) -> str:
