@@ -7,9 +7,10 @@
 # make mutants   changes the modules that hold promises, and fails for a change that no test of theirs sees
 # make check   formatting, lint, types, documentation, tests; .ci/run adds the drills
 # make docs    the documentation site, in ./site; a link that leads nowhere fails it
+# make release   sdist, wheels, SBOM and SHA-256 of them in dist/, built twice with the same bytes
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test test-fast test-for mutants drill test-all check setup lint docs bundle clean
+.PHONY: demo test test-fast test-for mutants drill test-all check setup lint docs release bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 PYTEST := pytest --dist loadscope --no-loadscope-reorder
@@ -60,6 +61,9 @@ docs: setup
 	@echo "site/index.html"
 
 check: lint docs test
+
+release: setup
+	@$(RUN) python scripts/release.py dist
 
 bundle:
 	@python3 scripts/bundle.py dist/shardmill.zip

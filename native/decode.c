@@ -28,13 +28,13 @@ static void release(batch *batch) {
 }
 
 static int get_buffers(batch *batch, PyObject *images, PyObject *places, PyObject *target, PyObject *is_done) {
-    batch->images = PySequence_Fast(images, "images: a sequence of bytes");
+    batch->images = PySequence_Tuple(images);
     if (!batch->images) return 0;
-    batch->num_images = PySequence_Fast_GET_SIZE(batch->images);
+    batch->num_images = PyTuple_Size(batch->images);
     batch->views = PyMem_Calloc((size_t)batch->num_images + 1, sizeof *batch->views);
     if (!batch->views) return PyErr_NoMemory() != NULL;
     for (; batch->num_views < batch->num_images; batch->num_views++) {
-        PyObject *image = PySequence_Fast_GET_ITEM(batch->images, batch->num_views);
+        PyObject *image = PyTuple_GetItem(batch->images, batch->num_views);
         if (PyObject_GetBuffer(image, &batch->views[batch->num_views], PyBUF_SIMPLE)) return 0;
     }
     return PyObject_GetBuffer(places, &batch->places, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0 &&

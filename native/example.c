@@ -14,7 +14,7 @@ typedef struct {
 
 typedef struct {
     const uint8_t *bytes;
-    PyObject *names;
+    const span *names;
     Py_ssize_t num_names;
 } search;
 
@@ -59,9 +59,9 @@ static int read_entry(const search *search, span entry, int64_t *places) {
     span name, feature;
     if (!read_field(&entry, &name)) return 0;
     for (Py_ssize_t i = 0; i < search->num_names; i++) {
-        PyObject *wanted = PyTuple_GET_ITEM(search->names, i);
-        if (PyBytes_GET_SIZE(wanted) == name.end - name.next &&
-            memcmp(PyBytes_AS_STRING(wanted), name.next, (size_t)(name.end - name.next)) == 0)
+        span wanted = search->names[i];
+        if (wanted.end - wanted.next == name.end - name.next &&
+            memcmp(wanted.next, name.next, (size_t)(name.end - name.next)) == 0)
             return read_field(&entry, &feature) && read_first_value(feature, search->bytes, places + 2 * i);
     }
     return 1;
@@ -90,10 +90,22 @@ static int read_record(span *from, span *record) {
     return 1;
 }
 
-static int names_are_valid(PyObject *names) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++)
-        if (!PyBytes_Check(PyTuple_GET_ITEM(names, i))) return 0;
-    return 1;
+/* Where the bytes of each name lie, to be freed; NULL with an exception. */
+static span *spans_of(PyObject *names, Py_ssize_t num_names) {
+    span *spans = PyMem_Calloc((size_t)num_names + 1, sizeof *spans);
+    if (!spans) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; spans && i < num_names; i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
+        if (PyBytes_Check(name)) {
+            const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(name);
+            spans[i] = (span){bytes, bytes + PyBytes_Size(name)};
+        } else {
+            PyErr_SetString(PyExc_TypeError, "names of bytes");
+            PyMem_Free(spans);
+            spans = NULL;
+        }
+    }
+    return spans;
 }
 
 static PyObject *find_values(const search *search, span chunk) {
@@ -104,7 +116,7 @@ static PyObject *find_values(const search *search, span chunk) {
     Py_ssize_t num_bytes = num_records * 2 * search->num_names * (Py_ssize_t)sizeof(int64_t);
     PyObject *result = PyByteArray_FromStringAndSize(NULL, num_bytes);
     if (!result) return NULL;
-    int64_t *places = (int64_t *)(void *)PyByteArray_AS_STRING(result);
+    int64_t *places = (int64_t *)(void *)PyByteArray_AsString(result);
     for (; chunk.next < chunk.end; places += 2 * search->num_names) {
         if (!read_record(&chunk, &record) || !read_example(search, record, places)) {
             Py_DECREF(result);
@@ -119,12 +131,13 @@ PyObject *py_find_values(PyObject *module, PyObject *arguments) {
     Py_buffer data;
     PyObject *names, *result = NULL;
     if (!PyArg_ParseTuple(arguments, "y*O!:find_values", &data, &PyTuple_Type, &names)) return NULL;
-    if (!names_are_valid(names)) {
-        PyErr_SetString(PyExc_TypeError, "names of bytes");
-    } else {
+    Py_ssize_t num_names = PyTuple_Size(names);
+    span *spans = spans_of(names, num_names);
+    if (spans) {
         const uint8_t *bytes = data.buf;
-        search search = {bytes, names, PyTuple_GET_SIZE(names)};
+        search search = {bytes, spans, num_names};
         result = find_values(&search, (span){bytes, bytes + data.len});
+        PyMem_Free(spans);
     }
     PyBuffer_Release(&data);
     return result;

@@ -22,13 +22,13 @@ static void release(gather *gather) {
 }
 
 static int get_buffers(gather *gather, PyObject *sources, PyObject *const numbers[3], PyObject *target) {
-    gather->sources = PySequence_Fast(sources, "sources: a sequence of bytes");
+    gather->sources = PySequence_Tuple(sources);
     if (!gather->sources) return 0;
-    gather->num_sources = PySequence_Fast_GET_SIZE(gather->sources);
+    gather->num_sources = PyTuple_Size(gather->sources);
     gather->views = PyMem_Calloc((size_t)gather->num_sources + 1, sizeof *gather->views);
     if (!gather->views) return PyErr_NoMemory() != NULL;
     for (; gather->num_views < gather->num_sources; gather->num_views++) {
-        PyObject *source = PySequence_Fast_GET_ITEM(gather->sources, gather->num_views);
+        PyObject *source = PyTuple_GetItem(gather->sources, gather->num_views);
         if (PyObject_GetBuffer(source, &gather->views[gather->num_views], PyBUF_SIMPLE)) return 0;
     }
     return PyObject_GetBuffer(numbers[0], &gather->slots, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0 &&

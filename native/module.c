@@ -128,8 +128,7 @@ static PyObject *tuple_of(const uint64_t *numbers, Py_ssize_t count) {
     PyObject *tuple = PyTuple_New(count);
     for (Py_ssize_t i = 0; tuple && i < count; i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
-        if (!number) Py_CLEAR(tuple);
-        else PyTuple_SET_ITEM(tuple, i, number);
+        if (!number || PyTuple_SetItem(tuple, i, number)) Py_CLEAR(tuple);
     }
     return tuple;
 }

@@ -1,4 +1,4 @@
-"""Builds the optional kernel: `pip install ./native` beside shardmill (scripts/setup.sh does it)."""
+"""Builds the optional kernel, one file for all Pythons: `pip install ./native` (scripts/setup.sh does it)."""
 
 from setuptools import Extension, setup
 
@@ -31,8 +31,12 @@ setup(
                 "dispatch.h",
             ],
             libraries=["jpeg"],
+            # Buffers are in the limited API since 3.11.
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
             # A portable build: the platform's baseline; wider variants are chosen when it is loaded (dispatch.h).
             extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
         )
     ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from shardmill.errors import UsageError
+from shardmill.registry import install_hint
 
 # A build of another version gives other pixels, and may lack functions: it counts as none.
 KERNEL_VERSION = 2
@@ -23,7 +24,7 @@ Kernel = Literal["wheels", "native"]
 
 # Its version, and that of the libjpeg-turbo it was built with; empty without it.
 NATIVE_ID: str = shardmill_native.KERNEL_ID if shardmill_native is not None else ""
-HOW_TO_INSTALL = "`pip install ./native` in a clone of shardmill; it needs a C compiler and libjpeg-turbo's headers"
+HOW_TO_INSTALL = install_hint("native")
 
 
 def resolve_kernel(wish: Literal["auto", "wheels", "native"]) -> Kernel:
@@ -32,7 +33,7 @@ def resolve_kernel(wish: Literal["auto", "wheels", "native"]) -> Kernel:
         raise UsageError(
             f"etl.kernel is native, but version {KERNEL_VERSION} of the package shardmill-native is not installed here",
             "expected the same kernel on the driver, on every executor, and for predict",
-            f"install it ({HOW_TO_INSTALL}), or build with etl.kernel = wheels",
+            f"install it: {HOW_TO_INSTALL}, or build with etl.kernel = wheels",
         )
     if wish == "auto":
         return "native" if NATIVE_ID else "wheels"

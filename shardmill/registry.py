@@ -307,8 +307,12 @@ def load_object(target: str) -> Any:
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra; the package is not published, so it is installed from its folder."""
-    return f"`make setup` in the checkout, or pip install '.[{extra}]' there" if extra else ""
+    """The command that installs an extra; in a clone from its folder."""
+    if not extra or not is_clone():
+        return f"pip install 'shardmill[{extra}]'" if extra else ""
+    # A package of its own, which pip would look for at its index.
+    what = "./native" if extra == "native" else f"'.[{extra}]'"
+    return f"`make setup` in the checkout, or pip install {what} there"
 
 
 # A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this, if
@@ -342,6 +346,11 @@ def applications_home() -> str:
     installed = os.path.join(package, APPLICATIONS)
     # A checkout and the ZIP of `make bundle` have them beside `shardmill`.
     return installed if os.path.isdir(installed) else os.path.dirname(package)
+
+
+def is_clone() -> bool:
+    """Whether this `shardmill` runs from a clone of its repository, and neither installed nor out of a ZIP."""
+    return os.path.isfile(os.path.join(applications_home(), "native", "setup.py"))
 
 
 def find_user_module(name: str) -> FoundModule:

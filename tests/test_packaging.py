@@ -1,19 +1,23 @@
-"""The wheel: complete in an empty environment, light at its base, and not in the way of a user's own files."""
+"""What `make release` writes: complete in an empty environment, light at its base, not in the way of a user's files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardmill.registry import APPLICATIONS, load_object
+from scripts.release import SBOM, release
+from shardmill.kernel import NATIVE_ID
+from shardmill.registry import APPLICATIONS, install_hint, load_object
 from tests.import_graph import modules
 from tests.lab.datasets import make_dataset, write_images
 from tests.lab.scale import exhaustive
@@ -34,7 +38,7 @@ def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
     return done.stdout
 
 
-def pythons() -> list[Any]:
+def pythons() -> list[str]:
     """An interpreter of the running version, and of each newer one that this machine has."""
     found = [sys.executable]
     for version in ("3.12", "3.13"):
@@ -46,15 +50,23 @@ def pythons() -> list[Any]:
             if answer.stdout.strip() == str(tuple(map(int, version.split(".")))):
                 found.append(str(candidate))
                 break
-    return [pytest.param(found[0], marks=pytest.mark.drill), *map(exhaustive, found[1:])]
+    return found
+
+
+PYTHONS = pythons()
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built twice, compared and checked."""
     folder = tmp_path_factory.mktemp("dist")
-    run(find_uv(), "build", "--out-dir", folder, cwd=ROOT)
-    assert list(folder.glob("*.tar.gz"))
-    [wheel] = folder.glob("*.whl")
+    release(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    [wheel] = dist.glob("shardmill-*.whl")
     return wheel
 
 
@@ -73,6 +85,13 @@ def test_the_wheel_is_told_to_hold_all_packages_and_takes_no_name_that_people_us
         assert callable(load_object(target))
 
 
+def test_hints_name_make_only_in_a_clone(monkeypatch: pytest.MonkeyPatch):
+    assert install_hint("s3") == "`make setup` in the checkout, or pip install '.[s3]' there"
+    assert install_hint("native").endswith("pip install ./native there")
+    monkeypatch.setattr("shardmill.registry.is_clone", lambda: False)
+    assert [install_hint(extra) for extra in ("", "s3")] == ["", "pip install 'shardmill[s3]'"]
+
+
 @pytest.mark.drill
 def test_the_wheel_holds_every_file_of_its_packages(wheel: Path):
     """Templates and log settings as well as modules: what is read from beside a module is there."""
@@ -83,7 +102,51 @@ def test_the_wheel_holds_every_file_of_its_packages(wheel: Path):
     assert placed <= set(zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.mark.parametrize("python", pythons())
+@pytest.mark.drill
+def test_what_is_published_is_named_with_its_digest_and_needs_no_clone(dist: Path, wheel: Path):
+    sums = {name: digest for digest, name in map(str.split, (dist / "SHA256SUMS").read_text().splitlines())}
+    assert sums == {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir() if file.name != "SHA256SUMS"
+    }
+    [sdist], [_] = dist.glob("*.tar.gz"), dist.glob("shardmill_native-*-abi3-manylinux*_x86_64.whl")
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"native/module.c", "native/LICENSE.libjpeg-turbo", "shardmill/py.typed", "LICENSE"} <= files
+    assert not any(name.startswith(("tests/", "benchmarks/", "examples/")) for name in files)
+    with zipfile.ZipFile(wheel) as archive:
+        assert "shardmill/py.typed" in archive.namelist()
+        [metadata] = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    links = [each.partition(")")[0] for each in metadata.split("](")[1:]]
+    assert "shardmill turns" in metadata and all(link.startswith("https://") for link in links)
+    bill = json.loads((dist / SBOM).read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert {"horovod", "numpy", "torch"} <= {each["name"] for each in bill["components"]}
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not NATIVE_ID, reason="the native kernel is not built (scripts/setup.sh says why)")
+@pytest.mark.parametrize("version", PYTHONS)
+def test_one_wheel_of_the_kernel_answers_on_every_python_as_the_build_of_this_checkout(
+    version: str, dist: Path, dataset: str, tmp_path: Path
+):
+    run(find_uv(), "venv", "--no-python-downloads", "--python", version, tmp_path / "venv", cwd=tmp_path)
+    into = ("--python", tmp_path / "venv/bin/python", "--find-links", dist)
+    run(find_uv(), "pip", "install", *into, "shardmill[native]", cwd=tmp_path)
+    assert "100" in run(tmp_path / "venv/bin/shardmill", "inspect", dataset, cwd=tmp_path)
+    python = tmp_path / "venv/bin/python"
+    assert (
+        run(python, "-c", "from shardmill.kernel import NATIVE_ID; print(NATIVE_ID)", cwd=tmp_path) == f"{NATIVE_ID}\n"
+    )
+
+    copy = shutil.copytree(ROOT / "native", tmp_path / "native", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    run(sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path / "built", cwd=copy)
+    [installed] = (tmp_path / "venv/lib").glob("python*/site-packages")
+    script = ROOT / "tests/shardmill/images/fuzz_native.py"
+    told = [run(python, script, folder, "5", "20000", cwd=tmp_path) for folder in (installed, tmp_path / "built")]
+    assert told[0] == told[1] and told[0].startswith(NATIVE_ID)
+
+
+@pytest.mark.parametrize("python", [pytest.param(PYTHONS[0], marks=pytest.mark.drill), *map(exhaustive, PYTHONS[1:])])
 def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset: str, tmp_path: Path):
     run(find_uv(), "venv", "--no-python-downloads", "--python", python, tmp_path / "venv", cwd=tmp_path)
     run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, cwd=tmp_path)
@@ -122,11 +185,21 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
 
 
 @pytest.mark.exhaustive
-def test_the_base_wheel_feeds_the_newest_torch(wheel: Path, dataset: str, tmp_path: Path):
-    """On the newest Python that this machine has, with the newest pyarrow and NumPy."""
-    [python] = pythons()[-1].values
-    run(find_uv(), "venv", "--no-python-downloads", "--python", python, tmp_path / "venv", cwd=tmp_path)
-    run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, "torch", cwd=tmp_path)
+def test_with_the_newest_torch_the_demo_promotes_a_model_and_a_loop_is_fed(dist: Path, dataset: str, tmp_path: Path):
+    """On the newest Python that this machine has, with the newest pyarrow and NumPy; no Java, TensorFlow, compiler."""
+    run(find_uv(), "venv", "--no-python-downloads", "--python", PYTHONS[-1], tmp_path / "venv", cwd=tmp_path)
+    into = ("--python", tmp_path / "venv/bin/python", "--find-links", dist)
+    run(find_uv(), "pip", "install", *into, "shardmill[torch]", cwd=tmp_path, timeout=500)
+    shown = run(tmp_path / "venv/bin/shardmill", "demo", cwd=tmp_path)
+    assert "single, 1 rank" in shown and "promoted: accuracy" in shown
+    [answer] = run(
+        tmp_path / "venv/bin/shardmill",
+        "predict",
+        "demo-work/models",
+        "demo-work/images/3/digit_0013.jpg",
+        cwd=tmp_path,
+    ).splitlines()[-1:]
+    assert "3" in answer.split()
     shutil.copy(ROOT / "tests/programs/read_with_torch.py", tmp_path / "loop.py")
     told = run(tmp_path / "venv/bin/python", "loop.py", dataset, cwd=tmp_path)
     # PyTorch's libraries for CUDA are 5 GB.
@@ -172,12 +245,12 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "'.[spark]'" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "'shardmill[spark]'" in done.stderr
 
     # From Python the same line is an exception; the applications are there, and without them that is the line.
     call = "import shardmill; shardmill.run('images')"
     for home, said in (
-        (None, "[tensorflow]"),
+        (None, "pip install 'shardmill[tensorflow]'"),
         ("shardmill/_applications", "holds the library alone; `pip install shard"),
     ):
         if home:

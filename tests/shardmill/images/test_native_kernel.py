@@ -566,7 +566,7 @@ def test_the_id_names_the_kernel_and_a_missing_one_is_an_error_with_the_fix(monk
     assert normalization_fingerprint(options_of("native")) != normalization_fingerprint(options_of("wheels"))
     monkeypatch.setattr("shardmill.kernel.NATIVE_ID", "")
     assert resolve_kernel("auto") == "wheels"
-    with pytest.raises(UsageError, match=r"etl.kernel.*pip install ./native.*etl.kernel = wheels"):
+    with pytest.raises(UsageError, match=r"etl.kernel.*pip install \./native.*etl.kernel = wheels"):
         decoder_id(options_of("native"))
 
 

@@ -1,0 +1,122 @@
+"""`make release`: what is published, in dist/: sdist, wheels, an SBOM of the lock file, and the SHA-256 of each.
+
+Both are built twice, from copies of the tracked files in two folders, and must have the same bytes; times in them are
+those of the last commit. It needs uv, a C compiler and libjpeg-turbo's headers; its tools are the group `release` of
+pyproject.toml, in the versions of uv.lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SBOM = "shardmill.cdx.json"
+
+
+def release(dist: Path) -> list[Path]:
+    """Build, check and compare; then the files are in `dist`, in place of those of an earlier call."""
+    with tempfile.TemporaryDirectory(prefix="shardmill-release-") as scratch:
+        first, second = (build(Path(scratch) / name) for name in ("a", "longer-name"))
+        digests = [_digests(first), _digests(second)]
+        if digests[0] != digests[1]:
+            different = sorted(name for name, _ in digests[0].items() ^ digests[1].items())
+            raise SystemExit(f"not the same bytes in two builds: {', '.join(dict.fromkeys(different))}")
+        _tool("twine", "check", "--strict", *first.glob("*.whl"), *first.glob("*.tar.gz"))
+        sums = "".join(f"{digest}  {name}\n" for name, digest in digests[0].items())
+        (first / "SHA256SUMS").write_text(sums, encoding="utf-8")
+        dist.mkdir(parents=True, exist_ok=True)
+        for pattern in ("shardmill*.whl", "shardmill*.tar.gz"):
+            for old in dist.glob(pattern):
+                old.unlink()
+        return [Path(shutil.copy(file, dist)) for file in sorted(first.iterdir())]
+
+
+def build(folder: Path) -> Path:
+    """What is published, in a folder inside of `folder`."""
+    source, out = folder / "source", folder / "out"
+    for file in _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+        if (ROOT / file).is_file():
+            (source / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, source / file)
+    _run("uv", "build", "--quiet", *_constraints(folder), "--out-dir", out, source)
+    build_kernel(source / "native", out, folder)
+    (out / SBOM).write_text(_sbom(), encoding="utf-8")
+    # uv ignores what it builds for git.
+    (out / ".gitignore").unlink(missing_ok=True)
+    return out
+
+
+def build_kernel(source: Path, out: Path, folder: Path) -> Path:
+    """The kernel's wheel with its libjpeg-turbo, for every glibc that it can run on."""
+    # Paths of this machine are in debug sections and, through them, in the build's id.
+    flags = {"CFLAGS": "-g0", "LDFLAGS": "-Wl,--build-id=none"}
+    command = ("uv", "build", "--quiet", "--wheel", "--python", "3.11", *_constraints(folder))
+    _run(*command, "--out-dir", folder / "kernel", source, environment=flags)
+    _tool("auditwheel", "repair", "--strip", "--wheel-dir", out, *(folder / "kernel").glob("*.whl"))
+    [wheel] = out.glob("shardmill_native-*.whl")
+    return wheel
+
+
+def _constraints(folder: Path) -> tuple[str, Path]:
+    """Build backends as they are locked, too."""
+    file = folder / "constraints.txt"
+    exported = _run("uv", "export", "--quiet", "--frozen", "--only-group", "release", "--no-hashes")
+    file.write_text(exported, encoding="utf-8")
+    return "--build-constraints", file
+
+
+def _sbom() -> str:
+    """What the lock file installs with every extra that has no other build of a package, as CycloneDX."""
+    arguments = (
+        "--frozen",
+        "--no-dev",
+        "--extra",
+        "all",
+        "--format",
+        "cyclonedx1.5",
+        "--preview-features",
+        "sbom-export",
+    )
+    sbom = json.loads(_run("uv", "export", "--quiet", *arguments))
+    del sbom["serialNumber"]
+    sbom["metadata"]["timestamp"] = datetime.fromtimestamp(int(_epoch()), UTC).isoformat()
+    return json.dumps(sbom, indent=1, ensure_ascii=False) + "\n"
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def _epoch() -> str:
+    return os.environ.get("SOURCE_DATE_EPOCH") or _run("git", "log", "-1", "--format=%ct").strip()
+
+
+def _tool(*command: str | Path) -> None:
+    _run("uv", "run", "--quiet", "--isolated", "--frozen", "--only-group", "release", *command)
+
+
+def _run(*command: str | Path, environment: dict[str, str] | None = None) -> str:
+    times = {} if command[0] == "git" else {"SOURCE_DATE_EPOCH": _epoch()}
+    # Where scripts/setup.sh puts it if there was none.
+    own = Path.home() / ".cache/shardmill/uv/bin"
+    inherited = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
+        env={**inherited, **times, **(environment or {}), "PATH": f"{os.environ['PATH']}:{own}"},
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    for path in release(Path(sys.argv[1])):
+        sys.stdout.write(f"{path}: {path.stat().st_size} bytes\n")
