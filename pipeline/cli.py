@@ -63,6 +63,7 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
             "Check this machine: versions, Java, compiler, config, storage, clocks, disk space, slots, devices, "
             "addresses, ports.",
         ),
+        "demo": Entry("pipeline.commands.demo:demo", "Try it: the whole pipeline on digits, broken files among them."),
         "init": Entry("pipeline.commands.config:init", "Write a commented config file to start from."),
         "config": Entry("pipeline.commands.config:config", "Show the config."),
         "inspect": Entry(

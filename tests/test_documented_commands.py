@@ -30,9 +30,9 @@ LOOP = ROOT / "docs" / "get-started" / "your-loop.md"
 AUGMENTATION = ROOT / "docs" / "augmentation.md"
 MODEL = ROOT / "docs" / "get-started" / "your-model.md"
 
-# What the fixture `demo` has run, what changes a shell, and what test_table_values.py and test_examples.py
-# run with inputs of their own.
-ELSEWHERE = ("make demo", "source .venv/", "python examples/")
+# What the fixture `demo` has run, what changes a shell, and what test_table_values.py, test_examples.py and
+# test_packaging.py run with inputs of their own.
+ELSEWHERE = ("make demo", "pip install ", "shardmill demo", "source .venv/", "python examples/")
 # These start ranks in processes of their own, or measure for seconds: a drill runs them.
 SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmill plan ")
 # Commands that need a cluster, a server, ffmpeg, a GPU, data of others or an hour are

@@ -6,11 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipeline.demo.data import write_demo_images
+from pipeline.demo.data import WORKDIR, write_demo_images
 from shardmill.errors import UsageError
 from shardmill.jobs.process import report_error
 
-WORKDIR = Path("demo-work")
 CONFIG = Path("examples/demo.toml")
 # Only what a demo makes is removed: the folder may hold files of the user, too.
 LEFTOVERS = ("images", "dataset", "runs", "models")
@@ -23,12 +22,8 @@ def prepare() -> None:
             f"no {CONFIG} in {Path.cwd()}", "expected the root of the repository", "cd there, or make demo"
         )
     for name in LEFTOVERS:
-        shutil.rmtree(WORKDIR / name, ignore_errors=True)
-    images = write_demo_images(WORKDIR / "images")
-    sys.stderr.write(
-        f"demo: {images.num_digits:,} real digits and {len(images.odd_files)} odd files in {images.folder}; "
-        f"{images.num_accepted:,} of {images.num_files:,} should become samples\n"
-    )
+        shutil.rmtree(Path(WORKDIR, name), ignore_errors=True)
+    sys.stderr.write(f"{write_demo_images(Path(WORKDIR, 'images')).told}\n")
 
 
 def main() -> int:

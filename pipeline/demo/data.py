@@ -1,7 +1,8 @@
-"""The images of `make demo`: 1,797 real handwritten digits, and one of each kind of file that breaks pipelines.
+"""The demo's images: 1,797 handwritten digits, and one of each kind of file that breaks pipelines.
 
-The digits are scikit-learn's (8 x 8 pixels from the UCI repository, here enlarged to 32 x 32). The odd files come on
-top of them; those that are accepted hold a real digit of the class in whose folder they lie.
+The digits are scikit-learn's (8 x 8 pixels from the UCI repository, here enlarged to 32 x 32); where it is not
+installed, as many are drawn. The odd files come on top of them; those that are accepted hold a digit of the class in
+whose folder they lie.
 Shape legend: H height, W width, C channels.
 """
 
@@ -17,9 +18,9 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from shardmill.errors import UsageError
 from shardmill.values import RejectReason
 
+WORKDIR = "demo-work"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GIF_CLEAR_CODE, GIF_END_CODE = 256, 257
 # A reader widens its codes beyond 9 bits when it has seen 254 of them since the last clear code.
@@ -79,14 +80,18 @@ def _sub_blocks(payload: bytes) -> bytes:
 
 IMAGE_SIDE_PIXELS = 32
 JPEG_QUALITY = 95
+NUM_DIGITS = 1_797
+FONTS = (cv2.FONT_HERSHEY_SIMPLEX, cv2.FONT_HERSHEY_DUPLEX, cv2.FONT_HERSHEY_COMPLEX, cv2.FONT_HERSHEY_TRIPLEX)
 # The first ten digits of the collection are a 0, a 1, ... and a 9: the odd files show these.
 EXAMPLES = range(10)
 
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """scikit-learn's digits as white ink on black."""
+    """Digits as white ink on black."""
 
+    kind: str
+    """`real handwritten`, or `drawn`."""
     images: tuple[np.ndarray, ...]
     """Each H x W, uint8."""
     labels: tuple[int, ...]
@@ -111,6 +116,7 @@ class DemoImages:
     """The images in the demo's folder."""
 
     folder: Path
+    kind: str
     num_digits: int
     """Plain image files, all accepted."""
     odd_files: tuple[OddFile, ...]
@@ -124,6 +130,13 @@ class DemoImages:
     def num_accepted(self) -> int:
         return self.num_digits + sum(odd_file.expected_reason is None for odd_file in self.odd_files)
 
+    @property
+    def told(self) -> str:
+        return (
+            f"demo: {self.num_digits:,} {self.kind} digits and {len(self.odd_files)} odd files in {self.folder}; "
+            f"{self.num_accepted:,} of {self.num_files:,} should become samples"
+        )
+
 
 def write_demo_images(folder: Path) -> DemoImages:
     """Fills `folder` with class folders `0` to `9`; a second call leaves every file untouched."""
@@ -136,21 +149,37 @@ def write_demo_images(folder: Path) -> DemoImages:
             _write(path, odd_file.data)
         elif odd_file.symlink_target is not None and not path.is_symlink():
             path.symlink_to(odd_file.symlink_target)
-    return DemoImages(folder=folder, num_digits=len(digits.labels), odd_files=odd_files())
+    return DemoImages(folder=folder, kind=digits.kind, num_digits=len(digits.labels), odd_files=odd_files())
 
 
 @functools.cache
 def load_digits() -> Digits:
     try:
         from sklearn.datasets import load_digits as load_bunch  # an extra, and a second to import
-    except ImportError as error:
-        what, expected = "scikit-learn is not installed", "the demo's digits come with it"
-        raise UsageError(what, expected, "uv sync --extra demo") from error
+    except ImportError:
+        return draw_digits()
     inks_NK, labels_N = load_bunch(return_X_y=True)  # 64 values of 0 to 16 per digit
     small_NHW = (np.asarray(inks_NK).reshape(-1, 8, 8) * 255 / 16).round().astype(np.uint8)
-    side = IMAGE_SIDE_PIXELS
-    images = tuple(cv2.resize(small_HW, (side, side), interpolation=cv2.INTER_LINEAR_EXACT) for small_HW in small_NHW)
-    return Digits(images=images, labels=tuple(int(label) for label in np.asarray(labels_N)))
+    shape = (IMAGE_SIDE_PIXELS, IMAGE_SIDE_PIXELS)
+    images = tuple(cv2.resize(small_HW, shape, interpolation=cv2.INTER_LINEAR_EXACT) for small_HW in small_NHW)
+    return Digits("real handwritten", images, tuple(int(label) for label in np.asarray(labels_N)))
+
+
+def draw_digits() -> Digits:
+    """As many in OpenCV's fonts: each of another size, thickness, slant and place."""
+    rng, labels = np.random.default_rng(0), tuple(index % 10 for index in range(NUM_DIGITS))
+    return Digits("drawn", tuple(_draw(str(label), rng) for label in labels), labels)
+
+
+def _draw(text: str, rng: np.random.Generator) -> np.ndarray:
+    side, font, thickness = IMAGE_SIDE_PIXELS, int(rng.choice(FONTS)), int(rng.integers(2, 5))
+    large_HW = np.zeros((2 * side, 2 * side), np.uint8)
+    (width, height), _ = cv2.getTextSize(text, font, 1.6, thickness)
+    cv2.putText(large_HW, text, (side - width // 2, side + height // 2), font, 1.6, 255, thickness, cv2.LINE_AA)
+    # Turned by up to 15 degrees, 0.4 to 0.6 of the size, and moved by up to 3 pixels.
+    turn = cv2.getRotationMatrix2D((side, side), rng.uniform(-15, 15), rng.uniform(0.4, 0.6))
+    turn[:, 2] += rng.uniform(-3, 3, 2) - side / 2
+    return cv2.warpAffine(large_HW, turn, (side, side), flags=cv2.INTER_LINEAR)
 
 
 def digit_key(digits: Digits, index: int) -> str:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from shardmill.memory import pageable
 
@@ -15,25 +17,27 @@ if TYPE_CHECKING:
 
     from shardmill.values import Batch
 
+Array = TypeVar("Array")
+"""What a loader hands out: `np.ndarray`, `torch.Tensor`, `jax.Array`."""
 
 NAMES = ("images", "labels", "weights", "sample_ids")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoaderBatch(Mapping[str, Any]):
+class LoaderBatch(Mapping[str, Any], Generic[Array]):
     """One rank's rows of one step; also a mapping of these four names and of the dataset's extra columns.
 
     Rows of padding have weight 0: multiply the loss of each row by `weights`.
     """
 
-    images: Any
+    images: Array
     """uint8 from 0 to 255, shape (N, H, W, C), or (N, C, H, W) where a loader says so."""
-    labels: Any
+    labels: Array
     """Class numbers, int64, shape (N,); with mixup or cutmix shares, float32, shape (N, classes).
     Labels of other kinds are float32 (`shardmill.values.Batch`)."""
-    weights: Any
+    weights: Array
     """float32, shape (N,): 1 for a row of the dataset, 0 for padding."""
-    sample_ids: Any
+    sample_ids: Array
     """int64, shape (N,)."""
     epoch: int
     step: int
@@ -41,7 +45,7 @@ class LoaderBatch(Mapping[str, Any]):
     """Values of each extra column, one per row; None for null and padding. `boxes` is a
     `shardmill.loader.annotations.BatchBoxes`, `mask` an array, uint8 (N, H, W)."""
 
-    def to(self, *device: Any, **options: Any) -> LoaderBatch:
+    def to(self, *device: Any, **options: Any) -> LoaderBatch[Array]:
         """The batch with its tensors on another device, by `Tensor.to`; Lightning and Accelerate call it."""
 
         def moved(values: Any) -> Any:
@@ -62,7 +66,7 @@ class LoaderBatch(Mapping[str, Any]):
         return len(NAMES) + len(self.extra)
 
 
-def as_arrays(batch: Batch) -> LoaderBatch:
+def as_arrays(batch: Batch) -> LoaderBatch[np.ndarray]:
     """NumPy arrays, not copied."""
     return LoaderBatch(
         batch.images_NHWC, batch.labels_N, batch.weights_N, batch.sample_ids_N, batch.epoch, batch.step, batch.extra

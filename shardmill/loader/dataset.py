@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    import jax
     import pandas as pd
     import pyarrow as pa
+    import torch
     from PIL.Image import Image
     from pyarrow.compute import Expression
 
@@ -189,7 +191,7 @@ class LoadableDataset(Dataset):
     names_version = True
     """Whether it was opened as `URI@N`, and not at its latest version."""
 
-    def batches(self, split: str, *, epoch: int = 0, **reading: Unpack[Reading]) -> Loader:
+    def batches(self, split: str, *, epoch: int = 0, **reading: Unpack[Reading]) -> Loader[np.ndarray]:
         """One rank's batches of NumPy arrays, images NHWC. Iterate it once for `epoch`, again for the next ones."""
         loader = self._loader(split, as_arrays, reading)
         if epoch != 0:
@@ -198,7 +200,7 @@ class LoadableDataset(Dataset):
 
     def torch_loader(
         self, split: str, *, layout: Layout = "NCHW", device: Any = None, **reading: Unpack[Reading]
-    ) -> Loader:
+    ) -> Loader[torch.Tensor]:
         """One rank's batches of CPU tensors that share the memory of what was read, or of tensors on `device`.
 
         `layout`: "NCHW", as a view in channels-last memory format, or "NHWC". `device`: for example "cuda"; batches are
@@ -239,7 +241,7 @@ class LoadableDataset(Dataset):
         )
         return as_tf_dataset(self._loader(split, as_arrays, reading), types)
 
-    def jax_loader(self, split: str, *, sharding: Any = None, **reading: Unpack[Reading]) -> Loader:
+    def jax_loader(self, split: str, *, sharding: Any = None, **reading: Unpack[Reading]) -> Loader[jax.Array]:
         """Batches of global `jax.Array`s, images NHWC, labels int32; `sample_ids` and extra columns are those of this
         process, as NumPy has them.
 
@@ -304,7 +306,7 @@ class LoadableDataset(Dataset):
     def _loader(
         self, split: str, convert: Callable[[Batch], LoaderBatch], reading: Reading,
         device: BatchDevice | None = None, ranks: Ranks | None = None,
-    ) -> Loader:  # fmt: skip
+    ) -> Loader[Any]:  # fmt: skip
         reading = cast("Reading", checked(reading, Reading.__annotations__))
         options = ReaderOptions(reading.get("format", "auto"), reading.get("num_threads", 2))
         rows = self._row_options(split, reading)

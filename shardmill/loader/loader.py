@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsInt
 
 from shardmill.epoch_plan import EpochPlan, plan_epoch
 from shardmill.errors import UsageError
-from shardmill.loader.batch import LoaderBatch
+from shardmill.loader.batch import Array, LoaderBatch
 from shardmill.loader.reader import BatchReader, OneProcess, ReaderSeconds
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource, check_windows
 from shardmill.memory import free_bytes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 STATE_VERSION = 1
 
 
-class Loader:
+class Loader(Generic[Array]):
     """An iterable of `LoaderBatch`, one epoch for each iteration; `len(loader)` steps on every rank.
 
     It is no `torch.utils.data.DataLoader`, and none may be put around it: it has threads of its own, and frameworks
@@ -104,7 +104,7 @@ class Loader:
         """Rows of weight 0 in an epoch of all ranks."""
         return self._num_steps * self.spec.global_batch_size - self._num_rows
 
-    def __iter__(self) -> Iterator[LoaderBatch]:
+    def __iter__(self) -> Iterator[LoaderBatch[Array]]:
         """The rest of the current epoch: all of it, unless `load_state_dict` or `seek` has set a later step.
 
         After an iteration that was left by `break`, the next epoch. Raises UsageError in a worker of a DataLoader and
@@ -131,7 +131,7 @@ class Loader:
     def _open(self, plan: EpochPlan, first_step: int) -> BatchReader[Any]:
         return BatchReader(self._source, plan, first_step=first_step, finish=self._hand_over)
 
-    def _iterate(self, reader: BatchReader[Any], plan: EpochPlan) -> Iterator[LoaderBatch]:
+    def _iterate(self, reader: BatchReader[Any], plan: EpochPlan) -> Iterator[LoaderBatch[Array]]:
         if (state := unused_state(self, is_placed=self._is_placed)) is not None:
             self.load_state_dict(state)
             plan = plan_epoch(self.spec, self._chunk_rows, self._epoch)
@@ -266,7 +266,7 @@ class Loader:
         if reader is not None:
             reader.close()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Loader[Array]:
         return self
 
     def __exit__(self, *exception: object) -> None:

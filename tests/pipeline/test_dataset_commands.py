@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,14 @@ def test_the_digits_decode_to_themselves() -> None:
         assert result.notes == ()
         shown_HW = decode_stored(result.image, "raw", OPTIONS.image_shape_HWC)[:, :, 0].astype(int)
         assert np.abs(shown_HW - digits.images[index]).mean() < 2
+
+
+def test_without_scikit_learn_as_many_digits_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    drawn = load_digits.__wrapped__()
+    assert (drawn.kind, drawn.labels[:10]) == ("drawn", tuple(range(10)))
+    assert len({image_HW.tobytes() for image_HW in drawn.images}) == len(load_digits().images)
+    assert all(image_HW.shape == (32, 32) and image_HW.max() > 200 for image_HW in drawn.images)
 
 
 def test_odd_files_are_the_same_bytes_every_time() -> None:

@@ -11,6 +11,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from train.layers.sample_bits import drawing, number_layers, sample_keys
 from train.models import BUILD_FOR_ANY_IMAGE, MODELS, MODULES
 from train.models.find import find_model
 from train.models.small_cnn import small_cnn
-from train.models.user import source_sha256
+from train.models.user import source_sha256, trains_module
 from train.planning.auto import resolve
 from train.planning.trial_build import try_build
 from train.strategies.held import holds_all
@@ -335,21 +336,34 @@ def assign_from_keras(module, weights: list[np.ndarray]) -> None:
 
     with torch.no_grad():
         for (name, parameter), weight in zip(module.named_parameters(), weights, strict=True):
-            is_kernel = name.endswith("weight") and parameter.ndim == 2
-            array = weight.reshape(parameter.shape[::-1]).T if is_kernel else weight.reshape(parameter.shape)
+            if parameter.ndim == 4:
+                array = weight.transpose(3, 2, 0, 1)
+            else:
+                is_kernel = name.endswith("weight") and parameter.ndim == 2
+                array = weight.reshape(parameter.shape[::-1]).T if is_kernel else weight.reshape(parameter.shape)
             parameter.copy_(torch.from_numpy(array.copy()))
 
 
-@pytest.mark.parametrize(("shape_HWC", "dropout"), [((16, 16, 3), 0.0), ((20, 33, 1), 0.0), ((16, 16, 3), 0.25)])
-def test_the_module_computes_what_the_keras_model_does(shape_HWC, dropout):
+@pytest.mark.parametrize(
+    ("name", "shape_HWC", "options"),
+    [
+        ("vit", (16, 16, 3), {}),
+        ("vit", (20, 33, 1), {}),
+        ("vit", (16, 16, 3), {"dropout": 0.25}),
+        ("small_cnn", (16, 16, 3), {}),
+        ("small_cnn", (65, 31, 1), {}),
+        ("small_cnn", (1, 7, 3), {}),
+    ],
+)
+def test_the_module_computes_what_the_keras_model_does(name, shape_HWC, options):
     import tensorflow as tf
     import torch
 
     from train.backends.keras.build import number_sample_dropouts
     from train.layers.torch import SampleDropout
-    from train.models.vit import vit as keras_vit
 
-    model, module = keras_vit(shape_HWC, 3, dropout), MODULES["vit"](shape_HWC, 3, dropout=dropout)
+    build: Any = MODELS[name], MODULES[name]
+    model, module = (each(shape_HWC, 3, **options) for each in build)
     number_sample_dropouts(model)
     number_layers(each for each in module.modules() if isinstance(each, SampleDropout))
     # Biases that are zero would hide where they are added.
@@ -368,17 +382,17 @@ def test_the_module_computes_what_the_keras_model_does(shape_HWC, dropout):
         found = module.train()(torch.from_numpy(images_NHWC).permute(0, 3, 1, 2))
     np.testing.assert_allclose(found.detach().numpy(), outputs.numpy(), atol=1e-5)
     (found * torch.from_numpy(factors_NK)).sum().backward()
-    gradients = MODULES["vit"](shape_HWC, 3, dropout=dropout)
+    gradients = build[1](shape_HWC, 3, **options)
     assign_from_keras(gradients, [each.numpy() for each in tape.gradient(total, model.trainable_variables)])
     for parameter, wanted in zip(module.parameters(), gradients.parameters(), strict=True):
         np.testing.assert_allclose(parameter.grad.numpy(), wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_module_begins_with_the_values_of_the_keras_model():
-    from train.models.vit import vit as keras_vit
-
-    drawn, model = (MODULES["vit"](SHAPE, 3, seed=seed) for seed in (5, 6))
-    assign_from_keras(model, [each.numpy() for each in keras_vit(SHAPE, 3, seed=5).trainable_variables])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_module_begins_with_the_values_of_the_keras_model(name):
+    build: Any = MODELS[name], MODULES[name]
+    drawn, model = (build[1](SHAPE, 3, seed=seed) for seed in (5, 6))
+    assign_from_keras(model, [each.numpy() for each in build[0](SHAPE, 3, seed=5).trainable_variables])
     for (name, one), other in zip(drawn.named_parameters(), model.parameters(), strict=True):
         assert one.equal(other), name
 
@@ -452,6 +466,18 @@ def test_weights_have_names_by_which_they_are_decayed_and_frozen():
     frozen = learner("torch", "vit_tiny", freeze=("all_but_head",))
     trained = [name for name, each in frozen.classifier.model.named_parameters() if each.requires_grad]
     assert trained == ["head.weight", "head.bias"]
+
+
+def test_without_tensorflow_a_model_with_a_twin_is_that_module(monkeypatch):
+    monkeypatch.setattr("train.models.modules._has_torch_alone", lambda: True)
+    config = resolve(TrainConfig(), SparkConfig()).config
+    assert (config.model, config.backend, config.strategy, config.launcher) == (
+        "small_cnn",
+        "torch",
+        "single",
+        "inline",
+    )
+    assert trains_module(config) and not trains_module(config.model_copy(update={"model": "resnet50"}))
 
 
 def test_the_builtin_vit_is_a_module_only_if_the_strategy_needs_one():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.registry import Registry
+from train.backends import BACKENDS
 from train.models import MODELS, MODULES
 
 if TYPE_CHECKING:
@@ -14,7 +15,14 @@ if TYPE_CHECKING:
 
 def models_of(config: TrainConfig) -> Registry[Any]:
     """The registry whose entry `train.model` is built: a Keras model of ours may have a twin that is a module."""
-    return MODULES if config.needs_module and config.model in MODULES else MODELS
+    if config.model not in MODULES or config.backend == "keras":
+        return MODELS
+    return MODULES if config.needs_module or _has_torch_alone() else MODELS
+
+
+def _has_torch_alone() -> bool:
+    keras, torch = BACKENDS.entry("keras"), BACKENDS.entry("torch")
+    return bool(keras.missing_packages()) and not torch.missing_packages()
 
 
 def no_module(config: TrainConfig) -> UsageError:

@@ -22,16 +22,24 @@ def small_cnn(image_shape: tuple[int, int, int], num_classes: int, *, seed: int 
 
     inputs = keras.Input(image_shape)
     x = inputs
-    side = min(image_shape[0], image_shape[1])
-    stage = 0
-    while stage == 0 or side > LARGEST_FINAL_SIDE:
-        num_channels = CHANNELS_OF_STAGES[min(stage, len(CHANNELS_OF_STAGES) - 1)]
+    for stage, num_channels in enumerate(channels_of_stages(*image_shape[:2])):
         x = keras.layers.Conv2D(
             num_channels, 3, strides=2, padding="same", activation="gelu", name=f"convolutions_{stage}"
         )(x)
-        side = -(-side // 2)
-        stage += 1
     x = keras.layers.Flatten()(x)
     # Float32 under mixed precision too: sixteen bits are too coarse for a softmax.
     outputs = keras.layers.Dense(num_classes, dtype="float32", name="head")(x)
     return begun_keras(keras.Model(inputs, outputs, name="small_cnn"), seed)
+
+
+def channels_of_stages(height: int, width: int) -> tuple[int, ...]:
+    """The channels of each convolution for images of this size."""
+    channels, side = list(CHANNELS_OF_STAGES[:1]), halved(min(height, width))
+    while side > LARGEST_FINAL_SIDE:
+        channels.append(CHANNELS_OF_STAGES[min(len(channels), len(CHANNELS_OF_STAGES) - 1)])
+        side = halved(side)
+    return tuple(channels)
+
+
+def halved(side: int) -> int:
+    return -(-side // 2)
