@@ -46,6 +46,7 @@ MAY_BE_HEAVY = {
     # What a user's model imports beside its framework.
     "train/layers/keras.py": {"keras"},
     "train/layers/torch.py": {"torch"},
+    "train/models/small_cnn_torch.py": {"torch"},
     "train/models/vit_torch.py": {"torch"},
     # Imported on a rank, by a strategy.
     "train/models/split_attention.py": {"torch"},

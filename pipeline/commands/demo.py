@@ -17,11 +17,12 @@ SETTINGS = (
 
 @command()
 def demo(context: typer.Context, fresh: Fresh = False) -> None:
+    from shardmill.jobs.workdir import DEFAULT_WORKDIR
+
     from pipeline.demo.data import WORKDIR, write_demo_images
-    from pipeline.output.printing import print_result
+    from pipeline.output.printing import print_table
     from pipeline.run import run_pipeline
     from shardmill.jobs.summary_rows import summary_rows
-    from shardmill.jobs.workdir import DEFAULT_WORKDIR
     from train.planning.changes import Again
 
     common: Common = context.obj
@@ -30,4 +31,4 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
     typer.echo(images.told, err=True)
     common = replace(common, workdir=workdir, overrides=(*SETTINGS, *common.overrides))
     summary = run_pipeline(str(images.folder), common, again=Again(fresh))
-    print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
+    print_table(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")

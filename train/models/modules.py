@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.registry import Registry
-from train.backends import BACKENDS
 from train.models import MODELS, MODULES
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ def models_of(config: TrainConfig) -> Registry[Any]:
 
 
 def _has_torch_alone() -> bool:
-    keras, torch = BACKENDS.entry("keras"), BACKENDS.entry("torch")
-    return bool(keras.missing_packages()) and not torch.missing_packages()
+    return find_spec("tensorflow") is None and find_spec("torch") is not None
 
 
 def no_module(config: TrainConfig) -> UsageError:
