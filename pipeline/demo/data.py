@@ -175,7 +175,7 @@ def _draw(text: str, rng: np.random.Generator) -> np.ndarray:
     side, font, thickness = IMAGE_SIDE_PIXELS, int(rng.choice(FONTS)), int(rng.integers(2, 5))
     large_HW = np.zeros((2 * side, 2 * side), np.uint8)
     (width, height), _ = cv2.getTextSize(text, font, 1.6, thickness)
-    cv2.putText(large_HW, text, (side - width // 2, side + height // 2), font, 1.6, 255, thickness, cv2.LINE_AA)
+    cv2.putText(large_HW, text, (side - width // 2, side + height // 2), font, 1.6, (255,), thickness, cv2.LINE_AA)
     # Turned by up to 15 degrees, 0.4 to 0.6 of the size, and moved by up to 3 pixels.
     turn = cv2.getRotationMatrix2D((side, side), rng.uniform(-15, 15), rng.uniform(0.4, 0.6))
     turn[:, 2] += rng.uniform(-3, 3, 2) - side / 2

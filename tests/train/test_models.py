@@ -495,7 +495,7 @@ def factory(name: str, tmp_path, monkeypatch, text: str) -> str:
     return f"{name}:build"
 
 
-@pytest.mark.parametrize("model", ["small_cnn", "resnet50", "keras.applications:MobileNetV2", "own", "by_ours"])
+@pytest.mark.parametrize("model", ["resnet50", "keras.applications:MobileNetV2", "own", "by_ours"])
 def test_a_keras_model_is_refused_before_anything_starts(model, tmp_path, monkeypatch):
     if model == "own":
         model = factory("own_keras", tmp_path, monkeypatch, "import keras\ndef build(image_shape, num_classes): ...\n")
@@ -504,7 +504,7 @@ def test_a_keras_model_is_refused_before_anything_starts(model, tmp_path, monkey
         model = factory("own_by_ours", tmp_path, monkeypatch, text)
     wanted = (
         rf"train.model = '{model}' is a Keras model, and train.strategy = '{STRATEGY}' .*; expected an nn.Module; "
-        r'set train.model = "vit" or torchvision.models:NAME, or give a factory that returns an nn.Module'
+        r'set train.model = "small_cnn" or "vit" or torchvision.models:NAME, or give a factory that returns an nn.Module'
     )
     with pytest.raises(UsageError, match=wanted):
         resolve(TrainConfig(model=model, strategy=STRATEGY), SparkConfig())

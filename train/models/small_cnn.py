@@ -34,11 +34,10 @@ def small_cnn(image_shape: tuple[int, int, int], num_classes: int, *, seed: int 
 
 def channels_of_stages(height: int, width: int) -> tuple[int, ...]:
     """The channels of each convolution for images of this size."""
-    channels, side = list(CHANNELS_OF_STAGES[:1]), halved(min(height, width))
+    side, num_stages = halved(min(height, width)), 1
     while side > LARGEST_FINAL_SIDE:
-        channels.append(CHANNELS_OF_STAGES[min(len(channels), len(CHANNELS_OF_STAGES) - 1)])
-        side = halved(side)
-    return tuple(channels)
+        side, num_stages = halved(side), num_stages + 1
+    return tuple(CHANNELS_OF_STAGES[min(stage, len(CHANNELS_OF_STAGES) - 1)] for stage in range(num_stages))
 
 
 def halved(side: int) -> int:
