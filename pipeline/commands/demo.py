@@ -10,7 +10,7 @@ import typer
 from pipeline.cli_options import Common, Fresh, command
 
 SETTINGS = (
-    "etl.image_size=32", "train.epochs=12", "train.learning_rate=2e-3", "train.warmup_steps=20",
+    "etl.image_size=32", "train.epochs=8", "train.learning_rate=2e-3", "train.warmup_steps=20",
     "train.augment.random_crop_padding=2", "gate.min_accuracy=0.97",
 )  # fmt: skip
 
