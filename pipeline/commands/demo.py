@@ -22,6 +22,7 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
     from pipeline.demo.data import WORKDIR, write_demo_images
     from pipeline.output.printing import print_table
     from pipeline.run import run_pipeline
+    from shardmill.jobs.run_files import DEFAULT_WORKDIR
     from shardmill.jobs.summary_rows import summary_rows
     from train.planning.changes import Again
 

@@ -504,7 +504,7 @@ def test_a_keras_model_is_refused_before_anything_starts(model, tmp_path, monkey
         model = factory("own_by_ours", tmp_path, monkeypatch, text)
     wanted = (
         rf"train.model = '{model}' is a Keras model, and train.strategy = '{STRATEGY}' .*; expected an nn.Module; "
-        r'set train.model = "small_cnn" or "vit" or torchvision.models:NAME, or give a factory that returns an nn.Module'
+        r'set train.model = "small_cnn" or "vit" or torchvision.models:NAME, or give a factory that returns an nn.Modu'
     )
     with pytest.raises(UsageError, match=wanted):
         resolve(TrainConfig(model=model, strategy=STRATEGY), SparkConfig())
