@@ -17,8 +17,6 @@ SETTINGS = (
 
 @command()
 def demo(context: typer.Context, fresh: Fresh = False) -> None:
-    from shardmill.jobs.workdir import DEFAULT_WORKDIR
-
     from pipeline.demo.data import WORKDIR, write_demo_images
     from pipeline.output.printing import print_table
     from pipeline.run import run_pipeline
