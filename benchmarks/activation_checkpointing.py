@@ -16,7 +16,7 @@ import statistics
 import sys
 from dataclasses import replace
 
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.model_spec import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.labels import LabelSpec
 from train.planning.memory_fit import size_of

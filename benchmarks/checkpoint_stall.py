@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,11 @@ from shardmill.checksummed import checksum_file
 from shardmill.stores import open_store
 from shardmill.values import Batch, DatasetPin
 from train.backends import BACKENDS
-from train.checkpoints.attempts import claim_attempt
-from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
+from train.checkpoints.arrays import dump_arrays
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, claim_attempt
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
-from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
-from train.contracts.progress import Progress
-from train.contracts.values import ModelIdentity
+from train.contracts.values import ModelIdentity, Progress
 from train.contracts.world import World
 from train.strategies import STRATEGIES
 
@@ -69,7 +68,7 @@ def main() -> None:
     )
     backend = BACKENDS[given.backend]
     backend.start(World(), config.seed)
-    member = STRATEGIES["single"].join(World(), config, lambda: backend.build(config, SPEC), SilentReporter())
+    member = STRATEGIES["single"].join(World(), config, partial(backend.build, config, SPEC), SilentReporter())
     member.start({}, 0, "")
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (16, *SHAPE), dtype=np.uint8)

@@ -14,8 +14,6 @@ adds ours with another setting of the training, in the process group of the firs
 the medians surer.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -24,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,8 +32,8 @@ from benchmarks.training_step import NUM_CLASSES, SHAPE, SPEC, SilentReporter, t
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch, DatasetPin
+from train.api import Learner, Member
 from train.backends import BACKENDS
-from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.mesh import Mesh
@@ -45,7 +44,6 @@ from train.launching import LAUNCHERS
 from train.planning.make import plan_training
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
-from train.strategies.member import Member
 
 LOCAL_BATCH_SIZE = 32
 NUM_PARTS = 8
@@ -113,8 +111,7 @@ def join_beside(world: World, config: TrainConfig, learner: Learner, ours: Membe
     from train.strategies.torch_ddp import DdpMember
 
     data = Mesh.of(config).data_index(world.rank)
-    rest = world.exchange_aside, SilentReporter(), config
-    return DdpMember(cast(Any, learner), cast(Any, ours)._collective, data, *rest)
+    return DdpMember(cast(Any, learner), cast(Any, ours)._collective, data, SilentReporter(), config)
 
 
 def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -123,8 +120,8 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     (backend,) = STRATEGIES[name].backends
     BACKENDS[backend].start(world, task.config.seed)
 
-    def learner(config: TrainConfig) -> Callable[[], Learner]:
-        return lambda: BACKENDS[backend].build(config, SPEC)
+    def learner(config: TrainConfig) -> Callable[..., Learner]:
+        return partial(BACKENDS[backend].build, config, SPEC)
 
     silent, num_microbatches = SilentReporter(), task.config.accumulation_steps
     at_once = task.config.model_copy(update={"accumulation_steps": 1})

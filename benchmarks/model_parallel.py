@@ -31,8 +31,8 @@ from benchmarks.training_step import SPEC, SilentReporter
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import DatasetPin
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import StatePart
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
@@ -61,9 +61,9 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     BACKENDS["torch"].start(world, config.seed)
     built: list[tuple[TorchLearner, Any]] = []
 
-    def build(*, has_numbers: bool = True) -> Any:
+    def build(*, materialized: bool = True, sum_in_step: Any = None) -> Any:
         learner = cast("TorchLearner", BACKENDS["torch"].build(config, SPEC))
-        # Before it is divided. All ranks build it from the same seed, with numbers.
+        # Before it is divided. All ranks build it from the same seed, materialized.
         built.append((learner, copy.deepcopy(learner.module)))
         return learner
 

@@ -20,7 +20,7 @@ from shardmill.row_mapping import sample_encoding
 from shardmill.values import ImageSample, SourceImage
 from train.backends import BACKENDS
 from train.contracts.world import World
-from train.published.load import current_export, load_exported
+from train.published.exported import current_export, load_exported
 
 BATCH_SIZE = 64
 

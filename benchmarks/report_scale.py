@@ -46,7 +46,7 @@ from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin, Rejection, RejectReason
 from tests.lab.datasets import build_here, write_images
-from train.contracts.values import ClassFigures, Confusion, EpochRecord, Evaluation
+from train.contracts.values import Confusion, EpochRecord, Evaluation, MetricsOfClass
 
 NUM_IMAGES, SIDE, EPOCHS, RUN_ID = 2500, 128, 90, "large"
 
@@ -228,7 +228,7 @@ def rejections(number: int) -> list[Rejection]:
 def records(pin: DatasetPin, manifest: Manifest) -> list[StageRecord]:
     """What the stages of a run leave, as far as the report reads it."""
     rng, names = np.random.default_rng(0), manifest.class_names
-    figures = tuple(ClassFigures(name, 5, float(rng.random()), float(rng.random())) for name in names)
+    figures = tuple(MetricsOfClass(name, 5, float(rng.random()), float(rng.random())) for name in names)
     # Some of 50,000 images are mistaken; the record of a run holds the fullest cells, as `evaluation_record` does.
     true_C, predicted_C = (rng.integers(0, len(names), 6_000) for _ in range(2))
     confused = Confusion(tuple(true_C.tolist()), tuple(predicted_C.tolist()), (1,) * 6_000).most_frequent(2_500)

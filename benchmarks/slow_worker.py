@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch
 from tests.lab.datasets import make_dataset
-from train.backends.backend import Learner
+from train.api import Build, Member, MemberStep
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter
@@ -36,7 +36,6 @@ from train.contracts.world import Role, World
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
 from train.strategies import horovod, parameter_server
-from train.strategies.member import Member, MemberStep
 
 MILLISECONDS = "SHARDMILL_BENCHMARK_MILLISECONDS_PER_IMAGE"
 """Of each of the two machines, separated by a blank; to the ranks' processes."""
@@ -49,7 +48,7 @@ def compute(machine: int, weights_N: np.ndarray) -> None:
     time.sleep(float(os.environ[MILLISECONDS].split()[machine]) / 1000 * np.count_nonzero(weights_N))
 
 
-def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+def join_horovod(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
     """As `horovod`; a rank is a machine."""
     member: Any = horovod.HOROVOD.join(world, config, build, reporter)
     train_step = member.train_step

@@ -110,7 +110,7 @@ def main() -> None:
             result = train_model(tree, observer).result
         assert result.evaluation is not None
         sys.stdout.write(
-            f"| `{name}` | {result.evaluation.figure:.4f} | {result.images_per_second:.0f} | "
+            f"| `{name}` | {result.evaluation.metric_value:.4f} | {result.images_per_second:.0f} | "
             f"{result.time_shares.allreduce:.0%} | {observer.seconds - start:.1f} |\n"
         )
         sys.stdout.flush()

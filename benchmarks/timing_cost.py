@@ -26,11 +26,9 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.loader.reader import BatchReader
 from train.config import TrainConfig
-from train.contracts.activities import Activity
-from train.contracts.progress import Progress
-from train.contracts.stopwatch import Stopwatch
+from train.contracts.activities import Activity, Stopwatch
 from train.contracts.task import WorkerTask
-from train.contracts.values import Reporter, StepReport, TrainResult
+from train.contracts.values import Progress, Reporter, StepReport, TrainResult
 from train.contracts.world import World
 from train.launching import LAUNCHERS
 from train.rank import worker

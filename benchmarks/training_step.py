@@ -17,13 +17,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import Batch
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.model_spec import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.values import StepReport
@@ -120,7 +121,9 @@ def ours(backend: str) -> Callable[[Batch], float]:
     ]
     config = TrainConfig(strategy=strategy, model=model, optimizer="adam", num_workers=1)
     BACKENDS[backend].start(World(), config.seed)
-    member = STRATEGIES[strategy].join(World(), config, lambda: BACKENDS[backend].build(config, SPEC), SilentReporter())
+    member = STRATEGIES[strategy].join(
+        World(), config, partial(BACKENDS[backend].build, config, SPEC), SilentReporter()
+    )
     member.start({}, 0, "")
     return lambda batch: member.train_step(batch, len(batch.labels_N), None).outcome.loss
 

@@ -189,8 +189,7 @@ def _look_at_shape(tree: PipelineTree) -> str:
 
 
 def _look_at_model(tree: PipelineTree) -> str:
-    from train.models.find import find_model
-    from train.models.modules import models_of
+    from train.models.user import find_model, models_of
 
     models_of(tree.train).usable(tree.train.model)
     return f"{tree.train.model}: {find_model(tree.train.model)}"
@@ -221,7 +220,7 @@ def _look_at_launch(first: FirstPlan) -> str:
 
 
 def _look_at_initial(first: FirstPlan) -> str:
-    from train.backends.freezing import never_unfrozen
+    from train.backends.rules import never_unfrozen
     from train.initialization.initial import check_initial
 
     config = first.plan.config

@@ -28,11 +28,11 @@ from train.planning.changes import AS_USUAL, Again
 from train.planning.preflight import check_schema
 from train.planning.trial_build import try_build
 from train.published.announce import announce
-from train.published.decision import Promotion
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
 from train.published.exported import Export
 from train.published.gate import promote_export, promotion_record
+from train.published.promote import Promotion
 from train.reporting.run_log import RunLog
 from train.stage_record import train_record
 from train.training import train_in_run

@@ -22,6 +22,7 @@ from shardmill.formats.encodings import PNG
 from shardmill.formats.parquet import PARQUET
 from shardmill.section import Section
 from shardmill.stores.local import LocalStore
+from train.api import Build, Member, RankState, SharedModel, Strategy, num_bytes
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.config import TrainConfig
@@ -31,20 +32,13 @@ from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer
 from train.readers.planned import Planned
-from train.reporting.scalars import Scalars
+from train.reporting.observer import Scalars
 from train.reporting.trackers.sent import SentTracker
 from train.schedules import STEP
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective, SingleCollective
-from train.strategies.held import Held, num_bytes
-from train.strategies.member import Member
-from train.strategies.replicated import replicated
-from train.strategies.sharded.device_mesh import device_mesh_of
-from train.strategies.sharded.member import ShardedMember, Sharding
-from train.strategies.sharded.sums import sum_over_all
-from train.strategies.shared_model import SharedModel
-from train.strategies.single import SINGLE
-from train.strategies.strategy import Build, Strategy
+from train.strategies.replicated import SINGLE, replicated
+from train.strategies.sharded.member import ShardedMember, Sharding, device_mesh_of, sum_over_all
 from train.strategies.torch_ddp import TorchCollective
 
 if TYPE_CHECKING:
@@ -92,7 +86,7 @@ def join_new_shared(world: World, config: TrainConfig, build: Build, reporter: R
     from train.backends.torch.layout import ShardedTensors
 
     mesh = mesh_of(config)
-    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
+    learner = cast("TorchLearner", build(materialized=world.rank == 0))
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     ranks = device_mesh_of(mesh.shape, ("data", "fsdp"))
     sharding = Sharding(partial(_place, ranks), ShardedTensors(mesh.num_ranks, sum_over_all), _add_up_figures)
@@ -114,16 +108,17 @@ def _add_up_figures(learner: TorchLearner, addends: list[Any]) -> list[Any]:
     return addends
 
 
-def held_by_new_shared(config: TrainConfig, module: Any) -> Held:
+def rank_state_of_new_shared(config: TrainConfig, module: Any) -> RankState:
     """What the driver counts for `plan` and `auto`, without ranks."""
-    from train.backends.torch.layout import ShardedTensors, boxes_of, copy_to_place, kept_whole
+    from train.backends.torch.layout import ShardedTensors, kept_whole, slices_of
+    from train.backends.torch.meta_device import meta_copy
 
     mesh = mesh_of(config)
-    placed = copy_to_place(module)
+    placed = meta_copy(module)
     _place(device_mesh_of(mesh.shape, ("data", "fsdp")), placed, kept_whole(placed))
-    shapes = {name: box.shape for name, box in boxes_of(placed, ShardedTensors(mesh.num_ranks, sum_over_all)).items()}
+    shapes = {name: box.shape for name, box in slices_of(placed, ShardedTensors(mesh.num_ranks, sum_over_all)).items()}
     whole = num_bytes(each.shape for each in module.parameters() if each.requires_grad)
-    return Held(shapes, shapes, module, gathered_bytes=2 * whole)
+    return RankState(shapes, shapes, module, gathered_bytes=2 * whole)
 
 
 NEW_SHARED_STRATEGY = Strategy(
@@ -132,7 +127,7 @@ NEW_SHARED_STRATEGY = Strategy(
     exact_resume=True,
     max_world_size=None,
     join=join_new_shared,
-    shared_model=SharedModel(axes=("fsdp",), held=held_by_new_shared),
+    shared_model=SharedModel(axes=("fsdp",), rank_state=rank_state_of_new_shared),
 )
 NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
 NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new, join=replicated(join_new))

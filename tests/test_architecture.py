@@ -49,10 +49,7 @@ MAY_BE_HEAVY = {
     "train/models/small_cnn_torch.py": {"torch"},
     "train/models/vit_torch.py": {"torch"},
     # Imported on a rank, by a strategy.
-    "train/models/split_attention.py": {"torch"},
-    "train/backends/torch/stage_module.py": {"torch"},
-    # A subclass of Keras's, imported when one is built.
-    "train/backends/keras/sgd.py": {"keras"},
+    "train/models/tensor_plans.py": {"torch"},
 }
 
 

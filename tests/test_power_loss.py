@@ -19,10 +19,14 @@ from tests.lab.datasets import build_here, write_images
 from tests.lab.power_loss import RecordedDisk
 from tests.shardmill.collecting import config_of
 from tests.train.checkpoints import write_checkpoint
-from train.checkpoints.attempts import AttemptRecord, claim_attempt
-from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
-from train.contracts.progress import Progress
-from train.contracts.values import ModelIdentity
+from train.checkpoints.checkpoint import (
+    AttemptRecord,
+    CheckpointFolder,
+    TrainingIdentity,
+    claim_attempt,
+    complete_checkpoints,
+)
+from train.contracts.values import ModelIdentity, Progress
 from train.records import read_record, record_numbers
 
 Returned = Callable[[int], None]

@@ -16,12 +16,11 @@ from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
+from train.checkpoints.arrays import MARKER
 from train.checkpoints.checkpoint import complete_checkpoints
-from train.checkpoints.state import MARKER
 from train.contracts.values import RESULT
 from train.planning.trainings import FRESH, TRAININGS
-from train.published.current import CURRENT, read_history
-from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
+from train.published.exported import ARTIFACTS, CURRENT, EXPORTS, Export, read_export, read_history
 from train.records import record_numbers, record_path
 from train.results import read_result
 

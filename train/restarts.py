@@ -18,7 +18,7 @@ from shardmill.words import counted
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.contracts.world import Role
-from train.launching.faults import RankLost
+from train.launching.rank_failures import RankLost
 from train.reporting.observer import TrainObserver
 from train.strategies import find_strategy, mesh_of, roles_of
 

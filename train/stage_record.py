@@ -11,8 +11,8 @@ from shardmill.dataset.dataset import open_pinned
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.stores import open_store
 from train.contracts.values import TrainResult
-from train.evaluation.evaluate import evaluation_section
-from train.initialization.match_weights import Initialized
+from train.initialization.initial import Initialized
+from train.metrics.evaluate import evaluation_section
 from train.planning.memory import model_size
 from train.rank.initialize import read_initialized
 from train.restarts import Restart

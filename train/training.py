@@ -18,7 +18,7 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from train.backends.freezing import never_unfrozen
+from train.backends.rules import never_unfrozen
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.initialization.initial import check_initial, pinned
@@ -37,7 +37,7 @@ from train.readers import reader_of
 from train.reporting.observer import TrainObserver
 from train.reporting.rank_times import RankRow, StragglerWatch
 from train.reporting.run_log import RanksLog, RunLog, Sink, StepsLog
-from train.reporting.trackers.guarded import GuardedTracker
+from train.reporting.trackers.tracker import GuardedTracker
 from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import FirstSteps, StepTimes, Verdict
 from train.restarts import Restart, launch_until_done

@@ -34,8 +34,7 @@ def describe_lineage(model: str) -> Lineage:
     """From the export back to the images. Raises UsageError if there is no such model."""
     from pipeline.config import absolute_uri, existing_models
     from shardmill.stores import open_store
-    from train.published.current import read_history
-    from train.published.exported import read_export
+    from train.published.exported import read_export, read_history
     from train.published.predict import exact_name
 
     exact = exact_name(absolute_uri(existing_models(model)))
@@ -64,7 +63,7 @@ def describe_lineage(model: str) -> Lineage:
 
 
 def _figures(found: Evaluation | None) -> dict[str, Any] | None:
-    return found and {"split": found.split, "num_samples": found.num_samples, found.metric.name: found.figure}
+    return found and {"split": found.split, "num_samples": found.num_samples, found.metric.name: found.metric_value}
 
 
 def _dataset(pin: DatasetPin, content_digest: str, layout_digest: str) -> TrainedOn:

@@ -41,8 +41,8 @@ from shardmill.stores import open_store
 
 if TYPE_CHECKING:
     from pipeline.tree import PipelineTree
-    from train.published.decision import Promotion
     from train.published.export import ExportOutcome
+    from train.published.promote import Promotion
 
 
 @command()

@@ -76,7 +76,7 @@ def _host_name(*, is_needed: bool) -> Finding:
 
 def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
     """`is_needed`: whether this machine itself listens on them, and not only those of other ranks."""
-    from train.strategies.nics import ipv4_of
+    from train.contracts.world import ipv4_of
 
     if train.nics:
         try:

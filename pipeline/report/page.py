@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.report.data import ReportData
     from shardmill.dataset.statistics import ImageSizes
-    from train.contracts.values import ClassFigures, Confusion, Evaluation
+    from train.contracts.values import Confusion, Evaluation, MetricsOfClass
 
 MAX_CONFUSION_CLASSES = 50
 NUM_CONFUSED_PAIRS = 25
@@ -184,7 +184,7 @@ def _training_charts(data: ReportData) -> dict[str, Markup]:
         # NaN leaves a gap at an epoch without validation.
         losses.append(Line("validation", epochs, tuple(each.loss if each else math.nan for each in validation)))
         figures.append(
-            Line("validation", epochs, tuple(scale * each.figure if each else math.nan for each in validation))
+            Line("validation", epochs, tuple(scale * each.metric_value if each else math.nan for each in validation))
         )
     counts = (data.summary.get("dataset") or {}).get("counts", {})
     num_train = counts.get("by_split", {}).get("train", 0)
@@ -211,7 +211,7 @@ def _weakest_classes(evaluation: Evaluation | None) -> list[Any]:
     if evaluation is None:
         return []
 
-    def weakness(figures: ClassFigures) -> tuple[bool, float]:
+    def weakness(figures: MetricsOfClass) -> tuple[bool, float]:
         # Classes without samples come last: their recall is unknown, not 0.
         return (
             figures.num_samples == 0,
@@ -239,7 +239,7 @@ def _num_mistakes(evaluation: Evaluation | None) -> int:
     """Of all classes, also those whose pairs are too rare to be kept."""
     if evaluation is None or evaluation.metric.name != "accuracy":
         return 0
-    return evaluation.num_samples - round(evaluation.figure * evaluation.num_samples)
+    return evaluation.num_samples - round(evaluation.metric_value * evaluation.num_samples)
 
 
 def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]:
@@ -258,7 +258,7 @@ def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]
 
 def figure_of(evaluation: Evaluation) -> str:
     """The figure by which models are compared: a share in percent, an error as it is."""
-    return f"{evaluation.figure:.2%}" if evaluation.metric.higher_is_better else f"{evaluation.figure:.4g}"
+    return f"{evaluation.metric_value:.2%}" if evaluation.metric.higher_is_better else f"{evaluation.metric_value:.4g}"
 
 
 def hex_loss(loss_hex: str | None) -> str | None:

@@ -30,7 +30,7 @@ from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, files_with_canaries,
 from tests.lab.commands import BUILD_HERE, in_process, last_line
 from tests.lab.datasets import make_dataset, write_images
 from train.backends import BACKENDS
-from train.models.find import find_model
+from train.models.user import find_model
 from train.planning.preflight import check_schema
 
 OVERRIDES = (

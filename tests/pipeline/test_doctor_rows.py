@@ -21,7 +21,7 @@ from shardmill.registry import Entry, install_hint
 from tests.lab.datasets import make_dataset, write_images
 from tests.services.faulty_store import FaultyStore
 from tests.services.marked import free_ports
-from train.backends.gpu_builds import why_no_gpu
+from train.backends.frameworks import gpu_problem
 from train.launching.devices import CUDA_VARIABLE
 from train.optimizers import OPTIMIZERS
 from train.planning.auto import resolve
@@ -169,8 +169,8 @@ def test_fewer_gpus_than_ranks_are_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CUDA_VARIABLE, "0")
     how = ("train.strategy=torch_ddp", "train.launcher=local", "train.num_workers=2")
     found = rows(*how)["devices"]
-    said = why_no_gpu("torch") or "ranks 0 and 1 would share GPU 0"
-    found = found if not why_no_gpu("torch") else rows(*how, "train.devices=gpu")["devices"]
+    said = gpu_problem("torch") or "ranks 0 and 1 would share GPU 0"
+    found = found if not gpu_problem("torch") else rows(*how, "train.devices=gpu")["devices"]
     assert found.status == "fail" and said in found.found and "train.devices" in found.fix + found.found
 
 

@@ -58,7 +58,7 @@ from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 from tests.lab.commands import SUMMARY_SCHEMA
 from tests.lab.datasets import build_here, write_images
-from train.contracts.values import ClassFigures, Confusion, EpochRecord, Evaluation, Mistake
+from train.contracts.values import Confusion, EpochRecord, Evaluation, MetricsOfClass, Mistake
 from train.published.evaluation import Evaluated, evaluation_record
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -66,7 +66,7 @@ HOSTILE = "<script>alert('x')</script>\"&"
 
 def evaluation_of(names: tuple[str, ...]) -> Evaluation:
     cells = [(row, column, 9 if row == column else 1) for row in range(len(names)) for column in range(len(names))]
-    figures = tuple(ClassFigures(name, 10, 0.9, 0.8) for name in names)
+    figures = tuple(MetricsOfClass(name, 10, 0.9, 0.8) for name in names)
     return Evaluation(
         "test", 10 * len(names), 0.25, 0.875, 0.99, figures, confused=Confusion(*zip(*cells, strict=True))
     )

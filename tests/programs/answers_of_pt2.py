@@ -8,7 +8,11 @@ import torch
 
 extra_files = {"class_names.json": ""}
 program = torch.export.load(sys.argv[1], extra_files=extra_files)
-answers_NK = program.module()(torch.from_numpy(np.load(sys.argv[2])))
+predictions_NK = program.module()(torch.from_numpy(np.load(sys.argv[2])))
 assert not {"train", "shardmill", "tests"} & {name.partition(".")[0] for name in sys.modules}
 names = json.loads(extra_files["class_names.json"])
-print(json.dumps({"probabilities": answers_NK.tolist(), "label": [names[best] for best in answers_NK.argmax(dim=1)]}))
+print(
+    json.dumps(
+        {"probabilities": predictions_NK.tolist(), "label": [names[best] for best in predictions_NK.argmax(dim=1)]}
+    )
+)

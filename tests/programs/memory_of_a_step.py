@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.train.learners import THREE, batch_of
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.model_spec import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.world import World
 

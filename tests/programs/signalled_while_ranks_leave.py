@@ -10,7 +10,7 @@ from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_ord
 from tests.train.training import DriverRecorder
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
-from train.launching.faults import RankLost
+from train.launching.rank_failures import RankLost
 from train.planning.auto import resolve
 from train.planning.plan import TrainingPlan
 from train.restarts import launch_until_done

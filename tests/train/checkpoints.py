@@ -11,11 +11,11 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.train.training import ONE_LAYER
+from train.checkpoints.arrays import WEIGHTS
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
 from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
-from train.checkpoints.state import WEIGHTS
 from train.contracts.activities import Activity
-from train.contracts.progress import Progress
+from train.contracts.values import Progress
 
 CONFIG = {"model": ONE_LAYER, "checkpoint_every_steps": 1, "checkpoint": {"keep": 3}}
 KILLED_AT = 4
@@ -26,9 +26,6 @@ class OneRank:
 
     rank = 0
     world_size = 1
-
-    def gather_aside(self, data: bytes) -> list[bytes]:
-        return [data]
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
         return {WEIGHTS: [np.zeros(3, np.float32)]}

@@ -15,11 +15,11 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.loader.reader import read_split
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
-from train.backends.backend import InputScale, ModelSpec, ServedModel
-from train.backends.keras.backend import SAVED_MODEL
-from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
-from train.evaluation.evaluate import evaluate_batches, scores_by
+from train.api import ServedModel
+from train.backends.keras.serving import SAVED_MODEL, ServingModel, load_saved_model, write_saved_model
+from train.backends.model_spec import InputScale, ModelSpec
 from train.labels import LabelSpec
+from train.metrics.evaluate import evaluate_batches, scores_by
 from train.published.exported import ARTIFACTS, EXPORTS, Export, ExportRecord
 from train.records import put_record, record_numbers
 from train.strategies.collective import SingleCollective

@@ -17,7 +17,7 @@ from tests.processes import RANK_MODULES
 from tests.quick_start.forked import ForkedProcess, Program, parent_of_forks
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
-from train.launching import LAUNCHERS, agent
+from train.launching import LAUNCHERS, processes
 from train.launching.rank import DEFAULT_WORKER
 from train.reporting.observer import TrainObserver
 
@@ -33,7 +33,7 @@ def forked_ranks(backend: str) -> Iterator[None]:
         program = Program("train.launching.rank:main", arguments, os.getcwd(), environment)
         return ForkedProcess(modules, program, is_one_output=True)
 
-    with patch.object(agent, "start_python", start):
+    with patch.object(processes, "start_python", start):
         yield
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from shardmill.values import Batch
 from tests.train.training import MODELS
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.model_spec import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.labels import LabelSpec
@@ -24,10 +25,10 @@ LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
 CLIFF = {"keras": f"{MODELS}:with_cliff", "torch": f"{TORCH_MODELS}:Cliff"}
 
 
-def learner(name: str, model: str, **config: Any):
+def learner(name: str, model: str, *, sum_in_step: Any = None, **config: Any):
     backend = BACKENDS[name]
     backend.start(World(), int(config.get("seed", 0)))
-    return backend.build(TrainConfig(model=model, **config), SPEC)
+    return backend.build(TrainConfig(model=model, **config), SPEC, sum_in_step=sum_in_step)
 
 
 def state(learner) -> dict[StatePart, list[bytes]]:

@@ -18,8 +18,8 @@ from shardmill.errors import TrainingError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
-from train.backends.backend import Learner, StatePart
-from train.checkpoints.state import dump_arrays
+from train.api import Build, Member, StatePart, Strategy
+from train.checkpoints.arrays import dump_arrays
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
@@ -27,8 +27,6 @@ from train.contracts.values import Reporter, StepReport, TrainResult, to_json
 from train.contracts.world import World
 from train.rank.worker import run_worker
 from train.strategies import STRATEGIES
-from train.strategies.member import Member
-from train.strategies.strategy import Strategy
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
 KILLED_IN = "SHARDMILL_TEST_KILLED_IN"
@@ -216,7 +214,7 @@ joined: list[Member] = []
 
 
 def _remembered(strategy: Strategy) -> Strategy:
-    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    def join(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
         joined.append(strategy.join(world, config, build, reporter))
         return joined[-1]
 

@@ -31,7 +31,7 @@ def wide_vit(image_shape, num_classes):
 
 
 class Computing(nn.Module):
-    """Computes with numbers while it is built."""
+    """Computes with values while it is built."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()

@@ -32,12 +32,12 @@ from tests.train.ranks import (
     train_on_ranks,
 )
 from tests.train.training import MODELS, Recorder, task_of, train_here
+from train.checkpoints.arrays import load_arrays
 from train.checkpoints.checkpoint import FoundCheckpoint, complete_checkpoints
 from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, WholeModel, read_index, read_whole_model
-from train.checkpoints.state import load_arrays
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
-from train.evaluation.evaluate import read_confusion
+from train.metrics.evaluate import read_confusion
 from train.planning.memory import model_size
 from train.published.export import export_training
 from train.strategies import STRATEGIES

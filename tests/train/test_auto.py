@@ -17,9 +17,9 @@ from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkCo
 from tests.lab.commands import in_process
 from tests.train.test_verdict import CASES as DIVISION_CASES
 from train.config import TrainConfig
-from train.contracts.mesh_shape import MeshShape
+from train.contracts.mesh import MeshShape
 from train.launching import LAUNCHERS
-from train.launching.spark_slots import why_no_places
+from train.launching.spark_slots import rank_slots_problem
 from train.planning.auto import (
     FEW_STEPS,
     LAUNCHER_RULES,
@@ -56,7 +56,7 @@ RANKS_CASES = [
     (ON_YARN, "cluster", 8, "the Spark cluster yarn has slots for 8"),
     (replace(ON_YARN, num_gpus=2), "cluster", 8, ""),
     (replace(ON_YARN, may_use_cluster=False), "one", 1, ""),
-    (replace(ON_YARN, num_places=None, why_no_places="it is new"), "unknown_cluster", 1, "it is new"),
+    (replace(ON_YARN, num_places=None, rank_slots_problem="it is new"), "unknown_cluster", 1, "it is new"),
     (replace(ON_YARN, num_steps=FEW_STEPS), "cluster", 8, ""),
     (replace(ON_YARN, num_steps=FEW_STEPS - 1), "few_steps", 1, "99 steps in total are too few"),
     (replace(OPEN, num_gpus=4, num_steps=5), "few_steps", 1, ""),
@@ -204,7 +204,7 @@ def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, sett
     ],
 )  # fmt: skip
 def test_why_the_places_of_a_cluster_are_not_known(master: str, conf: dict[str, str], why: str):
-    assert why in why_no_places(master, conf) and bool(why) == bool(why_no_places(master, conf))
+    assert why in rank_slots_problem(master, conf) and bool(why) == bool(rank_slots_problem(master, conf))
     reason = resolve(TrainConfig(), SparkConfig(master=master, train=SparkApplicationConfig(conf=conf))).reason
     assert why in reason
 

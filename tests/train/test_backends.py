@@ -32,19 +32,18 @@ from tests.train.forked_ranks import launch_forked
 from tests.train.learners import CLIFF, LINEAR, SHAPE, STATEFUL, TORCH_MODELS, batch_of, learner, state
 from tests.train.ranks import train_on_ranks
 from tests.train.training import Killed, Recorder, task_of, train_here
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import StatePart
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
-from train.contracts.mesh_shape import MeshShape
+from train.contracts.mesh import Mesh, MeshShape
 from train.planning.auto import resolve
 from train.planning.preflight import check_ranks, check_trainable
 from train.planning.trainings import training_dir
 from train.published.export import export_training
-from train.published.load import load_exported
+from train.published.exported import load_exported
 from train.readers import READERS
 from train.readers.petastorm import shares_of_ranks
-from train.readers.reader import Epochs
+from train.readers.planned import Epochs
 from train.reporting.run_log import RunLog
 
 
@@ -128,7 +127,7 @@ def test_ranks_draw_numbers_of_their_own(name):
     one = learner(name, STATEFUL[name])
     states = [[array.tobytes() for array in one.arrays(StatePart.OWN)]]
     for rank in (1, 2):
-        one.decorrelate(rank)
+        one.reseed(rank)
         states.append([array.tobytes() for array in one.arrays(StatePart.OWN)])
     changed = [len(set(of_array)) for of_array in zip(*states, strict=True)]
     assert sorted(changed) == [*[1] * (len(changed) - 1), 3], "the generator alone, and anew for each rank"
@@ -154,10 +153,10 @@ def test_an_export_answers_as_the_model_does(name, tmp_path):
     served = BACKENDS[name].load_served(tmp_path)
     for num_rows in (1, 5):
         images_NHWC = batch_of(SHAPE, num_rows).images_NHWC
-        answers_NK = served.answers(images_NHWC)
-        assert answers_NK.shape == (num_rows, 3) and answers_NK.dtype == np.float32
-        np.testing.assert_allclose(answers_NK.sum(axis=1), 1, rtol=1e-5)
-        np.testing.assert_allclose(answers_NK, one.answers(images_NHWC), atol=1e-5)
+        predictions_NK = served.predictions(images_NHWC)
+        assert predictions_NK.shape == (num_rows, 3) and predictions_NK.dtype == np.float32
+        np.testing.assert_allclose(predictions_NK.sum(axis=1), 1, rtol=1e-5)
+        np.testing.assert_allclose(predictions_NK, one.predictions(images_NHWC), atol=1e-5)
     one.write_portable(tmp_path, batch_of(SHAPE).images_NHWC, 1e-5)
     assert any(path.is_file() for path in tmp_path.iterdir())
 

@@ -28,21 +28,20 @@ from tests.lab.datasets import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.keras.runtime import assign_variables
-from train.checkpoints.attempts import claim_attempt
+from train.checkpoints.arrays import OPTIMIZER, WEIGHTS, arrays_sha256, dump_arrays, load_arrays
 from train.checkpoints.checkpoint import (
     MARKER,
     CheckpointFolder,
     TrainingIdentity,
     check_resumable,
+    claim_attempt,
     complete_checkpoints,
     delete_checkpoint,
     open_checkpoint,
 )
 from train.checkpoints.shards import WEIGHTS_PART, Shard, ShardIndex, dump_index, read_index, shard_file
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, arrays_sha256, dump_arrays, load_arrays
 from train.config import TrainConfig
-from train.contracts.progress import BestEpoch, Progress
-from train.contracts.values import ModelIdentity, to_json
+from train.contracts.values import BestEpoch, ModelIdentity, Progress, to_json
 from train.identity import fields_of_settings, settings_of, settings_that_matter
 from train.results import read_result
 from train.settings import DEFAULTED, DURATION, EXECUTION

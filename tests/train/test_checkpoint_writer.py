@@ -30,15 +30,20 @@ from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILLED_IN
 from tests.train.ranks import WORKERS, Watcher, train_on_ranks
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
-from train.checkpoints.attempts import Attempt, claim_attempt
-from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints, open_checkpoint
+from train.checkpoints.arrays import MARKER, WEIGHTS, rank_file
+from train.checkpoints.checkpoint import (
+    Attempt,
+    CheckpointFolder,
+    TrainingIdentity,
+    claim_attempt,
+    complete_checkpoints,
+    open_checkpoint,
+)
 from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
-from train.checkpoints.state import MARKER, WEIGHTS, rank_file
 from train.contracts.activities import Activity
-from train.contracts.progress import BestEpoch, Progress
-from train.contracts.values import RESULT, ModelIdentity
-from train.launching import LAUNCHERS, faults
-from train.launching.faults import RankLost
+from train.contracts.values import RESULT, BestEpoch, ModelIdentity, Progress
+from train.launching import LAUNCHERS, rank_failures
+from train.launching.rank_failures import RankLost
 from train.results import read_result
 
 NUM_KILLS = usually(3, 300)
@@ -81,13 +86,13 @@ def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
     class FirstOfTwo(OneRank):
         world_size = 2
 
-        def gather_aside(self, data: bytes) -> list[bytes]:
-            assert go_on.acquire(timeout=60)
-            return [data, data]
+    def gather(data: bytes) -> list[bytes]:
+        assert go_on.acquire(timeout=60)
+        return [data, data]
 
     claim_attempt(open_store(tmp_path), "t", 2)
     folder = CheckpointFolder(Attempt(SlowStore(str(tmp_path)), "t", 1), 2)
-    with CheckpointWriter(folder, FirstOfTwo(), Telling()) as writer:
+    with CheckpointWriter(folder, FirstOfTwo(), Telling(), gather) as writer:
         writer.begin(Moment(folder.path_of(1), {WEIGHTS: [np.zeros(3)]}, IDENTITY, Progress(), 1, world_size=2))
         taken = threading.Thread(target=writer.take)
         taken.start()
@@ -155,7 +160,7 @@ def test_all_ranks_learn_alike_whether_a_checkpoint_is_there(tmp_path, full_rank
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
-        def gather_aside(self, data: bytes) -> list[bytes]:
+        def gather(self, data: bytes) -> list[bytes]:
             told[self.rank] = data
             both.wait()
             everything = list(told)
@@ -167,7 +172,8 @@ def test_all_ranks_learn_alike_whether_a_checkpoint_is_there(tmp_path, full_rank
         store.full_for = frozenset({name} if rank == full_rank else ())
         folder = CheckpointFolder(Attempt(store, "t", 1), 9)
         mine = moment(folder, 1, world_size=2)
-        with CheckpointWriter(folder, OfTwo(rank), Silent()) as writer:
+        mine_of_two = OfTwo(rank)
+        with CheckpointWriter(folder, mine_of_two, Silent(), mine_of_two.gather) as writer:
             files = mine.files if rank == 0 else {rank_file(1): [np.zeros(2)]}
             full_name = {rank_file(1)} if full_rank == rank == 1 else set()
             store.full_for |= full_name
@@ -296,7 +302,7 @@ def test_no_kill_of_a_rank_costs_a_complete_checkpoint(tiny_uri, tmp_path, monke
     whole_result, whole = train_on_ranks(tiny_uri, tmp_path / "whole", 2, config)
     print("seed", seed := random.randrange(2**32))
     # That one was killed says all: no other fault of the same cause is waited for.
-    monkeypatch.setattr(faults, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(rank_failures, "GRACE_SECONDS", 0.1)
     pick, store, losses, newest = random.Random(seed), open_store(tmp_path / "killed"), {}, None
     for _ in range(NUM_KILLS):
         rank = pick.randrange(2)

@@ -16,8 +16,8 @@ from train.config import TrainConfig
 from train.contracts.activities import Activity, reading, waiting
 from train.contracts.values import from_json
 from train.launching.deadlines import PATIENCE, TRUSTED, UNTIMED, ActivityClock, Deadlines, heartbeat_of
-from train.launching.faults import FaultKind, RankFault, error_of, failure_of, is_cause_known, merged, root_cause
 from train.launching.messages import Failure, Heartbeat, Hello
+from train.launching.rank_failures import FaultKind, RankFault, error_of, failure_of, is_cause_known, merged, root_cause
 from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
 from train.settings import WatchConfig
 from train.strategies import STRATEGIES

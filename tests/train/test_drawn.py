@@ -20,10 +20,10 @@ from tests.lab.scale import exhaustive
 from tests.train.learners import SHAPE, THREE, TORCH_MODELS, batch_of, learner
 from tests.train.ranks import SMOOTH_MODEL, train_on_ranks
 from tests.train.training import MODELS
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.backends.keras.backend import KERAS_FILE
-from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
+from train.backends.keras.serving import KERAS_FILE, KerasCheck, ServingModel, write_keras_file
+from train.backends.model_spec import InputScale, ModelSpec
 from train.layers.sample_bits import DROPOUT, drawing, sample_keys
 from train.models import MODELS as OURS
 from train.models import MODULES
@@ -134,15 +134,15 @@ def test_outside_training_it_is_not_there(name, tmp_path):
     """Neither in answers nor in exports: of the rate 0.2 nothing is left but the weights."""
     batch, one = batch_of(SHAPE), learner(name, SMOOTH_MODEL[name])
     one.apply(one.gradients(batch, 4, 1.0), 0.01)
-    answers = one.answers(batch.images_NHWC)
-    assert np.array_equal(one.answers(batch.images_NHWC), answers)
+    answers = one.predictions(batch.images_NHWC)
+    assert np.array_equal(one.predictions(batch.images_NHWC), answers)
     assert not [array for array in one.arrays(StatePart.OWN) if array.dtype.kind == "f"]
     one.write_served(tmp_path)
-    np.testing.assert_allclose(BACKENDS[name].load_served(tmp_path).answers(batch.images_NHWC), answers, atol=1e-6)
+    np.testing.assert_allclose(BACKENDS[name].load_served(tmp_path).predictions(batch.images_NHWC), answers, atol=1e-6)
     if name == "keras":
         bare = learner(name, "small_cnn")
         bare.assign(StatePart.WEIGHTS, one.arrays(StatePart.WEIGHTS), "the test")
-        np.testing.assert_allclose(bare.answers(batch.images_NHWC), answers, atol=1e-6)
+        np.testing.assert_allclose(bare.predictions(batch.images_NHWC), answers, atol=1e-6)
 
 
 def test_activations_that_are_computed_again_are_the_same():
@@ -219,7 +219,7 @@ def test_a_keras_file_names_the_dropout_that_it_keeps(tmp_path):
         layers = [dropout, keras.layers.Flatten(), keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input(SHAPE), *layers])
         serving = ServingModel(model, outputs_are_logits=True, spec=spec)
-        check = KerasCheck(serving.answers_name, images_NHWC, serving.predict(images_NHWC), max_abs_diff=1e-5)
+        check = KerasCheck(serving.predictions_name, images_NHWC, serving.predict(images_NHWC), max_abs_diff=1e-5)
         assert write_keras_file(serving, tmp_path / KERAS_FILE, check) == note
         loaded: keras.Model = keras.models.load_model(tmp_path / KERAS_FILE)
         kept = {type(layer) for layer in loaded._flatten_layers()} & {SampleDropout, keras.layers.Dropout}

@@ -31,14 +31,12 @@ from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import RESULT, Evaluation, from_json, to_json
 from train.contracts.world import World
-from train.evaluation.evaluate import Outputs, evaluate_batches, metrics_of, scores_by, scores_of
 from train.labels import LabelSpec
-from train.metrics import multi_label
-from train.metrics.multi_label import average_precision
-from train.metrics.one_class import NUM_MISTAKES
-from train.published.evaluation import Evaluated, evaluate_on
+from train.metrics import kinds
+from train.metrics.evaluate import Outputs, evaluate_batches, metrics_of, scores_by, scores_of
+from train.metrics.kinds import NUM_MISTAKES, average_precision
+from train.published.evaluation import Evaluated, evaluate_export, evaluate_on
 from train.published.exported import Export, ExportedModel
-from train.published.figures import evaluate_export
 from train.strategies.collective import SingleCollective
 
 NUM_CLASSES = 7
@@ -368,7 +366,7 @@ def test_the_loss_of_several_classes_is_exact_at_any_size_of_logits(size, num_ra
 @pytest.mark.parametrize("are_logits", [True, False])
 def test_several_classes_an_image(num_ranks, are_logits, monkeypatch):
     # A block holds one class: the gathering goes round more than once.
-    monkeypatch.setattr(multi_label, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(kinds, "BLOCK_BYTES", 100)
     from sklearn.metrics import average_precision_score
 
     rng = np.random.default_rng(3)
@@ -382,7 +380,7 @@ def test_several_classes_an_image(num_ranks, are_logits, monkeypatch):
     assert all(each == first for each in found)
     expected = [average_precision_score(truth_NK[:, place], scores_NK[:, place]) for place in range(4)]
     assert [each.average_precision for each in first.per_class] == [*map(pytest.approx, expected), None]
-    assert first.mean_average_precision == first.figure == pytest.approx(np.mean(expected))
+    assert first.mean_average_precision == first.metric_value == pytest.approx(np.mean(expected))
     p = scores_NK.astype(np.float64)
     assert first.loss == pytest.approx(-np.where(truth_NK > 0, np.log(p), np.log(1 - p)).mean(), rel=1e-5)
     assert first.accuracy == pytest.approx(((scores_NK >= 0.5) == (truth_NK > 0)).mean())
@@ -407,7 +405,7 @@ def test_numbers(kind, size, num_ranks):
     errors = outputs_NK.astype(np.float64) - truth_N.reshape(40, -1)
     for each in found:
         assert each.loss == pytest.approx((errors**2).mean(), rel=1e-12)
-        assert each.mean_absolute_error == each.figure == pytest.approx(np.abs(errors).mean(), rel=1e-12)
+        assert each.mean_absolute_error == each.metric_value == pytest.approx(np.abs(errors).mean(), rel=1e-12)
         assert (each.num_samples, each.accuracy, each.per_class) == (40, None, ())
 
 
@@ -433,6 +431,6 @@ def test_ten_thousand_classes_send_no_matrix():
 
 @pytest.mark.parametrize("make", [np.ones, np.zeros])
 def test_a_sure_mistake_keeps_the_loss_finite(make: Callable[..., np.ndarray]):
-    labels, answers_NK = LabelSpec("multi_label", ("a", "b")), make((4, 2), np.float32)
-    found, _ = on_ranks(labels, answers_NK, 1 - answers_NK, 1, False)
+    labels, predictions_NK = LabelSpec("multi_label", ("a", "b")), make((4, 2), np.float32)
+    found, _ = on_ranks(labels, predictions_NK, 1 - predictions_NK, 1, False)
     assert np.isfinite(found[0].loss) and found[0].accuracy == 0

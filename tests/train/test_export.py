@@ -28,12 +28,12 @@ from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.learners import TORCH_MODELS, batch_of
 from tests.train.ranks import SMOOTH_MODEL
 from tests.train.training import ONE_LAYER
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.backends.keras.backend import KERAS_FILE
-from train.backends.torch.layer_output import LAYER_OUTPUT
+from train.backends.keras.serving import KERAS_FILE
+from train.backends.model_spec import InputScale, ModelSpec
 from train.backends.torch.model import classifier_of
-from train.backends.torch.serving import load_program, served_module, write_program
+from train.backends.torch.serving import LAYER_OUTPUT, load_program, served_module, write_program
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import Evaluation, TrainResult
@@ -43,9 +43,8 @@ from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.planning.trainings import training_dir
-from train.published.export import check_figures, export_training
-from train.published.exported import EXPORTS, number_of_artifact, read_export, verify_export
-from train.published.load import load_exported
+from train.published.export import check_metrics, export_training
+from train.published.exported import EXPORTS, load_exported, number_of_artifact, read_export, verify_export
 from train.records import put_record, read_record, record_numbers
 from train.reporting.run_log import RunLog
 from train.results import read_result
@@ -106,7 +105,7 @@ NUMBERS = Evaluation("test", 400, 4.0, None, None, (), label_kind="float", mean_
 )
 def test_an_export_answers_as_well_as_was_recorded(recorded, changes, precision, rounding, agrees):
     with nullcontext() if agrees else pytest.raises(IntegrityError, match="the export has loss"):
-        check_figures(replace(recorded, **changes), recorded, precision, rounding=rounding)
+        check_metrics(replace(recorded, **changes), recorded, precision, rounding=rounding)
 
 
 @pytest.fixture(scope="module")
@@ -408,9 +407,9 @@ def test_a_modules_output_comes_with_the_answers(program: Path):
         features = features_of(pixels_NCHW)
         expected = {"features": features, "features.0": first_of(pixels_NCHW), "pool": pool_of(features)}
     for name, output in expected.items():
-        answers_NK, layer_ND = LAYER_OUTPUT.load(program, name)(images_NHWC)
+        predictions_NK, layer_ND = LAYER_OUTPUT.load(program, name)(images_NHWC)
         assert np.allclose(layer_ND, output.flatten(1).numpy(), atol=1e-6), name
-        assert np.allclose(answers_NK, load_program(program).answers(images_NHWC), atol=1e-6)
+        assert np.allclose(predictions_NK, load_program(program).predictions(images_NHWC), atol=1e-6)
 
 
 def test_a_module_that_is_not_there_is_named_beside_those_that_are(program: Path):
@@ -448,7 +447,7 @@ def test_a_softmax_is_recognised_wherever_it_is(backend, factory, num_classes):
     assert not one.outputs_are_logits
     images_NHWC = batch_of(SHAPE).images_NHWC
     # Not a second time in what an export answers.
-    np.testing.assert_array_equal(one.answers(images_NHWC), one.outputs(images_NHWC))
+    np.testing.assert_array_equal(one.predictions(images_NHWC), one.outputs(images_NHWC))
 
 
 @EACH_BACKEND

@@ -28,16 +28,13 @@ from tests.train.exports import put_export
 from tests.train.learners import LINEAR
 from tests.train.training import train_here
 from train.config import TrainConfig
-from train.contracts.values import ClassFigures, Evaluation
-from train.evaluation.evaluate import scores_of
-from train.published.current import read_history
-from train.published.decision import Comparison, Incomparable, Promotion
-from train.published.export import check_figures, export_training
-from train.published.exported import Export
-from train.published.figures import by_name, evaluate_export
-from train.published.gate import FEW_SAMPLES, _figure_among, decide, promote_export
-from train.published.load import load_exported
-from train.published.promote import choose_export, roll_back
+from train.contracts.values import Evaluation, MetricsOfClass
+from train.metrics.evaluate import scores_of
+from train.published.evaluation import by_name, evaluate_export
+from train.published.export import check_metrics, export_training
+from train.published.exported import Export, load_exported, read_history
+from train.published.gate import FEW_SAMPLES, _metric_among, decide, promote_export
+from train.published.promote import Comparison, Incomparable, Promotion, choose_export, roll_back
 from train.settings import GateConfig
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"
@@ -368,7 +365,7 @@ def test_it_is_exported_with_the_loss_that_training_recorded(bright_datasets, ki
     config = TrainConfig(**settings, global_batch_size=32)
     export = export_training(str(tmp_path), config, result, "run").export
     assert export.record.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-4)
-    assert export.record.evaluation.figure == pytest.approx(result.evaluation.figure, rel=1e-4)
+    assert export.record.evaluation.metric_value == pytest.approx(result.evaluation.metric_value, rel=1e-4)
 
     # As `evaluate` on another version and the gate's comparison measure it.
     with read_split(dataset, "test") as batches:
@@ -390,18 +387,18 @@ def test_a_class_that_an_export_does_not_know_is_never_its_answer(kind, are_logi
 
 
 def test_a_class_without_a_sample_counts_in_no_mean():
-    figures = tuple(ClassFigures(name, 9, 0.0, 0.0, mean) for name, mean in (("a", 0.5), ("b", None), ("c", 1.0)))
+    figures = tuple(MetricsOfClass(name, 9, 0.0, 0.0, mean) for name, mean in (("a", 0.5), ("b", None), ("c", 1.0)))
     several = Evaluation("test", 9, 0.0, None, None, figures, label_kind="multi_label")
-    assert _figure_among(["a", "b", "c"], several) == 0.75 and _figure_among(["a", "b"], several) == 0.5
+    assert _metric_among(["a", "b", "c"], several) == 0.75 and _metric_among(["a", "b"], several) == 0.5
 
 
 def test_numbers_without_error_may_differ_by_rounding_alone():
     exact = Evaluation("test", 9, 0.0, None, None, (), label_kind="float", mean_absolute_error=0.0)
     rounded = replace(exact, loss=4.0, mean_absolute_error=1.5)
     # Answers around a million, in float32.
-    check_figures(rounded, exact, "off", rounding=10.0)
+    check_metrics(rounded, exact, "off", rounding=10.0)
     with pytest.raises(IntegrityError, match=r"loss 4\.0000 and mean absolute error 1\.5000"):
-        check_figures(rounded, exact, "off", rounding=1.0)
+        check_metrics(rounded, exact, "off", rounding=1.0)
 
 
 def test_a_sigmoid_that_rounds_to_1_costs_no_more_than_the_number_before_it():

@@ -18,18 +18,25 @@ from shardmill.values import Batch
 from tests.train.learners import CLIFF, LINEAR, SHAPE, STATEFUL, TORCH_MODELS, batch_of, learner, state
 from tests.train.ranks import numbers, train_on_ranks
 from tests.train.training import MODELS, Recorder
+from train.api import Learner, StatePart
 from train.backends import BACKENDS
-from train.backends.backend import Learner, StatePart
-from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
+from train.checkpoints.arrays import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.contracts.activities import Activity, during
 from train.contracts.mesh import Mesh
 from train.contracts.values import StepReport
-from train.contracts.world import World, alone
+from train.contracts.world import World
 from train.identity import settings_that_matter
 from train.strategies.collective import AnnouncedCollective, AnnouncedSum, SingleCollective
-from train.strategies.horovod import HOROVOD, TIMELINE, HorovodCollective, HorovodMember, join_horovod, timeline
-from train.strategies.horovod_rendezvous import GLOO_ADDRESS
+from train.strategies.horovod import (
+    GLOO_ADDRESS,
+    HOROVOD,
+    TIMELINE,
+    HorovodCollective,
+    HorovodMember,
+    join_horovod,
+    timeline,
+)
 
 NUM_RANKS = 2
 
@@ -214,13 +221,16 @@ def test_a_members_step_is_that_of_its_learner_and_says_what_it_waits_for(sums_m
         return tensor
 
     model = f"{MODELS}:{'normed' if sums_moments else 'linear'}"
-    one, other = (learner("keras", model, optimizer="sgd", sync_batch_norm=sums_moments) for _ in range(2))
+    one, other = (
+        learner("keras", model, sum_in_step=each, optimizer="sgd", sync_batch_norm=sums_moments)
+        for each in (sum_in_step, None)
+    )
     for part in (StatePart.WEIGHTS, StatePart.OWN):
         other.assign(part, one.arrays(part), "the first")
     collective = AnnouncedCollective(lambda world: SingleCollective(), World(), Telling())
-    member = HorovodMember(one, collective, Mesh.of(TrainConfig(sync_batch_norm=sums_moments)).data_index(0), alone)
+    member = HorovodMember(one, collective, Mesh.of(TrainConfig(sync_batch_norm=sums_moments)).data_index(0))
     if sums_moments:
-        member.sum_moments_by(sum_in_step, Telling())
+        member.announce_moments(Telling())
     assert (member.rank, member.world_size) == (0, 1)
     told.clear()
     step = member.train_step(batch_of(SHAPE, 6), 6, 0.1)
@@ -244,7 +254,7 @@ def test_rank_0_has_the_timeline(horovod, tmp_path, rank, calls):
 
 
 def test_what_the_strategy_declares():
-    assert HOROVOD.synchronous and HOROVOD.exact_resume and HOROVOD.syncs_batch_norm and HOROVOD.leaves_out_batches
+    assert HOROVOD.synchronous and HOROVOD.exact_resume and HOROVOD.syncs_batch_norm and HOROVOD.can_skip_batches
     assert HOROVOD.max_world_size is None and HOROVOD.backends == ("keras",)
     assert set(HOROVOD.compressions) == {"none", "fp16"}
     for text in (

@@ -26,18 +26,23 @@ from tests.lab.scale import exhaustive
 from tests.train.learners import SHAPE, THREE, TORCH_MODELS, batch_of, learner
 from tests.train.ranks import train_on_ranks
 from tests.train.training import MODELS, Killed, Recorder, check_terms, keras_model_of, train_here
+from train.api import Learner, StatePart
 from train.backends import BACKENDS
-from train.backends.backend import Learner, StatePart
 from train.backends.weight_files import read_arrays
+from train.checkpoints.arrays import (
+    BUFFER_BYTES,
+    MOST_BYTES_BETWEEN,
+    WEIGHTS,
+    StoredArray,
+    WeightFile,
+    load_arrays,
+    rank_file,
+)
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import read_whole_model
-from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
-from train.checkpoints.stored_arrays import BUFFER_BYTES, MOST_BYTES_BETWEEN, StoredArray, WeightFile
 from train.config import TrainConfig
 from train.identity import settings_that_matter
-from train.initialization.checkpoint_arrays import arrays_of_checkpoint
-from train.initialization.initial import find_initial, pinned, read_pinned
-from train.initialization.match_weights import match_weights
+from train.initialization.initial import arrays_of_checkpoint, find_initial, match_weights, pinned, read_pinned
 from train.planning.trainings import training_dir
 from train.published.exported import read_export
 from train.rank.initialize import read_initialized

@@ -24,8 +24,8 @@ from shardmill.stores import open_store
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.train.driver_process import hearing_signals
 from tests.train.training import ETL, DriverRecorder, tree_of
-from train.backends.backend import InputScale, model_spec
-from train.backends.keras.standardize import standardize
+from train.backends.keras.runtime import standardize
+from train.backends.model_spec import InputScale, model_spec
 from train.config import TrainConfig
 from train.job import main
 from train.models.user import source_sha256

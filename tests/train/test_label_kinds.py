@@ -27,9 +27,9 @@ from tests.train.forked_ranks import launch_forked
 from tests.train.learners import LINEAR, SHAPE, THREE, batch_of
 from tests.train.ranks import SERVED, Watcher
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here, tree_of
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart, synthetic_batch
-from train.backends.class_weights import class_weights
+from train.backends.model_spec import InputScale, ModelSpec, class_weights, synthetic_batch
 from train.config import TrainConfig
 from train.contracts.values import EpochRecord, Evaluation
 from train.contracts.world import World
@@ -123,13 +123,13 @@ def test_from_the_dataset_to_predictions(datasets, kind, backend, tmp_path):
     assert last.train_loss < first.train_loss and last.validation.label_kind == kind
     assert result.evaluation.num_samples == dataset.manifest.splits["test"].num_rows
     worst = {"multi_label": 0.9, "float": 0.6, "float_vector": 0.5}[kind]
-    assert metric.reaches(result.evaluation.figure, worst), result.evaluation
+    assert metric.reaches(result.evaluation.metric_value, worst), result.evaluation
     assert (last.train_accuracy is None) == (kind != "multi_label")
 
     config = TrainConfig(**settings, global_batch_size=32)
     export = export_training(str(tmp_path / "models"), config, result, "run").export
     assert export.record.labels == KINDS[kind]
-    assert export.record.evaluation.figure == pytest.approx(result.evaluation.figure, rel=1e-4)
+    assert export.record.evaluation.metric_value == pytest.approx(result.evaluation.metric_value, rel=1e-4)
 
     uri = str(tmp_path / "models")
     too_good = GateConfig(metric_limit=2.0 if metric.higher_is_better else 1e-9)
@@ -184,8 +184,8 @@ def test_backends_agree_on_loss_and_gradient(kind, smoothing):
         one.assign(StatePart.WEIGHTS, [np.ascontiguousarray(each) for each in weights], "the test")
         outputs_NK = one.outputs(batch.images_NHWC)[:4]
         found[name] = one.apply(one.gradients(batch, 4, 1.0), 0.01)
-        answers_NK = one.answers(batch.images_NHWC)[:4]
-        assert one.outputs_are_logits == (kind == "multi_label") and answers_NK.shape == (4, num_outputs)
+        predictions_NK = one.predictions(batch.images_NHWC)[:4]
+        assert one.outputs_are_logits == (kind == "multi_label") and predictions_NK.shape == (4, num_outputs)
     keras, torch = found["keras"], found["torch"]
     truth_NK = truth[:4].reshape(4, num_outputs).astype(np.float64)
     if kind == "multi_label":

@@ -38,7 +38,7 @@ from train.launching.rank import DEFAULT_WORKER, EXIT_ABORTED
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.reporting.run_log import RunLog
-from train.strategies.horovod_rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
+from train.strategies.horovod import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
 
 MODELS = "tests.train.models_under_test"
 HOURS = {"silent_seconds": 7200, "progress_timeout_seconds": 9000}

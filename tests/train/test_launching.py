@@ -35,9 +35,9 @@ from train.contracts.activities import Activity
 from train.contracts.values import OUTPUT, from_json, to_json
 from train.launching import messages
 from train.launching.messages import Event, Exchange, Exchanged, Failure, Heartbeat, Stop, Timed
-from train.launching.output import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_LINES, RankOutput, gathered
+from train.launching.processes import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_LINES, RankOutput, gathered
 from train.launching.side_process import Question, ask
-from train.launching.spark_slots import num_places_of, num_slots_of
+from train.launching.spark_slots import num_rank_slots, num_slots_of
 from train.models import MODELS
 from train.planning.auto import resolve
 from train.planning.trial_build import may_not_build, try_build
@@ -313,7 +313,7 @@ def test_a_cluster_is_not_asked_for_ranks_of_a_model_that_does_not_build(tiny_ur
 
 @pytest.mark.starts("ranks")
 def test_ranks_that_shard_a_model_try_it_themselves_and_none_waits_for_the_other(tiny_uri, tmp_path):
-    """The others have it without numbers, and cannot call it."""
+    """The others have it on `meta`, and cannot call it."""
     model = "tests.train.torch_models:one_class_too_many"
     task = task_of(tiny_uri, tmp_path, model=model, strategy="torch_fsdp", num_workers=2, launcher="local")
     with pytest.raises(UsageError, match=r"shape \(2, 4\) for 2 images \(rank 0, .*; expected 3 outputs"):
@@ -393,7 +393,7 @@ def test_slots_are_counted_where_they_are_known(master, conf, expected):
     ],
 )  # fmt: skip
 def test_places_of_a_cluster(master: str, conf: dict[str, str], num_places: int | None):
-    assert num_places_of(master, conf) == num_places
+    assert num_rank_slots(master, conf) == num_places
 
 
 @pytest.mark.parametrize(

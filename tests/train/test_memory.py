@@ -27,10 +27,11 @@ from tests.train.forked_ranks import launch_forked
 from tests.train.learners import LINEAR, SHAPE, SPEC, THREE, batch_of, learner
 from tests.train.ranks import VIT, WORKERS, Watcher, usually_of
 from tests.train.training import MODELS, DriverRecorder, task_of, tree_of
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart, model_spec
+from train.backends.model_spec import InputScale, ModelSpec, model_spec
 from train.config import TrainConfig
-from train.contracts.epochs import evaluation_spec, row_source
+from train.contracts.row_source import evaluation_spec, row_source
 from train.identity import settings_that_matter
 from train.planning.auto import resolve
 from train.planning.host_memory import Limit, MemoryRecord, images_at_once, input_bytes, most_microbatches

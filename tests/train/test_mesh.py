@@ -21,8 +21,7 @@ from tests.train.ranks import VIT, kill_on_ranks, numbers, train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.checkpoints.shards import WEIGHTS_PART, read_index
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
-from train.contracts.mesh_shape import MeshShape
+from train.contracts.mesh import Mesh, MeshShape
 from train.models import MODELS
 from train.models.tensor_plans import check_heads, heads_of, tensor_plan
 from train.planning.auto import resolve
@@ -292,7 +291,7 @@ def part_of(layers, plan, rank: int, num_ranks: int):
 
 
 def test_the_plan_of_a_vision_transformer_names_every_linear_layer_of_its_blocks():
-    from train.models.split_attention import split_attention
+    from train.models.tensor_plans import split_attention
 
     model = MODELS["vit_tiny"]((32, 32, 3), 5)
     assert tensor_plan(model) == {
@@ -329,7 +328,7 @@ def test_parts_of_attention_and_mlp_add_up_to_the_whole(num_ranks):
 def test_attention_of_torchvision_that_is_taken_apart_computes_the_same():
     import torch
 
-    from train.models.split_attention import SplitAttention, split_attention
+    from train.models.tensor_plans import SplitAttention, split_attention
 
     whole = vit_of_torchvision()
     drawn_after = torch.get_rng_state()
@@ -351,7 +350,7 @@ def test_attention_of_torchvision_that_is_taken_apart_computes_the_same():
 def test_attention_that_drops_weights_out_stays_whole():
     from torchvision.models import VisionTransformer
 
-    from train.models.split_attention import split_attention
+    from train.models.tensor_plans import split_attention
 
     model = split_attention(VisionTransformer(32, 8, 1, 2, 16, 32, attention_dropout=0.1))
     plan = tensor_plan(model)

@@ -32,12 +32,10 @@ from tests.train.exports import put_export
 from train.contracts.values import StepReport
 from train.identity import fields_of_settings
 from train.published.announce import announce, card_of, model_card, refresh_model_card
-from train.published.current import read_history
-from train.published.decision import Promotion
-from train.published.exported import Export
+from train.published.exported import Export, read_history
 from train.published.gate import promote_export
 from train.published.mlflow_registry import register_current, resolve_registered
-from train.published.promote import choose_export, roll_back
+from train.published.promote import Promotion, choose_export, roll_back
 from train.reporting.mlflow_client import connect, experiment_id
 from train.reporting.observer import GlobalStep
 from train.reporting.trackers import sent

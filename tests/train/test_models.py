@@ -25,22 +25,20 @@ from tests.lab.scale import exhaustive
 from tests.train.learners import SHAPE, THREE, batch_of, learner, step_of
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import DriverRecorder, Recorder, train_here
+from train.api import SharedModel, replicated_state
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model
-from train.backends.step_rules import is_decayed
+from train.backends.model_spec import InputScale, ModelSpec
+from train.backends.rules import is_decayed
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.layers.sample_bits import drawing, number_layers, sample_keys
 from train.models import BUILD_FOR_ANY_IMAGE, MODELS, MODULES
-from train.models.find import find_model
 from train.models.small_cnn import small_cnn
-from train.models.user import source_sha256, trains_module
+from train.models.user import find_model, source_sha256, trains_module
 from train.planning.auto import resolve
 from train.planning.trial_build import try_build
-from train.strategies.held import holds_all
-from train.strategies.shared_model import SharedModel
-from train.strategies.single import SINGLE
+from train.strategies.replicated import SINGLE
 from train.tree import TrainTree
 
 OURS = [name for name, each in MODELS.entries.items() if "keras" in each.packages]
@@ -313,7 +311,7 @@ def test_an_architecture_of_torchvision_trains_and_exports(tmp_path):
     one.write_served(tmp_path)
     images_NHWC = batch_of(shape, 5).images_NHWC
     served = BACKENDS["torch"].load_served(tmp_path)
-    np.testing.assert_allclose(served.answers(images_NHWC), one.answers(images_NHWC), atol=1e-5)
+    np.testing.assert_allclose(served.predictions(images_NHWC), one.predictions(images_NHWC), atol=1e-5)
 
 
 def test_images_that_an_architecture_of_torchvision_does_not_take_are_refused():
@@ -322,7 +320,7 @@ def test_images_that_an_architecture_of_torchvision_does_not_take_are_refused():
             MODELS[f"torchvision.models:{name}"]((16, 20 if "vit" in name else 16, 3), 3)
 
 
-SHARES_NOTHING = SharedModel(axes=(), held=holds_all)
+SHARES_NOTHING = SharedModel(axes=(), rank_state=replicated_state)
 NEEDS_MODULE = replace(SINGLE, backends=("torch",), shared_model=SHARES_NOTHING)
 """A strategy whose one rank holds all parts of a module."""
 STRATEGY = f"{__name__}:NEEDS_MODULE"
@@ -453,7 +451,7 @@ def test_a_vision_transformer_of_torch_trains_and_exports(tmp_path, model, shape
     one.write_served(tmp_path)
     images_NHWC = batch_of(shape_HWC, 5).images_NHWC
     served = BACKENDS["torch"].load_served(tmp_path)
-    np.testing.assert_allclose(served.answers(images_NHWC), one.answers(images_NHWC), atol=1e-5)
+    np.testing.assert_allclose(served.predictions(images_NHWC), one.predictions(images_NHWC), atol=1e-5)
 
 
 def test_weights_have_names_by_which_they_are_decayed_and_frozen():
@@ -469,7 +467,7 @@ def test_weights_have_names_by_which_they_are_decayed_and_frozen():
 
 
 def test_without_tensorflow_a_model_with_a_twin_is_that_module(monkeypatch):
-    monkeypatch.setattr("train.models.modules._has_torch_alone", lambda: True)
+    monkeypatch.setattr("train.models.user._has_torch_alone", lambda: True)
     config = resolve(TrainConfig(), SparkConfig()).config
     assert (config.model, config.backend, config.strategy, config.launcher) == (
         "small_cnn",

@@ -26,12 +26,12 @@ from tests.train.ranks import (
     usually_of,
 )
 from tests.train.training import Recorder, task_of, train_here
+from train.api import all_members
+from train.checkpoints.arrays import MARKER, rank_file
 from train.checkpoints.shards import WEIGHTS_PART, shard_file
-from train.checkpoints.state import MARKER, rank_file
-from train.evaluation.evaluate import read_confusion
 from train.launching import LAUNCHERS
+from train.metrics.evaluate import read_confusion
 from train.strategies import STRATEGIES
-from train.strategies.strategy import all_members
 
 # Whose ranks all run the loop; the others have tests of their own (test_parameter_server.py).
 OF_EQUALS = [name for name, each in STRATEGIES.items() if each.roles is all_members and each.allows_world_size(2)]

@@ -18,13 +18,14 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.learners import LINEAR, SHAPE, STATEFUL, THREE, TORCH_MODELS, batch_of, learner, step_of
 from tests.train.training import MODELS, Killed, Recorder, check_terms, task_of, train_here
+from train.api import Learner, StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, Learner, StatePart
 from train.backends.keras.build import DTYPE_POLICIES, build_model
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.step import TrainStep
-from train.backends.step_rules import is_decayed, microbatches_of
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
+from train.backends.model_spec import InputScale
+from train.backends.rules import is_decayed, microbatches_of
+from train.checkpoints.arrays import OPTIMIZER, WEIGHTS, load_arrays
 from train.config import TrainConfig
 from train.identity import settings_that_matter
 from train.optimizers import OPTIMIZERS

@@ -27,8 +27,8 @@ from tests.train.driver_process import start_driver
 from tests.train.forked_ranks import forked_ranks, launch_forked
 from tests.train.ranks import SERVED, WORKERS, Watcher, planned
 from tests.train.training import MODELS, DriverRecorder, Recorder, check_terms, task_of, train_here
+from train.checkpoints.arrays import load_arrays, rank_file
 from train.checkpoints.checkpoint import complete_checkpoints
-from train.checkpoints.state import load_arrays, rank_file
 from train.config import TrainConfig
 from train.contracts.world import Role
 from train.launching import LAUNCHERS

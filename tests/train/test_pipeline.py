@@ -20,7 +20,7 @@ from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
 from tests.train.ranks import VIT, kill_on_ranks, train_on_ranks
 from tests.train.training import DriverRecorder, task_of
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.model_spec import InputScale, ModelSpec
 from train.backends.torch.chain import cut
 from train.config import TrainConfig
 from train.labels import LabelSpec

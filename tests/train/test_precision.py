@@ -23,11 +23,11 @@ from tests.train.learners import SHAPE, batch_of, learner
 from tests.train.multi_rank_workers import LATE_SECONDS
 from tests.train.ranks import WORKERS, Watcher, planned, train_on_ranks, usually_of
 from tests.train.training import DriverRecorder, Killed, Recorder, task_of, train_here
-from train.backends.backend import Learner, StatePart
-from train.backends.torch.precision import FIRST_SCALE, LARGEST_SCALE, NUM_UPDATES_TO_DOUBLE, Precision
+from train.api import Learner, StatePart
+from train.backends.torch.passes import FIRST_SCALE, LARGEST_SCALE, NUM_UPDATES_TO_DOUBLE, Precision
+from train.checkpoints.arrays import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.shards import WEIGHTS_PART, read_index
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.launching.rank import DEFAULT_WORKER
 from train.published.export import LOSS_TOLERANCE, export_training

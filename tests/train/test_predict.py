@@ -32,13 +32,13 @@ from shardmill.options import DecodeLimits
 from shardmill.values import ImageSample
 from tests.lab.commands import ENGINE_HERE, ROOT, SUMMARY_SCHEMA, in_process, last_line
 from tests.lab.datasets import make_dataset
-from train.backends.backend import model_spec
+from train.backends.model_spec import model_spec
 from train.config import TrainConfig
 from train.planning.preflight import check_trainable
 from train.published.evaluation import evaluate_on
 from train.published.export import export_training
+from train.published.exported import load_exported
 from train.published.gate import promote_export
-from train.published.load import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 from train.published.row_mapper import mapping_of, open_mapper
 from train.reporting.run_log import RunLog

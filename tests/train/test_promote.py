@@ -28,29 +28,37 @@ from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.checkpoints import write_checkpoint
 from tests.train.exports import put_export
 from tests.train.training import tree_of
-from train.checkpoints.attempts import claim_attempt
-from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
-from train.contracts.progress import BestEpoch, Progress
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, claim_attempt
 from train.contracts.values import (
     CONFUSION,
     EXCHANGED_FILES,
     PROFILES,
     RESULT,
+    BestEpoch,
     ModelIdentity,
+    Progress,
     TimeShares,
     TrainResult,
     to_json,
 )
-from train.evaluation.evaluate import SMALLEST_LOG_PROBABILITY
 from train.garbage import ModelsReport, collect_models, plan_models
+from train.metrics.evaluate import SMALLEST_LOG_PROBABILITY
 from train.planning.auto import resolve
 from train.planning.make import PLAN, keep_plan, read_plan
 from train.planning.trainings import FRESH, TRAININGS, FreshTraining
-from train.published.current import CURRENT, Pointer, read_history
-from train.published.exported import EXPORTS, Export, ExportRecord, read_export
-from train.published.figures import by_name, evaluate_export
+from train.published.evaluation import by_name, evaluate_export
+from train.published.exported import (
+    CURRENT,
+    EXPORTS,
+    Export,
+    ExportRecord,
+    Pointer,
+    current_export,
+    load_exported,
+    read_export,
+    read_history,
+)
 from train.published.gate import promote_export, promotion_record
-from train.published.load import current_export, load_exported
 from train.published.promote import choose_export, roll_back
 from train.rank.initialize import INITIALIZED
 from train.records import numbers_in_words, put_record, record_numbers

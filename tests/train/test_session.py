@@ -27,22 +27,31 @@ from tests.train.checkpoints import FullStore
 from tests.train.learners import LINEAR
 from tests.train.training import Recorder, train_here
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec
-from train.backends.batch_norms import largest_momentum
-from train.checkpoints.attempts import Attempt, claim_attempt
+from train.backends.model_spec import InputScale, ModelSpec
+from train.backends.rules import largest_momentum
+from train.checkpoints.arrays import WEIGHTS, load_arrays, rank_file
 from train.checkpoints.checkpoint import (
+    Attempt,
     CheckpointFolder,
     SavedFiles,
     TrainingIdentity,
+    claim_attempt,
     complete_checkpoints,
     open_checkpoint,
 )
 from train.checkpoints.checkpoint_writer import CheckpointWriter
-from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
-from train.contracts.progress import BestEpoch, EarlyStop, Progress, TimeSpent
 from train.contracts.task import WorkerTask
-from train.contracts.values import EpochRecord, Evaluation, ModelIdentity, to_json
+from train.contracts.values import (
+    BestEpoch,
+    EarlyStop,
+    EpochRecord,
+    Evaluation,
+    ModelIdentity,
+    Progress,
+    TimeSpent,
+    to_json,
+)
 from train.contracts.world import World
 from train.labels import LabelSpec
 from train.published.export import export_training
@@ -77,9 +86,6 @@ class Stand:
         self.calls: list[tuple[Any, ...]] = []
         self.broadcast_bytes: Callable[[bytes], bytes] = lambda data: data
         self.gather_bytes: Callable[[bytes], list[bytes]] = lambda data: [data]
-
-    def gather_aside(self, data: bytes) -> list[bytes]:
-        return [data]
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
         return {WEIGHTS: [np.array([self.value])], rank_file(0): [np.zeros(2)]}

@@ -35,8 +35,8 @@ from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.world import Role
 from train.launching import LAUNCHERS
-from train.launching.exchanges import StopAgreement, StopPoint
-from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
+from train.launching.connection import StopAgreement, StopPoint
+from train.launching.rank_failures import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.models.user import source_sha256
 from train.planning.auto import resolve
 from train.reporting.observer import GlobalStep

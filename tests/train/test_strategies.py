@@ -32,8 +32,8 @@ from tests.train.learners import LINEAR, SHAPE, batch_of, learner, state
 from tests.train.ranks import LONG, SMOOTH_MODEL, STATEFUL, kill_on_ranks, train_on_ranks
 from tests.train.training import MODELS, Recorder, check_terms, train_here
 from train.backends import BACKENDS
-from train.backends.gpu_builds import why_no_gpu
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
+from train.backends.frameworks import gpu_problem
+from train.checkpoints.arrays import OPTIMIZER, WEIGHTS, load_arrays
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
@@ -47,8 +47,7 @@ from train.strategies.horovod import HorovodCollective, join_horovod
 from train.strategies.local_sgd import local_round
 from train.strategies.mirrored import check_rows
 from train.strategies.options import MirroredOptions
-from train.strategies.replicated import JoinCollective
-from train.strategies.single import open_single
+from train.strategies.replicated import JoinCollective, open_single
 
 
 def every_collective_is_the_identity(join: JoinCollective) -> None:
@@ -196,7 +195,7 @@ def launch(launcher: str, spark: SparkConfig | None = None, **train) -> tuple[Tr
     return LAUNCHERS[launcher].launch(task, spark or SparkConfig(), watcher, worker=worker), watcher
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.parametrize(
     ("given_variable", "num_gpus", "expected"),
     [
@@ -215,7 +214,7 @@ def test_the_variable_is_read_as_cuda_reads_it(given_variable, num_gpus, expecte
     assert visible_gpus(environment, num_gpus) == expected
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @given(num_ranks=st.integers(1, 16), num_gpus=st.integers(0, 16), is_one=st.booleans())
 def test_ranks_of_a_host_share_its_gpus_without_overlap_or_are_refused(num_ranks, num_gpus, is_one):
     gpus = [f"gpu-{number}" for number in range(num_gpus)]
@@ -232,7 +231,7 @@ def test_ranks_of_a_host_share_its_gpus_without_overlap_or_are_refused(num_ranks
         assert len(used) == (num_gpus // num_ranks * num_ranks if not is_one else num_ranks if num_gpus else 0)
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.parametrize(
     ("wanted", "devices", "said"),
     [
@@ -248,7 +247,7 @@ def test_a_map_that_cannot_be_meant_is_refused_with_the_numbers(wanted, devices,
         check_devices(wanted, placement)
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.starts("ranks")
 def test_each_local_rank_sees_its_own_device_alone(monkeypatch):
     monkeypatch.setenv(CUDA_VARIABLE, "3,GPU-8a,1,0")
@@ -258,7 +257,7 @@ def test_each_local_rank_sees_its_own_device_alone(monkeypatch):
     assert result.placement == tuple(RankDevices(rank, HERE, (watcher.sees[rank],)) for rank in range(4))
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.starts("ranks")
 def test_the_cpu_is_what_is_asked_for_though_there_are_gpus(monkeypatch):
     monkeypatch.setenv(CUDA_VARIABLE, "0,1")
@@ -266,13 +265,13 @@ def test_the_cpu_is_what_is_asked_for_though_there_are_gpus(monkeypatch):
     assert watcher.sees == {0: "-1", 1: "-1"}
     assert [each.devices for each in result.placement] == [(), ()]
     # The installed TensorFlow cannot use a GPU: there is nothing to share out, and nothing to ask for.
-    if why_no_gpu("keras"):
+    if gpu_problem("keras"):
         check_terms(TrainConfig(num_workers=4, strategy="horovod", launcher="local"), SparkConfig())
         with pytest.raises(UsageError, match="train.devices = 'gpu'; but tensorflow-cpu .* without CUDA"):
             check_terms(TrainConfig(devices="gpu"), SparkConfig())
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.starts("program")
 @pytest.mark.parametrize(
     ("visible", "devices", "said"),
@@ -290,7 +289,7 @@ def test_too_few_gpus_here_are_known_before_anything_starts(monkeypatch, tmp_pat
     assert finding.status == "fail" and said[0] in finding.found
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.starts("ranks")
 def test_a_framework_that_does_not_see_its_device_does_not_fall_back_to_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv(CUDA_VARIABLE, "7")
@@ -320,7 +319,7 @@ def spark_with_gpus(tmp_path: Path, num_workers: int, cores: int, addresses: str
     return SparkConfig(master=master, train=SparkApplicationConfig(conf=conf))
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.drill
 def test_ranks_get_the_gpus_that_spark_found_and_assigned(tmp_path, monkeypatch, own_jvm):
     # Not what the machine shows: Spark says which of them is whose.
@@ -333,7 +332,7 @@ def test_ranks_get_the_gpus_that_spark_found_and_assigned(tmp_path, monkeypatch,
     assert {each.rank: ",".join(each.devices) for each in result.placement} == watcher.sees
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.drill
 def test_two_executors_that_claim_the_same_gpus_are_refused(tmp_path, monkeypatch, own_jvm):
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
@@ -341,7 +340,7 @@ def test_two_executors_that_claim_the_same_gpus_are_refused(tmp_path, monkeypatc
         launch("spark_barrier", spark_with_gpus(tmp_path, 2, 2, '"0", "1"'))
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 def test_gpus_bound_the_slots_of_an_executor():
     conf = {"spark.executor.resource.gpu.amount": "2", "spark.task.resource.gpu.amount": "1"}
     assert num_slots_of("local-cluster[2,3,1024]", conf) == 4
@@ -363,7 +362,7 @@ def memory_that_grows() -> list[tuple[str, bool]]:
     return told
 
 
-@pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
+@pytest.mark.skipif(bool(gpu_problem("torch")), reason="PyTorch was built without CUDA here")
 @pytest.mark.starts("program")
 def test_tensorflow_takes_a_gpus_memory_as_it_needs_it():
     """Else each process takes all of it at once. TensorFlow without CUDA sees no GPU: it is told of two."""

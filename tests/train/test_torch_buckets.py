@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import in_own_process
 from train.config import TrainConfig
-from train.strategies.torch_buckets import LAST_SENT_BYTES, BucketSums, layout
+from train.strategies.torch_ddp import LAST_SENT_BYTES, BucketSums, layout
 
 
 def test_a_bucket_is_full_or_of_one_weight_and_the_last_that_leaves_is_small():

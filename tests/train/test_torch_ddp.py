@@ -12,10 +12,11 @@ import pytest
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from tests.train.training import Recorder
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.model_spec import InputScale, ModelSpec
+from train.checkpoints.arrays import dump_arrays
 from train.checkpoints.checkpoint import SavedFiles
-from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
 from train.contracts.world import World
 from train.labels import LabelSpec
@@ -123,7 +124,7 @@ def test_a_rank_whose_rank_0_has_no_store_says_so():
 
 def test_what_the_strategy_declares():
     assert TORCH_DDP.synchronous and TORCH_DDP.exact_resume and TORCH_DDP.syncs_batch_norm
-    assert TORCH_DDP.leaves_out_batches and TORCH_DDP.max_world_size is None and TORCH_DDP.backends == ("torch",)
+    assert TORCH_DDP.can_skip_batches and TORCH_DDP.max_world_size is None and TORCH_DDP.backends == ("torch",)
     assert set(TORCH_DDP.compressions) == {"none", "fp16", "bf16"}
     for text in (
         "DistNetworkError: gone",

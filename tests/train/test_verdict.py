@@ -18,13 +18,12 @@ from shardmill.registry import Entry
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from tests.train.training import DriverRecorder, Recorder, task_of, train_here, tree_of
-from train.backends.backend import ModelSpec
+from train.backends.model_spec import ModelSpec
 from train.config import TrainConfig
-from train.contracts.progress import Progress, TimeSpent, has_not_learned
-from train.contracts.values import EpochRecord, StepReport
+from train.contracts.values import EpochRecord, Progress, StepReport, TimeSpent, has_not_learned
 from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
-from train.models.identity import inputs_hint
+from train.models.user import inputs_hint
 from train.planning import divide, memory_plan
 from train.planning.auto import resolve
 from train.planning.divide import ModelFacts, Room, division_rules, nothing_holds, row_of, with_room

@@ -41,9 +41,9 @@ from train.launching.connection import (
     new_token,
     proof_of,
 )
-from train.launching.deadlines import RankState
-from train.launching.faults import FaultKind, failure_of
+from train.launching.deadlines import WatchedRank
 from train.launching.messages import Abort, Challenge, Finished, Heartbeat, Hello, RankExit, Step
+from train.launching.rank_failures import FaultKind, failure_of
 from train.launching.watchdog import LostRanks, Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
@@ -249,9 +249,11 @@ def test_a_rank_whose_connection_has_closed_is_killed_and_not_silent_as_well(wat
     assert (fault.rank, fault.kind, fault.where) == (1, FaultKind.KILLED, "host host, pid 7")
 
 
-def begun(*roles: Role) -> list[RankState]:
+def begun(*roles: Role) -> list[WatchedRank]:
     """Ranks that have made a step, seen at 10 s."""
-    return [RankState(number, role, last_step=Cursor(0, 0), progress_seconds=10.0) for number, role in enumerate(roles)]
+    return [
+        WatchedRank(number, role, last_step=Cursor(0, 0), progress_seconds=10.0) for number, role in enumerate(roles)
+    ]
 
 
 def test_a_rank_that_the_others_can_do_without_is_away_until_it_is_back_or_lost():

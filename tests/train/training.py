@@ -11,8 +11,8 @@ from etl.config import EtlConfig
 from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import StatePart
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
-    from train.backends.backend import Backend
+    from train.api import Backend
 
 BACKENDS: Registry[Backend] = Registry(
     "train.backend",
@@ -20,5 +20,5 @@ BACKENDS: Registry[Backend] = Registry(
         ),
         "torch": Entry("train.backends.torch.backend:TORCH", "PyTorch", extra="torch", packages=("torch",)),
     },
-    point=ExtensionPoint("the framework, and all code that imports it", "train.backends.backend:Backend"),
+    point=ExtensionPoint("the framework, and all code that imports it", "train.api:Backend"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import train.backends.keras.optimizers as in_keras
-import train.backends.torch.optimizers as in_torch
+import train.backends.torch.state as in_torch
 from train.optimizers import Optimizer
 
 # The decays of the recipes that made them common: ResNet's (arXiv:1512.03385), and those of ConvNeXt, DeiT and Swin.

@@ -59,7 +59,9 @@ def are_logits(
     # Models by name give logits (train/models/).
     if config.model_outputs == "logits" or not MODELS.is_own(config.model):
         return True
-    images_NHWC = _images(image_shape_HWC)
+    # Black, white, and noise: images that differ.
+    noise = np.random.default_rng(0).integers(0, 256, (4, *image_shape_HWC), dtype=np.uint8)
+    images_NHWC = np.concatenate([np.zeros_like(noise[:1]), np.full_like(noise[:1], 255), noise])
     at_first = form_of(probe.outputs(images_NHWC)) or OutputForm.ANY
     expected = (OutputForm.DISTRIBUTION,) if kind == "class" else (OutputForm.DISTRIBUTION, OutputForm.UNIT)
     if config.model_outputs == "probabilities":
@@ -118,12 +120,6 @@ def _form_under_noise(probe: Probe, images_NHWC: np.ndarray, at_first: OutputFor
     finally:
         probe.assign(own)
     return next(form for form in OutputForm if form in forms)
-
-
-def _images(image_shape_HWC: tuple[int, int, int]) -> np.ndarray:
-    """Black, white, and noise: images that differ."""
-    noise = np.random.default_rng(0).integers(0, 256, (4, *image_shape_HWC), dtype=np.uint8)
-    return np.concatenate([np.zeros_like(noise[:1]), np.full_like(noise[:1], 255), noise])
 
 
 def _no_probabilities(config: TrainConfig, kind: LabelKind, form: OutputForm) -> UsageError:

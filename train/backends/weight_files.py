@@ -1,7 +1,7 @@
 """Reads files of named arrays as data: nothing is unpickled, imported or executed, and sizes are bounded.
 
 `.safetensors` (its header is JSON), HDF5 as Keras writes it, and the HDF5 file inside a `.keras` archive. PyTorch's own
-files are the backend's to read (train/backends/torch/names.py).
+files are the backend's to read (train/backends/torch/model.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
-from train.checkpoints.stored_arrays import StoredArray, WeightFile
+from train.checkpoints.arrays import StoredArray, WeightFile
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_ARRAY_BYTES = 16_000_000_000

@@ -1,16 +1,24 @@
-"""Resumable training state: the checkpoint format, which checkpoints are complete, and which are kept.
+"""Resumable training state: the checkpoint format, which checkpoints are complete, which are kept, and who may publish.
 
-<training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2 (train/checkpoints/attempts.py)
+<training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2
     weights.npz  optimizer.npz      written by rank 0
     rank-00000.npz ...              each rank's non-trainable state (moving statistics, seed states)
     MARKER.json                     size and SHA-256 of every file, and where the training stands; published last
+<training_dir>/attempts/00000002.json     who claimed number 2; `put_if_absent` gives each number to one attempt
 
 Only files that the marker names are used. Ranks that share a model write its weights in shards: see shards.py.
+
+Only the newest attempt may publish, however long an older one keeps running: a scheduler that lost sight of an attempt
+starts another, and the older one may wake up again; what it would publish then is refused to it. Between its look at
+the numbers and its write a newer one may still begin: such a checkpoint is whole and of the same training, and counts
+less than any of the newer attempt; a result is published once.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +26,13 @@ from functools import partial
 from pydantic import ValidationError
 
 from shardmill.checksummed import ChecksummedFile, check_relative_path, read_checksummed, verified_body, verify_file
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import CommitConflict, IntegrityError, UsageError
+from shardmill.section import Section
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
-from train.checkpoints.attempts import Attempt
-from train.checkpoints.state import MARKER
-from train.contracts.progress import Progress
-from train.contracts.values import ModelIdentity, from_json
+from train.checkpoints.arrays import MARKER
+from train.contracts.values import ModelIdentity, Progress, from_json
+from train.records import put_record, read_record, record_numbers, record_path
 
 _DAMAGED = "restore it from a backup, or train again: a training resumes from its newest complete checkpoint"
 
@@ -248,3 +256,63 @@ def _delete_checkpoint(store: Store, path: str, names: Iterable[str]) -> None:
     # The marker goes first: half a checkpoint must never look whole.
     for name in sorted(names, key=lambda name: name != MARKER):
         store.delete(f"{path}/{name}")
+
+
+ATTEMPTS = "attempts"
+
+
+class AttemptRecord(Section):
+    """The process that claimed an attempt number."""
+
+    host: str
+    process: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One of the attempts at the training in `training_dir`, relative to the store's root."""
+
+    store: Store
+    training_dir: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Part of the names of the attempt's files: no attempt ever overwrites another one's files."""
+        return f"a{self.number:08d}"
+
+    def check(self) -> None:
+        """Raise CommitConflict (exit 6) if a newer attempt has begun."""
+        folder = f"{self.training_dir}/{ATTEMPTS}"
+        # Numbers have no gaps, so one question is enough; this is asked at every checkpoint.
+        if self.store.stat(record_path(folder, self.number + 1)) is None:
+            return
+        newest = max(record_numbers(self.store, folder))
+        by = read_record(self.store, folder, newest, AttemptRecord)
+        raise CommitConflict(
+            f"attempt {self.number} at {join_uri(self.store.uri, self.training_dir)} is no longer the newest: "
+            f"attempt {newest} began on host {by.host}, process {by.process}",
+            "an older attempt may not publish anything",
+            "let the newer attempt continue; if it has ended, run the same command again",
+        )
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Publish a file that no attempt has published yet. Raises CommitConflict if one has, or if this one is old."""
+        self.check()
+        if not self.store.put_if_absent(path, data) and self.store.read(path) != data:
+            raise CommitConflict(
+                f"another attempt has published {join_uri(self.store.uri, path)} before attempt {self.number}",
+                "expected no such file; nothing was replaced",
+                "run the same command again: it finds the published file",
+            )
+
+
+def claim_attempt(store: Store, training_dir: str, world_size: int) -> Attempt:
+    """The next number, which is nobody else's."""
+    folder = f"{training_dir}/{ATTEMPTS}"
+    record = AttemptRecord(host=socket.gethostname(), process=os.getpid(), world_size=world_size)
+    number = max(record_numbers(store, folder), default=0) + 1
+    while not put_record(store, folder, number, record):
+        number += 1
+    return Attempt(store, training_dir, number)

@@ -1,7 +1,7 @@
 """Writes checkpoints in the background: the arrays of one moment are copied, and the next step begins.
 
 Every rank has a writer, with one thread, and hands over the same moments in the same order. At most one is being
-written; to hand over the next waits for it. The ranks' threads agree among themselves (`Member.gather_aside`), so that
+written; to hand over the next waits for it. The ranks' threads agree among themselves (`World.exchange_aside`), so that
 no step waits for the store, and after each checkpoint all of them know alike whether it is there.
 """
 
@@ -22,11 +22,11 @@ from shardmill.errors import StorageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
 from shardmill.storage import Store
+from train.checkpoints.arrays import MARKER, dump_arrays
 from train.checkpoints.checkpoint import CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
-from train.checkpoints.state import MARKER, dump_arrays
 from train.contracts.activities import Activity, during, waiting
-from train.contracts.progress import Progress
-from train.contracts.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json
+from train.contracts.values import BEFORE_CHECKPOINT, Progress, Reporter, from_json, to_json
+from train.contracts.world import Gather, alone
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
 GRACE_SECONDS = 10.0
@@ -34,12 +34,11 @@ STORING, OF_ALL_RANKS = Activity("storing a checkpoint"), waiting("the checkpoin
 
 
 class Ranks(Protocol):
-    """The ranks that write a checkpoint together; see train/strategies/member.py."""
+    """The ranks that write a checkpoint together; see train/api.py."""
 
     rank: int
     world_size: int
 
-    def gather_aside(self, data: bytes) -> list[bytes]: ...
     def state_files(self) -> dict[str, list[np.ndarray]]: ...
 
 
@@ -70,9 +69,10 @@ class Written:
 class CheckpointWriter:
     """Writes the checkpoints of one rank."""
 
-    def __init__(self, folder: CheckpointFolder, ranks: Ranks, reporter: Reporter) -> None:
+    def __init__(self, folder: CheckpointFolder, ranks: Ranks, reporter: Reporter, gather: Gather = alone) -> None:
+        """`gather`: of the ranks that write one together, for the writer's thread."""
         self._folder = folder
-        self._ranks = ranks
+        self._ranks, self._gather_bytes = ranks, gather
         self._reporter = reporter
         self._running: Future[Written] | None = None
         self._changed = threading.Condition()
@@ -186,7 +186,7 @@ class CheckpointWriter:
     def _gather(self, data: bytes) -> list[bytes]:
         if self._ranks.world_size > 1:
             self._begin(OF_ALL_RANKS)
-        of_ranks = self._ranks.gather_aside(data)
+        of_ranks = self._gather_bytes(data)
         self._begin(STORING)
         return of_ranks
 

@@ -20,9 +20,8 @@ from functools import cached_property
 import numpy as np
 
 from shardmill.errors import IntegrityError
+from train.checkpoints.arrays import INDEX, OPTIMIZER, WEIGHTS, ArrayLike, TensorSlice, load_arrays, rank_file
 from train.checkpoints.checkpoint import FoundCheckpoint, SavedFiles
-from train.checkpoints.state import INDEX, OPTIMIZER, WEIGHTS, load_arrays, rank_file
-from train.checkpoints.stored_arrays import ArrayLike
 from train.contracts.values import from_json, to_json
 
 WEIGHTS_PART, OPTIMIZER_PART = PARTS_IN_ORDER = "weights", "optimizer"
@@ -49,7 +48,7 @@ class Shard:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Of the array, along each of its axes."""
-        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.shape, strict=True))
+        return TensorSlice(self.global_shape, self.offsets, self.shape).slices
 
     def overlap(self, other: Shard) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """The elements that both boxes have: slices of this one and of `other`; None if there are none."""

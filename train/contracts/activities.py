@@ -1,14 +1,16 @@
-"""The activities of a rank that its heartbeats report; each has a time limit."""
+"""The activities of a rank that its heartbeats report; each has a time limit. And time cut into laps without gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from shardmill.storage import Store
+
 
 Item = TypeVar("Item")
 
@@ -79,3 +81,17 @@ def each_announced(reporter: ReportsActivity, activity: Activity, items: Iterabl
         if item is end:
             return
         yield item
+
+
+class Stopwatch:
+    """Runs from its construction; `now` is its clock, in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._last = now()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        now = self._now()
+        seconds, self._last = now - self._last, now
+        return seconds

@@ -1,16 +1,18 @@
-"""Divides a training over its ranks: how many are along each axis, and the rows that each of them reads."""
+"""Divides a training over its ranks: how many are along each axis, where a rank lies, and the rows that it reads.
+
+No other module knows in which order ranks lie along the axes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.epoch_plan import streams_by_weight, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.words import counted
-from train.contracts.mesh_shape import AXES_OF_LAYERS, MeshShape
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -189,3 +191,69 @@ def _not_so_many_copies(config: TrainConfig, num_copies: int, ranks_per_copy: in
         f"expected sizes whose product is train.num_workers; a copy of the model has {counted(ranks_per_copy, 'rank')}",
         f"set train.num_workers = {asked * ranks_per_copy}, or train.mesh.data = 0 for {num_copies} copies",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SiloIndex(DataIndex):
+    """Member `index` of `count` trains on a dataset of its own; `streams` are those on which it evaluates."""
+
+    uri: str
+    rows_of_silos: tuple[int, ...]
+    """Samples in the train split of each."""
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of its training data: all."""
+        return 1.0
+
+
+AXES = ("pipeline", "data", "fsdp", "tensor")
+"""From the outermost to the innermost: neighbouring ranks are of one tensor group."""
+AXES_OF_LAYERS = ("pipeline", "tensor")
+"""Along these, ranks compute different layers, or parts of them, of the same rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Numbers of ranks along the axes, which are its fields in the order of `AXES`."""
+
+    pipeline: int = 1
+    """Stages of the model, each on a rank of its own."""
+    data: int = 1
+    """Copies of the model."""
+    fsdp: int = 1
+    """Ranks that share the weights of a copy, and read rows of their own (arXiv:1910.02054, stage 3)."""
+    tensor: int = 1
+    """Ranks that share each layer (arXiv:1909.08053)."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size, from the outermost to the innermost."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks, or groups of ranks, that read rows of their own."""
+        return self.data * self.fsdp
+
+    @property
+    def num_dividing(self) -> int:
+        """Number of ranks that compute with the same rows."""
+        return math.prod(self.sizes[axis] for axis in AXES_OF_LAYERS)
+
+    def stride(self, axis: str) -> int:
+        """How far apart two neighbours along that axis are: the ranks along all axes inside it."""
+        return math.prod(self.sizes[inner] for inner in AXES[AXES.index(axis) + 1 :])
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Axis -> the index of a rank along it."""
+        return {axis: rank // self.stride(axis) % size for axis, size in self.sizes.items()}
+
+
+def axes_in_words(sizes: Mapping[str, int]) -> str:
+    """`fsdp 4 x tensor 2`: the axes with several ranks, from the outermost to the innermost."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"

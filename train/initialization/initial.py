@@ -6,17 +6,34 @@ Nothing here imports a framework: the driver finds and hashes the file, rank 0 r
 from __future__ import annotations
 
 import hashlib
+import io
+import math
 import re
+import zipfile
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
+from train.checkpoints.arrays import (
+    INDEX,
+    MARKER,
+    OPTIMIZER_FILES,
+    ArrayLike,
+    Places,
+    StoredArray,
+    WeightFile,
+    box_of,
+    rank_file,
+)
 from train.checkpoints.checkpoint import open_checkpoint
-from train.checkpoints.state import INDEX, MARKER, OPTIMIZER_FILES
-from train.checkpoints.stored_arrays import WeightFile
+from train.checkpoints.shards import WEIGHTS_PART, Shard, filled, read_index
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.models import MODELS
 from train.models.user import framework_of, imported_packages
@@ -251,3 +268,189 @@ def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:
         f"its model {record.model!r} is of the backend {record.backend!r} {record.keras_note}".strip(),
         "start from an export of the same framework, or from a file",
     )
+
+
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Initialized:
+    """The weights that a training loaded from `train.init_from`."""
+
+    source: str
+    num_loaded: int
+    num_weights: int
+    """Arrays of the model."""
+    share: float
+    """Share of the model's numbers."""
+    replaced: tuple[str, ...]
+    """Weights of the head that keep their fresh values, and why: other shapes, or other classes."""
+    missing: tuple[str, ...]
+    """Weights of the model that the file does not have; they keep their fresh values."""
+    unused: tuple[str, ...]
+    """Arrays of the file that the model does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Values for some of a model's weights, and what is said of the others; as in `Initialized`."""
+
+    arrays: Mapping[str, ArrayLike]
+    """Not read yet, if they are in a file."""
+    replaced: tuple[str, ...]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def initialized(self, source: str, shapes: Mapping[str, tuple[int, ...]]) -> Initialized:
+        """Return the record."""
+        size = sum(map(math.prod, shapes.values()))
+        share = sum(array.size for array in self.arrays.values()) / max(1, size)
+        return Initialized(source, len(self.arrays), len(shapes), share, self.replaced, self.missing, self.unused)
+
+
+def match_weights(
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, ArrayLike],
+    head: Collection[str],
+    source: str,
+    *,
+    other_classes: bool = False,
+) -> Match:
+    """`shapes`: those of the model's weights, `given`: the file's arrays, by name; `head`: the last layer's names.
+
+    Names of either side may have a common prefix: a model inside an export or in DistributedDataParallel, a file of a
+    backbone that is a part of the model. The head's arrays are left out if one of them does not fit, or with
+    `other_classes`. Raises UsageError that lists all other weights of which the file has another shape, or if nothing
+    fits.
+    """
+    of_file, of_model = _prefixes(shapes, given)
+    # The head as a whole: half of another one is none.
+    shapes_there = {
+        name: given[there].shape for name in head if (there := of_file + name.removeprefix(of_model)) in given
+    }
+    other_head = other_classes or any(shapes[name] != shape for name, shape in shapes_there.items())
+    arrays, replaced, unfit, missing = {}, [], [], []
+    taken: set[str] = set()
+    for name, shape in shapes.items():
+        name_there = of_file + name.removeprefix(of_model)
+        array = given.get(name_there) if name.startswith(of_model) else None
+        if array is None:
+            missing.append(name)
+            continue
+        taken.add(name_there)
+        both = f"{name}: {array.shape} in the file, {shape} in the model"
+        if name in head and other_head:
+            replaced.append(both if array.shape != shape else f"{name}: belongs to other classes")
+        elif array.shape != shape:
+            unfit.append(both)
+        else:
+            arrays[name] = array
+    if unfit:
+        raise UsageError(
+            f"{source} does not fit the model: {listed(unfit)}",
+            "expected equal shapes, except in the last layer",
+            "use the model and the image size with which the file was created",
+        )
+    if not arrays:
+        raise UsageError(
+            f"no array of {source} fits a weight of the model",
+            f"the model has {listed(list(shapes))}; the file has {listed(list(given)) or 'none'}",
+            "use the model with which the file was created",
+        )
+    return Match(arrays, tuple(replaced), tuple(missing), tuple(sorted(given.keys() - taken)))
+
+
+def listed(names: Collection[str], most: int = MAX_NAMED) -> str:
+    """List the first names for people, and how many follow."""
+    shown = "; ".join(list(names)[:most])
+    return shown + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+def _prefixes(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, ArrayLike]) -> tuple[str, str]:
+    """The file's and the model's under which most names are found with their shapes; of equal ones the shortest.
+
+    One of the two is empty.
+    """
+    found = Counter({("", ""): 0})
+    by_end: dict[str, list[str]] = {}
+    for name in given:
+        by_end.setdefault(_end(name), []).append(name)
+    for weight, shape in shapes.items():
+        for name in by_end.get(_end(weight), ()):
+            if given[name].shape != shape:
+                continue
+            of_file, of_model = name.removesuffix(weight), weight.removesuffix(name)
+            if name == weight:
+                found["", ""] += 1
+            elif name.endswith(weight) and of_file[-1] in "./":
+                found[of_file, ""] += 1
+            elif weight.endswith(name) and of_model[-1] in "./":
+                found["", of_model] += 1
+    return min(found, key=lambda each: (-found[each], len("".join(each))))
+
+
+def _end(name: str) -> str:
+    return name.replace(".", "/").rpartition("/")[2]
+
+
+_LOCAL_HEADER_BYTES = 30
+_LONGEST_NPY_HEADER = 1 << 12
+
+
+def arrays_of_checkpoint(marker_uri: str) -> Mapping[str, ArrayLike]:
+    """Raises IntegrityError if the checkpoint is not complete by marker and sizes."""
+    root, folder, _ = marker_uri.rsplit("/", 2)
+    store = open_store(root)
+    index = read_index(open_checkpoint(store, folder).files(store).read)
+    boxes: dict[str, list[tuple[Shard, ArrayLike]]] = {}
+    for rank in range(len(index.of_ranks)):
+        written = index.written_by(rank, WEIGHTS_PART)
+        stored = _stored_in_npz(store, f"{folder}/{index.file(WEIGHTS_PART, rank)}") if written else []
+        for shard, array in zip(written, stored, strict=True):
+            boxes.setdefault(shard.name, []).append((shard, array))
+    own = dict(zip(index.own, _stored_in_npz(store, f"{folder}/{rank_file(0)}"), strict=False)) if index.own else {}
+    return {name: _BoxedArray(each[0][0].global_shape, each, marker_uri) for name, each in boxes.items()} | own
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxedArray:
+    """An array of which each box is in a place of its own."""
+
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[Shard, ArrayLike]]
+    where: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __getitem__(self, places: Places) -> np.ndarray:
+        places = box_of(self.shape, places)
+        any_box = self.boxes[0][0]
+        offsets, sizes = tuple(each.start for each in places), tuple(each.stop - each.start for each in places)
+        return filled(Shard(any_box.part, any_box.name, self.shape, offsets, sizes), self.boxes, self.where)
+
+
+def _stored_in_npz(store: Store, path: str) -> list[StoredArray]:
+    """The arrays of a file that `train.checkpoints.arrays.dump_arrays` has made, in its order."""
+    found = store.stat(path)
+    assert found is not None
+    file = WeightFile(".npz", f"{store.uri}/{path}", found.size_bytes, partial(store.read_range, path))
+    with zipfile.ZipFile(file.opened()) as archive:
+        return [_stored_in(file, entry) for entry in sorted(archive.infolist(), key=lambda entry: entry.filename)]
+
+
+def _stored_in(file: WeightFile, entry: zipfile.ZipInfo) -> StoredArray:
+    local = file.read_range(entry.header_offset, _LOCAL_HEADER_BYTES)
+    # Lengths of the name and of an extra field, which follow.
+    start = (
+        entry.header_offset + _LOCAL_HEADER_BYTES + sum(int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+    )
+    head = io.BytesIO(file.read_range(start, min(entry.file_size, _LONGEST_NPY_HEADER)))
+    version = np.lib.format.read_magic(head)
+    shape, is_by_column, dtype = np.lib.format.read_array_header_1_0(head)
+    if entry.compress_type != zipfile.ZIP_STORED or version != (1, 0) or is_by_column or dtype.hasobject:
+        raise IntegrityError(
+            f"{file.where} holds {entry.filename} in another form", "expected plain arrays, row by row", "save it again"
+        )
+    return StoredArray(file, start + head.tell(), dtype, shape)

@@ -32,11 +32,10 @@ from shardmill.jobs.process import (
     request_stop,
     why_ended,
 )
+from train.api import Launcher
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
-from train.launching import Launcher
-from train.launching.agent import keep_rank, rank_processes
 from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
 from train.launching.connection import (
     ADDRESS_VARIABLE,
@@ -53,6 +52,7 @@ from train.launching.connection import (
 )
 from train.launching.devices import device_environment
 from train.launching.messages import Admitted, Begin, Challenge, Ended, Hello, Stop
+from train.launching.processes import keep_rank, rank_processes
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver

@@ -23,8 +23,8 @@ from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.values import TrainResult
 from train.contracts.world import Role
-from train.launching.faults import FaultKind, RankFault
 from train.launching.messages import Heartbeat, Hello, Stopped, Timed
+from train.launching.rank_failures import FaultKind, RankFault
 from train.strategies import roles_of
 
 # A rank may take this many times longer than any rank so far: a straggler is no fault.
@@ -38,7 +38,7 @@ APART_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class RankState:
+class WatchedRank:
     """One rank. Its connection's thread writes `seen_seconds`, the main thread the rest."""
 
     number: int
@@ -80,14 +80,14 @@ class Deadlines:
     """All ranks of a training, and how long they may take."""
 
     def __init__(self, config: TrainConfig, now: float) -> None:
-        self.ranks = [RankState(number, role) for number, role in enumerate(roles_of(config))]
+        self.ranks = [WatchedRank(number, role) for number, role in enumerate(roles_of(config))]
         self._limits = config.watch
         self._started_seconds = now
         self._longest_pause_seconds = 0.0
         self._longest_of: dict[str, float] = {}
         """The longest duration of each repeated activity on any rank, in seconds, by its name."""
 
-    def heartbeat(self, rank: RankState, beat: Heartbeat, now: float) -> None:
+    def heartbeat(self, rank: WatchedRank, beat: Heartbeat, now: float) -> None:
         """Record what the rank does now; a new activity counts as progress."""
         if beat.num_calls != rank.doing.num_calls:
             self.progress(rank, now)
@@ -95,7 +95,7 @@ class Deadlines:
         for each in beat.timed:
             self._longest_of[each.what] = max(self._longest_of.get(each.what, 0.0), each.longest_seconds)
 
-    def progress(self, rank: RankState, now: float) -> None:
+    def progress(self, rank: WatchedRank, now: float) -> None:
         # Neither the start nor waiting for another rank is a measure of how long a step may take.
         if rank.last_step is not None and not rank.doing.activity.waits:
             self._longest_pause_seconds = max(self._longest_pause_seconds, now - rank.progress_seconds)
@@ -110,7 +110,7 @@ class Deadlines:
         """The faults of all ranks that are past a deadline at `now`."""
         return [*self._absent(now), *self._silent(now), *self._stalled(now)]
 
-    def paused(self, now: float) -> list[tuple[RankState, str]]:
+    def paused(self, now: float) -> list[tuple[WatchedRank, str]]:
         """Ranks that delay the others for long but have no fault yet, each with a sentence; a pause is reported
         once."""
         late = [
@@ -127,12 +127,12 @@ class Deadlines:
             rank.reported_seconds = rank.progress_seconds
         return [(rank, self._paused(rank, now)) for rank in late]
 
-    def _notable_seconds(self, rank: RankState) -> float:
+    def _notable_seconds(self, rank: WatchedRank) -> float:
         longest_seconds = self._longest_seconds(rank)
         longest_seconds = self._longest_pause_seconds if longest_seconds is None else longest_seconds
         return max(self._limits.silent_seconds, NOTABLE * longest_seconds)
 
-    def _paused(self, rank: RankState, now: float) -> str:
+    def _paused(self, rank: WatchedRank, now: float) -> str:
         return (
             f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} "
             f"s{_while(rank)} (train.watch.silent_seconds = {self._limits.silent_seconds:g}); after "
@@ -194,30 +194,30 @@ class Deadlines:
             return [RankFault(FaultKind.STALLED, -1, "", now, what)]
         return []
 
-    def _limit_seconds(self, rank: RankState) -> float:
+    def _limit_seconds(self, rank: WatchedRank) -> float:
         longest_seconds = self._longest_seconds(rank)
         if longest_seconds is None:
             return self._untimed_limit_seconds(rank)
         enough_seconds = max(self._limits.silent_seconds, rank.doing.activity.may_take_seconds)
         return max(min(enough_seconds, self._limits.progress_timeout_seconds), PATIENCE * longest_seconds)
 
-    def _untimed_limit_seconds(self, rank: RankState) -> float:
+    def _untimed_limit_seconds(self, rank: WatchedRank) -> float:
         limit_seconds = max(self._limits.progress_timeout_seconds, PATIENCE * self._longest_pause_seconds)
         # Before its first step a rank builds and compiles its model and reads a checkpoint back.
         return limit_seconds + (self._limits.start_timeout_seconds if rank.last_step is None else 0.0)
 
-    def _longest_seconds(self, rank: RankState) -> float | None:
+    def _longest_seconds(self, rank: WatchedRank) -> float | None:
         """The longest duration of this rank's activity on any rank; None unless it is repeated and was finished
         often."""
         what = rank.doing.activity.what
         num_finished = next((each.num_finished for each in rank.doing.timed if each.what == what), 0)
         return self._longest_of[what] if rank.doing.activity.repeats and num_finished >= TRUSTED else None
 
-    def _pause(self, rank: RankState, now: float) -> str:
+    def _pause(self, rank: WatchedRank, now: float) -> str:
         pause_seconds, limit_seconds = now - rank.progress_seconds, self._limit_seconds(rank)
         return f"no progress for {pause_seconds:.0f} s ({self._why_limited(rank)}; {limit_seconds:.0f} s are allowed)"
 
-    def _why_limited(self, rank: RankState) -> str:
+    def _why_limited(self, rank: WatchedRank) -> str:
         longest_seconds = self._longest_seconds(rank)
         if longest_seconds is None:
             return f"train.watch.progress_timeout_seconds = {self._limits.progress_timeout_seconds:g}"
@@ -225,11 +225,11 @@ class Deadlines:
         return f"train.watch.silent_seconds = {self._limits.silent_seconds:g}, {longest}"
 
 
-def _while(rank: RankState) -> str:
+def _while(rank: WatchedRank) -> str:
     return f" in {rank.doing.activity.what}"
 
 
-def _named(ranks: list[RankState]) -> str:
+def _named(ranks: list[WatchedRank]) -> str:
     """`rank 0, 2 waiting in allreduce; rank 1 waiting in barrier`."""
     numbers_of: dict[str, list[str]] = {}
     for rank in ranks:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardmill.environments.place import Place
 from shardmill.errors import UsageError
-from train.backends.gpu_builds import why_no_gpu
+from train.backends.frameworks import gpu_problem
 from train.config import TrainConfig
 from train.contracts.activities import during, waiting
 from train.contracts.values import Reporter
@@ -93,7 +93,7 @@ def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] |
     """
     if config.devices == "cpu":
         return ()
-    reason = why_no_gpu(config.backend)
+    reason = gpu_problem(config.backend)
     if reason and config.devices == "gpu":
         raise UsageError(
             "train.devices = 'gpu'",
@@ -110,7 +110,7 @@ def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] |
 
 def gpus_here(config: TrainConfig, backend: str) -> tuple[str, ...]:
     """Addresses of the GPUs that one rank of this backend could use in this process; none if it is to use the CPU."""
-    if config.devices == "cpu" or why_no_gpu(backend):
+    if config.devices == "cpu" or gpu_problem(backend):
         return ()
     return visible_gpus(os.environ, _num_gpus_here())
 
@@ -129,7 +129,7 @@ def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
     """`check_devices` for the ranks that start on this host, before any does. -> what they compute on, in words."""
     if any(each.devices for each in devices_here(config, num_ranks_here)):
         return "GPU"
-    reason = why_no_gpu(config.backend)
+    reason = gpu_problem(config.backend)
     has_unused = visible_gpus(os.environ, _num_gpus_here()) and config.devices != "cpu"
     return f"CPU (this host has a GPU, but {reason})" if has_unused and reason else "CPU"
 

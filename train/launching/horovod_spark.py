@@ -11,21 +11,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from shardmill.environments.place import HOROVODS, place_from_environment
-from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
+from train.api import Launcher
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
-from train.launching import Launcher
-from train.launching.agent import keep_rank
 from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE
-from train.launching.faults import FIX
+from train.launching.processes import keep_rank
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.spark_slots import (
+    SparkJob,
     assigns_gpus,
     check_configured_slots,
     driver_addresses,
@@ -35,7 +35,7 @@ from train.launching.spark_slots import (
 )
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
-from train.strategies.horovod_rendezvous import (
+from train.strategies.horovod import (
     GLOO_ADDRESS,
     GLOO_PORT,
     GLOO_TIMEOUT_SECONDS,
@@ -48,9 +48,6 @@ from train.strategies.horovod_rendezvous import (
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"
-# After the ranks have ended, Spark's tasks get so long to end as well (Horovod keeps each alive for 3 s at least).
-FINISH_SECONDS = 30.0
-CANCEL_SECONDS = 2.0
 
 
 def launch_horovod_spark(
@@ -64,16 +61,9 @@ def launch_horovod_spark(
         secret = secrets.token_bytes(32)
         token = derive(secret, TOKEN_PURPOSE)
         with Watchdog(task, worker, observer, *driver_addresses(context), token) as watchdog:
-            run = _HorovodRun(task, watchdog, secret, is_local)
-            try:
-                result = watchdog.watch()
-                run.finish()
-                return result
-            except BaseException:
-                # First the ranks, at once; then Spark, which needs its time to take tasks down.
-                watchdog.abort()
-                run.cancel(context)
-                raise
+            stop, output = threading.Event(), _Tail()
+            run = partial(_run_horovod, task, watchdog, secret, stop, output, is_local=is_local)
+            return SparkJob("horovod.spark.run", run, context, watchdog, stop=stop.set, output=output.text).watch()
 
 
 def keep_rank_of_horovod() -> int:
@@ -93,70 +83,35 @@ def keep_rank_of_horovod() -> int:
     return keep_rank(place_from_environment(HOROVODS), dict(os.environ), get_available_devices() or None)
 
 
-class _HorovodRun:
-    """`horovod.spark.run` in a thread of its own, so that the main thread is free to watch the ranks."""
+def _run_horovod(
+    task: WorkerTask, watchdog: Watchdog, secret: bytes, stop: threading.Event, output: _Tail, *, is_local: bool
+) -> None:
+    """`horovod.spark.run`, which raises plain Exceptions with texts."""
+    # Not the token: Horovod sends this over the network as it is.
+    environment = {
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
+        ADDRESS_VARIABLE: watchdog.environment()[ADDRESS_VARIABLE],
+        **SAFE_PATH,
+    }
+    nics = set(task.config.nics) or None
+    executable = os.environ.get("PYSPARK_PYTHON", sys.executable)
+    if is_local:
+        nics, executable = nics or {"lo"}, sys.executable
+    with _patched_horovod(stop, output, secret), listening_on(nics):
+        import horovod.spark as horovod_spark
 
-    def __init__(self, task: WorkerTask, watchdog: Watchdog, secret: bytes, is_local: bool) -> None:
-        self._task = task
-        self._watchdog = watchdog
-        self._secret = secret
-        self._is_local = is_local
-        self._stop = threading.Event()
-        self._failure = ""
-        self._output = _Tail()
-        self._thread = threading.Thread(target=self._run, name="horovod-spark-run", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for Spark's tasks to end too. Raises TrainingError if they fail although all ranks finished."""
-        self._thread.join(FINISH_SECONDS)
-        if self._thread.is_alive() or self._failure:
-            what = self._failure or f"Spark's tasks still run {FINISH_SECONDS:g} s later"
-            raise TrainingError(f"all ranks finished, but horovod.spark.run did not: {what}", fix=FIX)
-
-    def cancel(self, context: Any) -> None:
-        """End Spark's tasks in bounded time. The ranks have been aborted: most often that ends the tasks, too."""
-        self._thread.join(CANCEL_SECONDS)
-        if not self._thread.is_alive():
-            return
-        self._stop.set()
-        canceller = threading.Thread(target=context.cancelAllJobs, name="spark-cancel", daemon=True)
-        canceller.start()
-        canceller.join(CANCEL_SECONDS)
-        self._thread.join(CANCEL_SECONDS)
-
-    def _run(self) -> None:
-        # Not the token: Horovod sends this over the network as it is.
-        environment = {
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
-            ADDRESS_VARIABLE: self._watchdog.environment()[ADDRESS_VARIABLE],
-            **SAFE_PATH,
-        }
-        config = self._task.config
-        nics = set(config.nics) or None
-        executable = os.environ.get("PYSPARK_PYTHON", sys.executable)
-        if self._is_local:
-            nics, executable = nics or {"lo"}, sys.executable
-        try:
-            with _patched_horovod(self._stop, self._output, self._secret), listening_on(nics):
-                import horovod.spark as horovod_spark
-
-                horovod_spark.run(
-                    keep_rank_of_horovod,
-                    num_proc=config.num_workers,
-                    start_timeout=int(config.watch.start_timeout_seconds) + 1,
-                    use_gloo=True,
-                    env=environment,
-                    stdout=self._output,
-                    stderr=self._output,
-                    verbose=0,
-                    nics=nics,
-                    executable=executable,
-                )
-        except BaseException as error:
-            # Horovod raises plain Exceptions with texts; whatever it is, the main thread decides what it means.
-            self._failure = text_of(error)
-            self._watchdog.report_launcher_failure(f"horovod.spark.run failed: {self._failure}", self._output.text())
+        horovod_spark.run(
+            keep_rank_of_horovod,
+            num_proc=task.config.num_workers,
+            start_timeout=int(task.config.watch.start_timeout_seconds) + 1,
+            use_gloo=True,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            verbose=0,
+            nics=nics,
+            executable=executable,
+        )
 
 
 class _Tail:

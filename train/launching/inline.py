@@ -24,18 +24,18 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING, FieldValue
 from shardmill.jobs.process import environment_variable, stopping_in_order
 from shardmill.values import Cursor
+from train.api import Launcher
 from train.config import TrainConfig
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
 from train.contracts.values import StepReport, TrainResult
 from train.contracts.world import World
-from train.launching import Launcher
 from train.launching.deadlines import ActivityClock, Deadlines, heartbeat_of
 from train.launching.devices import agree_on_devices, device_environment
-from train.launching.faults import FaultKind, RankFault, error_of, failure_of
 from train.launching.messages import Hello
-from train.launching.output import gathered
+from train.launching.processes import gathered
 from train.launching.rank import DEFAULT_WORKER, load_worker
+from train.launching.rank_failures import FaultKind, RankFault, error_of, failure_of
 from train.reporting.observer import StepAssembler, TrainObserver
 
 TICK_SECONDS = 0.2

@@ -27,12 +27,18 @@ from shardmill.stores.retries import begin_under_driver, num_retried
 from train.contracts.activities import Activity
 from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, StepReport, TrainResult, from_json
-from train.contracts.world import World
-from train.launching.connection import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, call_driver
+from train.contracts.world import World, ipv4_of
+from train.launching.connection import (
+    ADDRESS_VARIABLE,
+    LANES,
+    TOKEN_VARIABLE,
+    Connection,
+    RankExchange,
+    StopPoint,
+    call_driver,
+)
 from train.launching.deadlines import ActivityClock, heartbeat_of
 from train.launching.devices import agree_on_devices
-from train.launching.exchanges import LANES, RankExchange, StopPoint
-from train.launching.faults import failure_of
 from train.launching.messages import (
     Abort,
     Begun,
@@ -47,8 +53,8 @@ from train.launching.messages import (
     StopAfter,
     Stopped,
 )
+from train.launching.rank_failures import failure_of
 from train.strategies import STRATEGIES
-from train.strategies.nics import ipv4_of
 
 DEFAULT_WORKER = "train.rank.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0
@@ -160,14 +166,10 @@ def _work(
     if not world.role.runs_loop:
         strategy.serve(task, world, reporter)
     result = load_worker(worker)(task, world, reporter)
-    _report_retries(reporter, place.rank)
-    return result
-
-
-def _report_retries(reporter: DriverReporter, rank: int) -> None:
-    """Report storage retries, which only this process can count."""
     if num_retried():
-        reporter.event("requests_retried", {"rank": rank, RETRIED: num_retried()})
+        # Retries of storage, which only this process can count.
+        reporter.event("requests_retried", {"rank": place.rank, RETRIED: num_retried()})
+    return result
 
 
 def _end_with_driver() -> None:

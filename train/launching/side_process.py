@@ -22,8 +22,8 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, python_path, scratch_folder
 from shardmill.registry import line_of_user_in_dump
 from train.contracts.values import from_json, to_json
-from train.launching.faults import failure_of, how_it_ended, last_line
 from train.launching.messages import Failure
+from train.launching.rank_failures import failure_of, how_it_ended, last_line
 
 Value = TypeVar("Value")
 

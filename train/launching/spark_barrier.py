@@ -6,24 +6,22 @@ It knows no strategy: ranks meet through their driver. Driver and executors shar
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardmill.applications import OnExecutor
 from shardmill.environments.place import Place
-from shardmill.errors import TrainingError, UsageError
+from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.spark import spark_context
+from train.api import Launcher
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
-from train.launching import Launcher
-from train.launching.agent import keep_rank
-from train.launching.faults import FIX
+from train.launching.processes import keep_rank
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.spark_slots import (
+    SparkJob,
     assigns_gpus,
     check_configured_slots,
     driver_addresses,
@@ -35,12 +33,7 @@ from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
 from train.strategies import roles_of
 
-if TYPE_CHECKING:
-    from pyspark import SparkContext
-
 APPLICATION_NAME = "shardmill-train"
-FINISH_SECONDS = 30.0
-CANCEL_SECONDS = 2.0
 
 
 def launch_spark_barrier(
@@ -53,16 +46,16 @@ def launch_spark_barrier(
         check_no_dynamic_allocation(dict(context.getConf().getAll()))
         wait_for_slots(world_size, context, task.config.watch.start_timeout_seconds)
         with Watchdog(task, worker, observer, *driver_addresses(context)) as watchdog:
-            job = _BarrierJob(context, world_size, watchdog)
-            try:
-                result = watchdog.watch()
-                job.finish()
-                return result
-            except BaseException:
-                # First the ranks, at once; then Spark, which needs its time to take tasks down.
-                watchdog.abort()
-                job.cancel()
-                raise
+            ranks = context.parallelize(range(world_size), world_size).barrier()
+            tasks = ranks.mapPartitions(OnExecutor(_rank_of_task(watchdog.environment())))
+            return SparkJob(
+                "Spark's barrier stage",
+                tasks.collect,
+                context,
+                watchdog,
+                # Without Java's stack trace.
+                text=lambda error: text_of(error).split(" at ")[0],
+            ).watch()
 
 
 def check_barrier(world_size: int, spark: SparkConfig) -> None:
@@ -79,43 +72,6 @@ def check_no_dynamic_allocation(conf: dict[str, str]) -> None:
             "Spark runs no barrier stage with dynamic allocation, because all ranks must run at the same time",
             "set spark.dynamicAllocation.enabled = false and spark.executor.instances for the training",
         )
-
-
-class _BarrierJob:
-    """The barrier stage, in a thread of its own, so that the main thread is free to watch the ranks."""
-
-    def __init__(self, context: SparkContext, world_size: int, watchdog: Watchdog) -> None:
-        self._context = context
-        self._failure = ""
-        self._watchdog = watchdog
-        ranks = context.parallelize(range(world_size), world_size).barrier()
-        self._ranks = ranks.mapPartitions(OnExecutor(_rank_of_task(watchdog.environment())))
-        self._thread = threading.Thread(target=self._run, name="spark-barrier", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for Spark's tasks to end too. Raises TrainingError if they fail although all ranks finished."""
-        self._thread.join(FINISH_SECONDS)
-        if self._thread.is_alive() or self._failure:
-            what = self._failure or f"Spark's tasks still run {FINISH_SECONDS:g} s later"
-            raise TrainingError(f"all ranks finished, but Spark's barrier stage did not: {what}", fix=FIX)
-
-    def cancel(self) -> None:
-        """End Spark's tasks in bounded time. The ranks have been aborted: most often that ends the tasks, too."""
-        self._thread.join(CANCEL_SECONDS)
-        if self._thread.is_alive():
-            canceller = threading.Thread(target=self._context.cancelAllJobs, name="spark-cancel", daemon=True)
-            canceller.start()
-            canceller.join(CANCEL_SECONDS)
-            self._thread.join(CANCEL_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            self._ranks.collect()
-        except Exception as error:  # the main thread decides what it means
-            self._failure = text_of(error).split(" at ")[0]
-            with suppress(Exception):
-                self._watchdog.report_launcher_failure(f"Spark's barrier stage failed: {self._failure}")
 
 
 def _rank_of_task(environment: dict[str, str]) -> Callable[[Iterable[int]], Iterable[int]]:

@@ -1,19 +1,27 @@
 """Finds what Spark offers to ranks: how many run at the same time (estimated before it starts, then measured), and
-the addresses of the driver."""
+the addresses of the driver; and runs their tasks beside the main thread.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig, is_local_master, is_under_spark_submit
 from train.contracts.world import LOOPBACK
+from train.launching.rank_failures import FIX
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
+    from train.contracts.values import TrainResult
+    from train.launching.watchdog import Watchdog
 
 
 GPUS_OF_TASK, GPUS_OF_EXECUTOR = "spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"
@@ -135,7 +143,7 @@ def num_slots_of(master: str, conf: dict[str, str], *, is_all: bool = False) -> 
     return None
 
 
-def num_places_of(master: str, conf: dict[str, str]) -> int | None:
+def num_rank_slots(master: str, conf: dict[str, str]) -> int | None:
     """Ranks that a cluster has room for: one for each GPU that it assigns, else one for each executor, which gives it
     all its cores. None if the settings do not say; a local master is not a cluster.
     """
@@ -152,9 +160,9 @@ def num_places_of(master: str, conf: dict[str, str]) -> int | None:
     return _number(conf, "spark.executor.instances") if is_told else None
 
 
-def why_no_places(master: str, conf: dict[str, str]) -> str:
-    """Explain why `num_places_of` returns no number above 0, and which settings would change it; empty if it does."""
-    if is_local_master(master) or (num_places := num_places_of(master, conf)):
+def rank_slots_problem(master: str, conf: dict[str, str]) -> str:
+    """Explain why `num_rank_slots` returns no number above 0, and which settings would change it; empty if it does."""
+    if is_local_master(master) or (num_places := num_rank_slots(master, conf)):
         return ""
     if num_places == 0:
         return f"by its settings {master} has no slot for a rank"
@@ -196,6 +204,71 @@ def text_of(error: BaseException) -> str:
     except Exception:
         # The text of a Java exception comes from the JVM, which may be gone.
         return type(error).__name__
+
+
+# After the ranks have ended, Spark's tasks get so long to end as well (Horovod keeps each alive for 3 s at least).
+FINISH_SECONDS = 30.0
+CANCEL_SECONDS = 2.0
+
+
+class SparkJob:
+    """Spark's tasks of all ranks, run by a thread, so that the main thread is free to watch the ranks."""
+
+    def __init__(
+        self,
+        what: str,
+        run: Callable[[], object],
+        context: SparkContext,
+        watchdog: Watchdog,
+        *,
+        stop: Callable[[], None] = lambda: None,
+        output: Callable[[], str] = lambda: "",
+        text: Callable[[BaseException], str] | None = None,
+    ) -> None:
+        """`run` returns when the tasks have ended, and raises anything, which is told by `text`. `stop` has it end
+        early; `output`: the end of what the tasks have printed."""
+        self._what, self._run, self._context, self._watchdog = what, run, context, watchdog
+        self._stop, self._output, self._text = stop, output, text or text_of
+        self._failure = ""
+        self._thread = threading.Thread(target=self._work, name="spark-job", daemon=True)
+        self._thread.start()
+
+    def watch(self) -> TrainResult:
+        """Rank 0's result, when all ranks have finished and the tasks have ended; of any failure nothing is left.
+
+        Raises as `Watchdog.watch` does, and TrainingError if the tasks fail although all ranks finished.
+        """
+        try:
+            result = self._watchdog.watch()
+            self._thread.join(FINISH_SECONDS)
+            if self._thread.is_alive() or self._failure:
+                what = self._failure or f"Spark's tasks still run {FINISH_SECONDS:g} s later"
+                raise TrainingError(f"all ranks finished, but {self._what} did not: {what}", fix=FIX)
+            return result
+        except BaseException:
+            # First the ranks, at once; then Spark, which needs its time to take tasks down.
+            self._watchdog.abort()
+            self._cancel()
+            raise
+
+    def _cancel(self) -> None:
+        """End Spark's tasks in bounded time. The ranks have been aborted: most often that ends the tasks, too."""
+        self._thread.join(CANCEL_SECONDS)
+        if self._thread.is_alive():
+            self._stop()
+            canceller = threading.Thread(target=self._context.cancelAllJobs, name="spark-cancel", daemon=True)
+            canceller.start()
+            canceller.join(CANCEL_SECONDS)
+            self._thread.join(CANCEL_SECONDS)
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            # Spark and Horovod raise plain exceptions with texts; the main thread decides what they mean.
+            self._failure = self._text(error)
+            with suppress(Exception):
+                self._watchdog.report_launcher_failure(f"{self._what} failed: {self._failure}", self._output())
 
 
 def driver_addresses(context: SparkContext) -> tuple[str, str]:

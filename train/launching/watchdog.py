@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
@@ -29,14 +28,14 @@ from train.contracts.world import Role
 from train.launching.connection import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
+    ExchangeAssembler,
     RankListener,
     Received,
+    StopAgreement,
     answer_caller,
     new_token,
 )
-from train.launching.deadlines import Deadlines, RankState
-from train.launching.exchanges import ExchangeAssembler, StopAgreement
-from train.launching.faults import FaultKind, RankFault, error_of_all, is_cause_known, merged, root_cause
+from train.launching.deadlines import Deadlines, WatchedRank
 from train.launching.messages import (
     Abort,
     Begun,
@@ -54,13 +53,9 @@ from train.launching.messages import (
     Stopped,
     Welcome,
 )
+from train.launching.rank_failures import FaultKind, RankFault, error_of_all, is_cause_known, merged, root_cause
 from train.reporting.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
-
-if TYPE_CHECKING:
-    from train.launching.deadlines import RankState
-    from train.reporting.observer import TrainObserver
-
 
 # Those that are still there when the others have finished have this long to leave too.
 LEAVE_SECONDS = 5.0
@@ -73,7 +68,7 @@ class LostRanks:
     config or host. Called from the watchdog's main thread.
     """
 
-    def __init__(self, ranks: Sequence[RankState], may_lose: frozenset[int], observer: TrainObserver) -> None:
+    def __init__(self, ranks: Sequence[WatchedRank], may_lose: frozenset[int], observer: TrainObserver) -> None:
         self._ranks = ranks
         self._loops = [rank for rank in ranks if rank.role.runs_loop]
         self._may_lose = may_lose
@@ -89,7 +84,7 @@ class LostRanks:
         """Whether the others currently continue without it."""
         return rank in self._away_since
 
-    def takes(self, rank: RankState, fault: RankFault) -> bool:
+    def takes(self, rank: WatchedRank, fault: RankFault) -> bool:
         """Whether the others continue in spite of `fault`. Told once."""
         if rank.role is Role.WORKER:
             return self._takes_worker(rank, fault)
@@ -109,7 +104,7 @@ class LostRanks:
             self._observer.event("rank_lost", {**fields, "what": what})
         return True
 
-    def _takes_worker(self, rank: RankState, fault: RankFault) -> bool:
+    def _takes_worker(self, rank: WatchedRank, fault: RankFault) -> bool:
         """A chief gives what a killed worker was doing to another, if there is one."""
         if rank.is_lost:
             return True
@@ -125,7 +120,7 @@ class LostRanks:
         self._observer.event("rank_lost", fields)
         return True
 
-    def progressed(self, rank: RankState) -> None:
+    def progressed(self, rank: WatchedRank) -> None:
         """Report it if a rank that was away makes progress again."""
         if rank.progress_seconds > self._away_since.get(rank.number, float("inf")):
             del self._away_since[rank.number]
@@ -366,7 +361,7 @@ class Watchdog:
                 self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
         self._lost_ranks.progressed(rank)
 
-    def _pass_on(self, given: Exchange, rank: RankState, seen_seconds: float) -> None:
+    def _pass_on(self, given: Exchange, rank: WatchedRank, seen_seconds: float) -> None:
         """To all, when the last rank has given its part."""
         if given.lane == "main":
             self._deadlines.progress(rank, seen_seconds)

@@ -1,17 +1,19 @@
-"""Which layers of a module tensor parallelism divides among ranks, and how: names only, no tensors are touched."""
+"""Which layers of a module tensor parallelism divides among ranks, and how; imported where PyTorch is there.
+
+The fused attention of torchvision's vision transformers is first taken apart into four linear layers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
 
 from shardmill.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.models.vit_torch import Attention
+from train.models.vit_torch import Attention
 
 Split = Literal["column", "row", "column_gathered"]
 """How a linear layer is divided. `column`: each rank computes some of its outputs, and keeps them. `row`: each rank has
@@ -48,7 +50,6 @@ def attention_in(module: nn.Module) -> list[Attention]:
 
 def heads_of(module: nn.Module) -> frozenset[int]:
     """Its numbers of heads, also of what is yet to be taken apart."""
-    from train.models.split_attention import fused_blocks
 
     attention = [*attention_in(module), *(block.self_attention for block in fused_blocks(module))]
     return frozenset(each.num_heads for each in attention)
@@ -82,7 +83,6 @@ def _or(sizes: Collection[int]) -> str:
 
 def _plan_of(part: Any) -> dict[str, Split]:
     """Of the layers that belong to `part` itself."""
-    from train.models.split_attention import is_torchvisions
     from train.models.vit_torch import Attention, Block
 
     if isinstance(part, Attention):
@@ -104,3 +104,62 @@ def _classifier(module: nn.Module) -> dict[str, Split]:
             "choose another strategy, or another model",
         )
     return {names[-1]: "column_gathered"}
+
+
+LAYERS, KINDS = ("query", "key", "value"), ("weight", "bias")
+
+
+class SplitAttention(Attention):
+    """An `nn.MultiheadAttention` over one sequence, with a layer each for query, key and value; called like it."""
+
+    rows_of: ClassVar = {
+        **{f"{layer}.{kind}": (f"in_proj_{kind}", index) for index, layer in enumerate(LAYERS) for kind in KINDS},
+        **{f"out.{kind}": (f"out_proj.{kind}", 0) for kind in KINDS},
+    }
+    """Its parameters -> those of the attention that it replaces (train/backends/torch/layout.py)."""
+
+    def forward(self, query: Any, key: Any, value: Any, need_weights: bool = False) -> Any:
+        assert query is key is value and not need_weights, "only self-attention without weights is taken apart"
+        return super().forward(query), None
+
+
+def split_attention(model: nn.Module) -> nn.Module:
+    """`model`, in which the attention of torchvision's `vit_*` is taken apart: same function, other parameters.
+
+    Call it before the optimizer is built. Attention that drops weights out stays whole, and so does frozen one and that
+    of any other model.
+    """
+    for block in fused_blocks(model):
+        attention = block.self_attention
+        if all(each.requires_grad for each in attention.parameters()):
+            block.set_submodule("self_attention", _split(attention))
+    return model
+
+
+def fused_blocks(model: nn.Module) -> list[Any]:
+    """Blocks of torchvision's `vit_*` whose `self_attention` can be taken apart."""
+    found: list[Any] = [each for each in model.modules() if is_torchvisions(each, "EncoderBlock")]
+    fused = [each for each in found if isinstance(each.self_attention, nn.MultiheadAttention)]
+    return [each for each in fused if not each.self_attention.dropout and each.self_attention.batch_first]
+
+
+def is_torchvisions(module: Any, name: str) -> bool:
+    """Whether a module is of that class of torchvision's vision transformer, also as a subclass that FSDP makes of it.
+
+    Does not import torchvision.
+    """
+    there = ("torchvision.models.vision_transformer", name)
+    return any((kind.__module__, kind.__name__) == there for kind in type(module).__mro__)
+
+
+def _split(fused: nn.MultiheadAttention) -> nn.Module:
+    # Without memory, and above all without a random number: those drawn afterwards stay what they are.
+    with torch.device("meta"):
+        split = SplitAttention(fused.embed_dim, fused.num_heads)
+    assert fused.in_proj_weight is not None and fused.in_proj_bias is not None
+    weights, biases = fused.in_proj_weight.chunk(3), fused.in_proj_bias.chunk(3)
+    for layer, weight, bias in zip((split.query, split.key, split.value), weights, biases, strict=True):
+        layer.weight = nn.Parameter(weight.detach().clone(), fused.in_proj_weight.requires_grad)
+        layer.bias = nn.Parameter(bias.detach().clone(), fused.in_proj_bias.requires_grad)
+    split.out.weight, split.out.bias = fused.out_proj.weight, fused.out_proj.bias
+    return split.train(fused.training)

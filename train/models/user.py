@@ -1,25 +1,23 @@
-"""Loads a user's own model, `package.module:function`: hashes its source and calls its factory.
-
-The driver chooses the folder of a training before any rank has started, and must import neither TensorFlow nor a user's
-code for it: so the source of a model is hashed as bytes.
+"""What `train.model` names: found without importing it, built, identified by its source, and checked to be the same on
+every rank, in a checkpoint and in an export.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import Any
 
 from shardmill.errors import UsageError
-from shardmill.registry import find_below, with_line_of_user
+from shardmill.registry import Registry, find_below, with_line_of_user
+from train.config import TrainConfig
+from train.contracts.values import ModelIdentity
 from train.models import MODELS, MODULES
-from train.models.modules import models_of
-
-if TYPE_CHECKING:
-    from train.config import TrainConfig
 
 # What a model imports of ours (`train.layers`) is no more the user's than an installed library is, also where it lies
 # beside the user's module: in a checkout.
@@ -62,7 +60,7 @@ def imported_packages(config: TrainConfig) -> set[str]:
 
 
 def trains_module(config: TrainConfig) -> bool:
-    """Whether the model is an `nn.Module` and no Keras model on PyTorch: one that can be counted without numbers."""
+    """Whether the model is an `nn.Module` and no Keras model on PyTorch: one that can be counted on `meta`."""
     return config.backend == "torch" and "keras" not in imported_packages(config)
 
 
@@ -148,3 +146,105 @@ def framework_of(config: TrainConfig) -> str:
         return config.backend
     packages = imported_packages(config)
     return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else ""
+
+
+def find_model(name: str) -> str:
+    """The file that defines a user's own model; "built in" for ours, a library's name for its own.
+
+    Raises UsageError if there is no such model.
+    """
+    if not MODELS.is_own(name):
+        if problem := MODELS.problem_with(name):
+            raise UsageError(f"train.model = {name!r}", problem)
+        return name.partition(":")[0] if MODELS.is_of_library(name) else "built in"
+    module_name, _, function = name.partition(":")
+    spec = MODELS.find_own(name).spec
+    origin = spec.origin
+    if origin is None or not origin.endswith(".py"):
+        # A compiled module, or a namespace: what it defines is known only after importing it.
+        return origin or module_name
+    try:
+        # A module may lie in a zip archive.
+        loader: Any = spec.loader
+        tree = ast.parse(loader.get_data(origin))
+    except SyntaxError as error:
+        raise UsageError(f"train.model = {name!r}: {origin}:{error.lineno}: {error.msg}") from None
+    bound = set(_bound_names(tree))
+    if function not in bound and "*" not in bound and "__getattr__" not in bound:
+        near = difflib.get_close_matches(function, bound, n=1)
+        raise UsageError(
+            f"train.model = {name!r}: {origin} has no function {function!r}",
+            "expected package.module:function",
+            f"did you mean {module_name}:{near[0]}?" if near else "",
+        )
+    return origin
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def check_source(name: str, source_of_driver: str) -> None:
+    """Raises UsageError if the source of the model here is not the one that the driver found."""
+    source = source_sha256(name)
+    if source != source_of_driver:
+        raise UsageError(
+            f"train.model = {name!r}: the source here has SHA-256 {source}",
+            f"expected {source_of_driver}, which the driver found",
+            "give all machines the same file (--py-files), and do not change it while a training starts",
+        )
+
+
+def check_same_model(then: ModelIdentity, now: ModelIdentity, name: str, where: str) -> None:
+    """Raises UsageError if `where` holds the weights of another model than `train.model` is now."""
+    differences = then.differences(now)
+    if differences:
+        raise UsageError(
+            f"{where} contains weights of a different model than train.model = {name!r} builds now: "
+            f"{'; '.join(differences)}",
+            "expected the same factory, settings and Keras version as then",
+            "restore them, or train again (`shardmill train --fresh`)",
+        )
+
+
+def inputs_hint(config: TrainConfig) -> str:
+    """The most frequent cause when a user's model does not learn, as the end of a sentence; empty for a model of ours.
+
+    It cannot be seen in the model itself.
+    """
+    if not MODELS.is_own(config.model):
+        return ""
+    if config.standardize:
+        arrives, otherwise = "as (x - mean) / std per channel of the train split", "pixels from 0 to 255"
+    else:
+        arrives, otherwise = "with pixels from 0 to 255", "(x - mean) / std"
+    wanted = str(not config.standardize).lower()
+    return f"; the model gets float32 images {arrives}; one that expects {otherwise} wants train.standardize = {wanted}"
+
+
+def models_of(config: TrainConfig) -> Registry[Any]:
+    """The registry whose entry `train.model` is built: a Keras model of ours may have a twin that is a module."""
+    if config.model not in MODULES or config.backend == "keras":
+        return MODELS
+    return MODULES if config.needs_module or _has_torch_alone() else MODELS
+
+
+def _has_torch_alone() -> bool:
+    return find_spec("tensorflow") is None and find_spec("torch") is not None
+
+
+def no_module(config: TrainConfig) -> UsageError:
+    """The error for a Keras model with such a strategy."""
+    twins = " or ".join(f'"{name}"' for name in MODULES)
+    return UsageError(
+        f"train.model = {config.model!r} is a Keras model, and train.strategy = {config.strategy!r} holds parts of a "
+        "PyTorch module on its ranks",
+        "expected an nn.Module",
+        f"set train.model = {twins} or torchvision.models:NAME, or give a factory that returns an nn.Module",
+    )

@@ -16,9 +16,8 @@ from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.launching import LAUNCHERS, is_on_spark, launcher_of
 from train.launching.devices import gpus_here
-from train.launching.spark_slots import num_places_of, why_no_places
-from train.models.modules import no_module
-from train.models.user import framework_of, imported_packages
+from train.launching.spark_slots import num_rank_slots, rank_slots_problem
+from train.models.user import framework_of, imported_packages, no_module
 from train.planning.plan import TrainingPlan
 from train.readers import READERS
 from train.strategies import STRATEGIES, fitting_strategies, mesh_of, roles_of, strategies_that_share
@@ -64,7 +63,7 @@ class Facts:
     """The launcher is not one that starts ranks on this machine."""
     num_places: int | None = None
     """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
-    why_no_places: str = ""
+    rank_slots_problem: str = ""
     """Reason why a cluster's `num_places` is unknown or 0."""
     axes: frozenset[str] = frozenset()
     """Those of `train.mesh` that are set to several ranks, beside `data`."""
@@ -157,7 +156,7 @@ RANKS_RULES = (
         "the Spark cluster {spark_master} has slots for {num_places} ranks",
         lambda facts: facts.num_places,
     ),
-    RanksRule("unknown_cluster", lambda facts: facts.has_cluster, "{why_no_places}"),
+    RanksRule("unknown_cluster", lambda facts: facts.has_cluster, "{rank_slots_problem}"),
     RanksRule(
         "gpus", lambda facts: facts.num_gpus > 1, "this machine has {num_gpus} GPUs", lambda facts: facts.num_gpus
     ),
@@ -318,8 +317,8 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         only_one=_what_keeps_one(config),
         num_gpus=len(gpus) if takes_one else 0,
         may_use_cluster=config.launcher == AUTO or is_on_spark(config.launcher),
-        num_places=num_places_of(spark.master, spark.train.conf),
-        why_no_places=why_no_places(spark.master, spark.train.conf),
+        num_places=num_rank_slots(spark.master, spark.train.conf),
+        rank_slots_problem=rank_slots_problem(spark.master, spark.train.conf),
         axes=frozenset(axis for axis, size in config.mesh.sizes.items() if axis != "data" and size > 1),
         mesh_ranks=math.prod(max(1, size) for size in config.mesh.sizes.values()),
         num_steps=None if dataset is None else _num_steps(config, dataset),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.memory import free_bytes
+from train.api import StatePart
 from train.backends import BACKENDS
-from train.backends.backend import StatePart
 from train.contracts.world import World
 from train.launching.side_process import answer
 from train.planning.host_memory import HOST_FRAMEWORK_BYTES
@@ -38,10 +38,10 @@ def build(task: BuildTask) -> int:
 
 def _too_large(task: BuildTask) -> Any:
     """The module without numbers if this host has no memory for them, else None."""
-    from train.backends.torch.empty import empty_module
+    from train.backends.torch.meta_device import meta_module
 
     try:
-        module = empty_module(task.config, task.spec)
+        module = meta_module(task.config, task.spec)
     except Exception:
         # A user's module may raise anything. The build with numbers, which follows, reports its error.
         return None

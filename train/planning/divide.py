@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.words import size_of
-from train.backends.backend import model_spec
+from train.backends.model_spec import model_spec
 from train.config import TrainConfig
-from train.contracts.mesh_shape import AXES_OF_LAYERS, axes_in_words
+from train.contracts.mesh import AXES_OF_LAYERS, axes_in_words
 from train.models import MODELS
 from train.models.user import imported_packages
 from train.planning.auto import AUTO

@@ -15,7 +15,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.memory import free_bytes
 from shardmill.words import counted, size_of
-from train.backends.backend import model_spec
+from train.backends.model_spec import model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
 from train.planning.divide import with_room

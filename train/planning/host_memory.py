@@ -12,7 +12,7 @@ from shardmill.loader.row_source import ReaderOptions, kept_bytes
 from shardmill.memory import free_bytes
 from shardmill.section import Section
 from train.config import TrainConfig
-from train.contracts.epochs import evaluation_spec
+from train.contracts.row_source import evaluation_spec
 from train.launching import LAUNCHERS
 from train.launching.devices import gpus_here
 from train.strategies import STRATEGIES, has_chief, mesh_of, roles_of

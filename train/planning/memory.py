@@ -16,7 +16,7 @@ from shardmill.errors import ShardmillError
 from shardmill.memory import free_bytes
 from shardmill.storage import Store
 from shardmill.words import size_of
-from train.backends.backend import model_spec
+from train.backends.model_spec import model_spec
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig

@@ -13,7 +13,7 @@ from shardmill.dataset.dataset import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.words import counted, size_of
-from train.backends.backend import ModelSpec, model_spec
+from train.backends.model_spec import ModelSpec, model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
 from train.models.user import trains_module

@@ -13,17 +13,17 @@ from shardmill.errors import TrainingError
 from shardmill.loader.reader import read_batches
 from shardmill.values import DatasetPin
 from train.backends import BACKENDS
-from train.backends.backend import model_spec
+from train.backends.model_spec import model_spec
 from train.config import TrainConfig
-from train.contracts.epochs import evaluation_spec, reader_options
+from train.contracts.row_source import evaluation_spec, reader_options
 from train.contracts.values import to_json
 from train.contracts.world import World
-from train.evaluation.evaluate import metrics_of, scores_by
 from train.labels import LabelSpec
-from train.launching.faults import FIX
+from train.launching.rank_failures import FIX
 from train.launching.side_process import Question, answer, ask
+from train.metrics.evaluate import metrics_of, scores_by
 from train.readers import reader_of
-from train.readers.reader import Epochs
+from train.readers.planned import Epochs
 from train.strategies import has_chief, mesh_of
 from train.strategies.options import silos_of
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import EpochPlan
-    from train.backends.backend import Learner
-    from train.contracts.mesh_shape import MeshShape
+    from train.api import Learner
+    from train.contracts.mesh import MeshShape
     from train.planning.probe import StepCost
 
 MEASURED_SECONDS = 6.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardmill.jobs.observer import WARNING
 from shardmill.words import counted
 from train.config import TrainConfig
-from train.contracts.mesh_shape import axes_in_words
+from train.contracts.mesh import axes_in_words
 from train.strategies import STRATEGIES, mesh_of
 
 if TYPE_CHECKING:

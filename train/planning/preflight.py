@@ -15,8 +15,9 @@ from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.words import counted
 from train.backends import BACKENDS
-from train.backends.class_weights import check_class_weights
+from train.backends.model_spec import check_class_weights
 from train.config import TrainConfig
+from train.contracts.world import ipv4_of
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
@@ -26,15 +27,13 @@ from train.planning.recompute import check_recompute
 from train.readers import reader_of
 from train.settings import EXECUTION, GateConfig
 from train.strategies import STRATEGIES, find_strategy, fitting_strategies, has_chief, mesh_of, roles_of
-from train.strategies.nics import ipv4_of
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.formats.rows import RowSchema
     from shardmill.jobs.config import SparkConfig
-    from train.launching import Launcher
-    from train.strategies.strategy import Strategy
+    from train.api import Launcher, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +149,11 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
     _check_batch_norm(config)
     check_recompute(config)
     _check_rank_weights(config)
-    if config.non_finite.action == "skip" and not strategy.leaves_out_batches:
+    if config.non_finite.action == "skip" and not strategy.can_skip_batches:
         raise UsageError(
             f"train.non_finite.action = 'skip' with train.strategy = {config.strategy!r}",
             "expected a strategy that can skip a batch",
-            f"set train.strategy to {_strategies(lambda each: each.leaves_out_batches)}, "
+            f"set train.strategy to {_strategies(lambda each: each.can_skip_batches)}, "
             "or train.non_finite.action = 'stop'",
         )
     if config.max_restarts and not launcher.starts_again:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
+from train.api import Learner, StatePart
 from train.backends import BACKENDS
-from train.backends.backend import Learner, ModelSpec, StatePart, synthetic_batch
+from train.backends.model_spec import ModelSpec, synthetic_batch
 from train.config import TrainConfig
 from train.contracts.values import to_json
 from train.contracts.world import World
 from train.launching.devices import CUDA_VARIABLE
-from train.launching.faults import FIX
+from train.launching.rank_failures import FIX
 from train.launching.side_process import Question, answer, ask
 
 # The first compiles; of the others the median counts.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shardmill.errors import ShardmillError, UsageError
-from train.backends.backend import ModelSpec
+from train.backends.model_spec import ModelSpec
 from train.config import TrainConfig
 from train.contracts.values import to_json
 from train.launching.devices import CUDA_VARIABLE
@@ -42,7 +42,7 @@ class StateBytes:
     """Also averages of the weights (`train.ema_decay`)."""
     gathered: int = 0
     update: int = 0
-    """Both as in `train.strategies.held.Held`."""
+    """Both as in `train.api.RankState`."""
     start: int = 0
     """Parameters of the whole module, which rank 0 builds in its host at first; 0 if all ranks keep it."""
     step: int = 0

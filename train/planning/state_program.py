@@ -8,17 +8,21 @@ from typing import Any
 
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.registry import line_of_user, with_line_of_user
-from train.backends.backend import ModelSpec
+from train.api import RankState
+from train.backends.model_spec import ModelSpec
 from train.backends.torch.chain import ANOTHER
-from train.backends.torch.empty import empty_classifier, empty_module, optimizer_bytes
-from train.backends.torch.imagined_ranks import imagined_ranks
-from train.backends.torch.live_bytes import step_bytes
+from train.backends.torch.meta_device import (
+    fake_process_group,
+    meta_classifier,
+    meta_module,
+    optimizer_bytes,
+    step_bytes,
+)
 from train.config import TrainConfig
 from train.launching.side_process import answer
 from train.planning.recompute import why_not_recompute
 from train.planning.state_bytes import StateAnswer, StateBytes, StateTask
 from train.strategies import STRATEGIES, mesh_of
-from train.strategies.held import Held
 
 
 def count(task: StateTask) -> StateAnswer:
@@ -55,7 +59,7 @@ class _WholeModule:
 
 def _of_rank(config: TrainConfig, spec: ModelSpec, steps: dict[_WholeModule, _Step]) -> StateBytes:
     """`steps`: those that were followed before. Raises UsageError for a model that does not build."""
-    module = empty_module(config, spec)
+    module = meta_module(config, spec)
     try:
         held, step = _placed(config, module, spec, steps)
     except UsageError as error:
@@ -65,14 +69,16 @@ def _of_rank(config: TrainConfig, spec: ModelSpec, steps: dict[_WholeModule, _St
 
 def check_divided(config: TrainConfig, spec: ModelSpec) -> None:
     """Raises UsageError for a model that its ranks cannot divide, or that does not compute then."""
-    _placed(config, empty_module(config, spec), spec, {})
+    _placed(config, meta_module(config, spec), spec, {})
 
 
-def _placed(config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[_WholeModule, _Step]) -> tuple[Held, _Step]:
+def _placed(
+    config: TrainConfig, module: Any, spec: ModelSpec, steps: dict[_WholeModule, _Step]
+) -> tuple[RankState, _Step]:
     """Raises as `check_divided` does."""
-    with imagined_ranks(mesh_of(config).num_ranks):
+    with fake_process_group(mesh_of(config).num_ranks):
         try:
-            held = STRATEGIES[config.strategy].held(config, module)
+            held = STRATEGIES[config.strategy].rank_state(config, module)
         except ShardmillError:
             raise
         except Exception as error:
@@ -103,7 +109,7 @@ def _step_of_whole(config: TrainConfig, module: Any, spec: ModelSpec, steps: dic
     return steps[key]
 
 
-def _counted(config: TrainConfig, module: Any, held: Held, step: _Step, whole: _Step) -> StateBytes:
+def _counted(config: TrainConfig, module: Any, held: RankState, step: _Step, whole: _Step) -> StateBytes:
     """`step`: of `held.module`; `whole`: of `module`."""
     # A strategy may have other names for parts of a weight.
     named = dict(held.module.named_parameters())
@@ -130,7 +136,7 @@ def _counted(config: TrainConfig, module: Any, held: Held, step: _Step, whole: _
 
 
 def _step(config: TrainConfig, module: Any, spec: ModelSpec) -> _Step:
-    classifier = empty_classifier(module, spec)
+    classifier = meta_classifier(module, spec)
     try:
         step, image = step_bytes(config, classifier, spec.image_shape_HWC)
     except Exception as error:

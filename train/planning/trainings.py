@@ -17,8 +17,8 @@ from shardmill.errors import IntegrityError
 from shardmill.section import Section
 from shardmill.storage import Store
 from shardmill.values import DatasetPin, Nonce
+from train.checkpoints.arrays import MARKER
 from train.checkpoints.checkpoint import complete_checkpoints
-from train.checkpoints.state import MARKER
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import RESULT, TrainResult

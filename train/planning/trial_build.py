@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.model_spec import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.values import to_json
 from train.labels import LabelSpec

@@ -14,10 +14,9 @@ from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.words import first_of, without_surrogates
 from train.contracts.values import from_json
-from train.published.current import CURRENT, Pointer, read_history
-from train.published.decision import Promotion
-from train.published.exported import Export, ExportRecord, read_export
+from train.published.exported import CURRENT, Export, ExportRecord, Pointer, read_export, read_history
 from train.published.mlflow_registry import register_current
+from train.published.promote import Promotion
 from train.settings import GateConfig, RegistryConfig
 
 _MARK = "# Written by shardmill at each promotion; remove this line to keep a text of your own. Change "
@@ -78,7 +77,7 @@ def _front_matter(name: str, record: ExportRecord) -> Iterator[str]:
             f"      split: {found.split}",
             "    metrics:",
             "    - type: accuracy",
-            f"      value: {found.figure:.6f}",
+            f"      value: {found.metric_value:.6f}",
         )
 
 
@@ -116,7 +115,7 @@ def _evaluation(record: ExportRecord) -> str:
     found = record.evaluation
     if found is None:
         return "none: the dataset has no split for it"
-    figures = f"{found.metric.words} {found.figure:.4f}, loss {found.loss:.4f}"
+    figures = f"{found.metric.words} {found.metric_value:.4f}, loss {found.loss:.4f}"
     return f"{figures} on {found.num_samples:,} samples of the split {found.split}"
 
 

@@ -20,17 +20,17 @@ from shardmill.loader.reader import read_split
 from shardmill.loader.samples import read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
+from train.api import Backend, Learner, StatePart
 from train.backends import BACKENDS
-from train.backends.backend import Backend, Learner, StatePart, model_spec
+from train.backends.model_spec import model_spec
 from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import WholeModel, read_whole_model
 from train.config import TrainConfig
 from train.contracts.values import Evaluation, ModelIdentity, TrainResult
 from train.contracts.world import World
-from train.evaluation.evaluate import evaluate_batches, scores_by
 from train.labels import LabelSpec
-from train.models.identity import check_same_model
-from train.models.user import source_sha256
+from train.metrics.evaluate import evaluate_batches, scores_by
+from train.models.user import check_same_model, source_sha256
 from train.published.exported import (
     ARTIFACTS,
     EXPORTS,
@@ -140,14 +140,14 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
     return StageRecord(stage="export", status=status, sections={"export": section})
 
 
-def check_figures(measured: Evaluation, recorded: Evaluation, precision: str, *, rounding: float = 0.0) -> None:
+def check_metrics(measured: Evaluation, recorded: Evaluation, precision: str, *, rounding: float = 0.0) -> None:
     """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded.
 
     `precision`: that of the training, as `train.mixed_precision` names it.
-    `rounding`: by how much numbers may differ that are answers; a model without error would have to answer exactly.
+    `rounding`: by how much numbers may differ that are predictions; a model without error would have to answer exactly.
     """
     factor = MIXED_PRECISION_FACTOR if precision != "off" else 1
-    metric, figure = recorded.metric, recorded.figure
+    metric, figure = recorded.metric, recorded.metric_value
     if metric.higher_is_better:
         loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
         figure_limit = factor * max(FIGURE_TOLERANCE, 1 / recorded.num_samples)
@@ -159,11 +159,11 @@ def check_figures(measured: Evaluation, recorded: Evaluation, precision: str, *,
     agree = (
         measured.num_samples == recorded.num_samples
         and abs(measured.loss - recorded.loss) <= loss_limit + 1e-9
-        and abs(measured.figure - figure) <= figure_limit + 1e-9
+        and abs(measured.metric_value - figure) <= figure_limit + 1e-9
     )
     if not agree:
         raise IntegrityError(
-            f"the export has loss {measured.loss:.4f} and {metric.words} {measured.figure:.4f} on "
+            f"the export has loss {measured.loss:.4f} and {metric.words} {measured.metric_value:.4f} on "
             f"{measured.num_samples} {measured.split} samples; the training recorded {recorded.loss:.4f} and "
             f"{figure:.4f} on {recorded.num_samples}",
             f"expected them within {loss_limit:.4g} and {figure_limit:.4g}",
@@ -238,7 +238,10 @@ def _write_and_compare(
     outputs_NK = learner.outputs(images_NHWC)
     # Numbers and logits may be large, and float32 rounds them accordingly.
     size = max(1.0, float(np.abs(outputs_NK).max()))
-    differences = [served.outputs(images_NHWC) - outputs_NK, served.answers(images_NHWC) - learner.answers(images_NHWC)]
+    differences = [
+        served.outputs(images_NHWC) - outputs_NK,
+        served.predictions(images_NHWC) - learner.predictions(images_NHWC),
+    ]
     difference = max(float(np.abs(each).max()) for each in differences) / size
     if not difference <= MAX_PARITY_DIFF:
         raise TrainingError(
@@ -256,7 +259,7 @@ def _write_and_compare(
         measured = measured.without_classes()
         # In what it was trained, not in what was asked for: `auto` may stand for float32.
         precision = result.mixed_precision or config.mixed_precision
-        check_figures(measured, recorded, precision, rounding=MAX_PARITY_DIFF * size)
+        check_metrics(measured, recorded, precision, rounding=MAX_PARITY_DIFF * size)
     note = learner.write_portable(scratch, images_NHWC, MAX_PARITY_DIFF * size)
     return _Comparison(difference, len(images_NHWC), measured, note)
 

@@ -12,12 +12,9 @@ from shardmill.loader.reader import read_split
 from shardmill.stores import open_store
 from train.contracts.values import METRICS, Evaluation
 from train.labels import check_gate
-from train.published.current import History, read_history
-from train.published.decision import Comparison, GateDecision, Incomparable, Promotion
-from train.published.exported import EXPORTS, Export, ExportedModel
-from train.published.figures import evaluate_export
-from train.published.load import load_exported
-from train.published.promote import promote_if_passed
+from train.published.evaluation import evaluate_export
+from train.published.exported import EXPORTS, Export, ExportedModel, History, load_exported, read_history
+from train.published.promote import Comparison, GateDecision, Incomparable, Promotion, promote_if_passed
 from train.records import record_numbers
 from train.settings import GateConfig
 
@@ -38,8 +35,10 @@ def decide(
     below = _below_floor(candidate, gate)
     # The floor comes first: it holds also if there is no current export, or one that cannot be compared.
     if candidate is None or below:
-        return GateDecision("kept", below, candidate.figure if candidate else None, None, _metric(candidate), False)
-    metric, figure, before = candidate.metric, candidate.figure, None
+        return GateDecision(
+            "kept", below, candidate.metric_value if candidate else None, None, _metric(candidate), False
+        )
+    metric, figure, before = candidate.metric, candidate.metric_value, None
     num_samples = candidate.num_samples
     name, limit = _limit(gate, candidate)
     reached = f"{metric.words} {_on(candidate)} reaches {name} = {limit:g}"
@@ -87,7 +86,7 @@ def judge(
     """Whether an export may follow what `history` says is current. `compare` is called only if that depends on it."""
     evaluation = candidate.record.evaluation
     check_gate(gate, candidate.record.label_kind)
-    figure = evaluation.figure if evaluation is not None else None
+    figure = evaluation.metric_value if evaluation is not None else None
     metric = _metric(evaluation)
     if history.current is not None and history.current.export == candidate.number:
         below = _below_floor(evaluation, gate)
@@ -113,7 +112,7 @@ def _below_floor(candidate: Evaluation | None, gate: GateConfig) -> str:
     if candidate is None:
         return "there is no test or validation split to evaluate on"
     metric, (name, limit) = candidate.metric, _limit(gate, candidate)
-    if limit and not metric.reaches(candidate.figure, limit):
+    if limit and not metric.reaches(candidate.metric_value, limit):
         return (
             f"{metric.words} {_on(candidate)} is {'below' if metric.higher_is_better else 'above'} {name} = {limit:g}"
         )
@@ -132,7 +131,7 @@ def _metric(evaluation: Evaluation | None) -> str:
 
 
 def _on(evaluation: Evaluation) -> str:
-    return f"{evaluation.figure:.4f} on {evaluation.num_samples} {evaluation.split} samples"
+    return f"{evaluation.metric_value:.4f} on {evaluation.num_samples} {evaluation.split} samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +241,8 @@ def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) 
     # Numbers have no names: two empty sets are equal.
     if set(names) == set(current.export.record.class_names):
         # The candidate's own figures are of this split already, measured when it was exported.
-        figures = _figures(current, dataset, evaluation.split)
-        return Comparison(evaluation.figure, figures.figure, evaluation.num_samples)
+        figures = _evaluated(current, dataset, evaluation.split)
+        return Comparison(evaluation.metric_value, figures.metric_value, evaluation.num_samples)
     common = [name for name in names if name in current.export.record.class_names]
     num_samples = sum(dataset.manifest.splits[evaluation.split].class_counts[names.index(name)] for name in common)
     if not num_samples:
@@ -251,14 +250,14 @@ def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) 
             f"the current export {current.export.number} has none of the classes of the {evaluation.split} split"
         )
     candidate_figure, current_figure = (
-        _figure_among(common, _figures(model, dataset, evaluation.split, common))
+        _metric_among(common, _evaluated(model, dataset, evaluation.split, common))
         for model in (load_exported(models_uri, candidate.number), current)
     )
     on = f" of the {len(common)} classes that both know (of {len(names)})"
     return Comparison(candidate_figure, current_figure, num_samples, on)
 
 
-def _figure_among(names: list[str], evaluation: Evaluation) -> float:
+def _metric_among(names: list[str], evaluation: Evaluation) -> float:
     """Top-1 over the samples of these classes; of several classes an image, the mean average precision over these."""
     classes = [figures for figures in evaluation.per_class if figures.name in names]
     if evaluation.label_kind == "multi_label":
@@ -269,6 +268,6 @@ def _figure_among(names: list[str], evaluation: Evaluation) -> float:
     return num_right / sum(each.num_samples for each in classes)
 
 
-def _figures(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:
+def _evaluated(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:
     with read_split(dataset, split, augment=model.export.record.unchanged) as batches:
         return evaluate_export(model, dataset, split, batches, among)

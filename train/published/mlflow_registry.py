@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardmill.dataset.card import CARD
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.storage import join_uri
-from train.published.exported import Export, read_export
-from train.published.load import current_export
+from train.published.exported import Export, current_export, read_export
 from train.reporting.mlflow_client import check_address, check_installed, connect, experiment_id
 from train.settings import RegistryConfig
 
@@ -203,7 +202,7 @@ def _log(client: MlflowClient, run_id: str, export: Export, tags: dict[str, str]
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     if (found := record.evaluation) is not None:
         now = int(time.time() * 1000)
-        figures = {f"{found.split}/{found.metric.name}": found.figure, f"{found.split}/loss": found.loss}
+        figures = {f"{found.split}/{found.metric.name}": found.metric_value, f"{found.split}/loss": found.loss}
         client.log_batch(run_id, metrics=[Metric(key, value, now, 0) for key, value in figures.items()])
 
 

@@ -22,8 +22,14 @@ from shardmill.options import DecodeLimits
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from train.labels import LabelSpec
-from train.published.exported import ARTIFACTS, ExportedModel, ExportRecord, number_of_artifact
-from train.published.load import current_export, load_exported
+from train.published.exported import (
+    ARTIFACTS,
+    ExportedModel,
+    ExportRecord,
+    current_export,
+    load_exported,
+    number_of_artifact,
+)
 from train.published.mlflow_registry import SCHEME, resolve_registered
 
 
@@ -199,19 +205,19 @@ def _predict_batch(
 ) -> list[Prediction]:
     record = model.export.record
     images = [image for image in read if isinstance(image, np.ndarray)]
-    answers_NK = model.predict(np.stack(images)) if images else np.empty((0, record.labels.num_outputs))
-    of_images = iter(answers_NK)
+    predictions_NK = model.predict(np.stack(images)) if images else np.empty((0, record.labels.num_outputs))
+    of_images = iter(predictions_NK)
     predictions = []
     for path, image in zip(paths, read, strict=True):
         if isinstance(image, Rejection):
             predictions.append(Prediction(path, "", 0.0, f"{image.reason}: {image.detail}"))
             continue
-        answers_K = next(of_images)
+        predictions_K = next(of_images)
         if record.labels.are_numbers:
-            predictions.append(Prediction(path, "", 0.0, "", values=tuple(map(float, answers_K))))
+            predictions.append(Prediction(path, "", 0.0, "", values=tuple(map(float, predictions_K))))
             continue
-        best_first = ranked(answers_K, record.labels, num_top)
-        top = tuple(Guess(record.class_names[index], float(answers_K[index])) for index in best_first)
+        best_first = ranked(predictions_K, record.labels, num_top)
+        top = tuple(Guess(record.class_names[index], float(predictions_K[index])) for index in best_first)
         predictions.append(Prediction(path, top[0].label, top[0].probability, "", top))
     return predictions
 
@@ -233,7 +239,7 @@ def pixels_of(sample: ImageSample, encoding: str, record: ExportRecord) -> np.nd
     return centre_of(decode_stored(sample.image, encoding, record.normalize.image_shape_HWC), record.size)
 
 
-def ranked(answers_K: np.ndarray, labels: LabelSpec, num_top: int) -> np.ndarray:
+def ranked(predictions_K: np.ndarray, labels: LabelSpec, num_top: int) -> np.ndarray:
     """The classes to give, best first: the most probable ones, and every likely one if an image may have several."""
-    num_likely = int((answers_K >= LIKELY).sum()) if labels.kind == "multi_label" else 0
-    return np.argsort(-answers_K, kind="stable")[: max(num_top, num_likely)]
+    num_likely = int((predictions_K >= LIKELY).sum()) if labels.kind == "multi_label" else 0
+    return np.argsort(-predictions_K, kind="stable")[: max(num_top, num_likely)]

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from shardmill.errors import CommitConflict, GateNotPassed, UsageError
 from shardmill.stores import open_store
 from train.contracts.values import METRICS
-from train.published.current import CURRENT, History, Pointer, now, read_history, set_current, unknown_current
-from train.published.decision import GateDecision, Promotion
-from train.published.exported import Export, read_export, verify_export
+from train.published.exported import (
+    CURRENT,
+    Export,
+    History,
+    Pointer,
+    now,
+    read_export,
+    read_history,
+    set_current,
+    unknown_current,
+    verify_export,
+)
 from train.records import read_record
 
 
@@ -48,7 +59,7 @@ def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
     export = read_export(models_uri, number)
     verify_export(models_uri, export)
     evaluation = export.record.evaluation
-    figure = evaluation.figure if evaluation is not None else None
+    figure = evaluation.metric_value if evaluation is not None else None
     metric = METRICS[export.record.label_kind].name
     while True:
         # Naming an export is the way out of a damaged or foreign newest record, so neither may be an error here.
@@ -126,3 +137,57 @@ def _set(models_uri: str, history: History, number: int, decision: GateDecision,
         created_at=now(),
     )
     return set_current(open_store(models_uri), history, pointer)
+
+
+Decision = Literal["promoted", "kept", "already_current", "chosen", "rolled_back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Candidate and current export on the same samples."""
+
+    candidate_figure: float
+    current_figure: float
+    """Value of the labels' metric (train/labels.py)."""
+    num_samples: int
+    on: str = ""
+    """The samples, if not all of the candidate's evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomparable:
+    """Why the two cannot be compared."""
+
+    reason: str
+    is_damaged: bool = False
+    """No machine can load the current export, so replacing it loses nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    """The decision on a candidate by the gate, or by a person."""
+
+    decision: Decision
+    reason: str
+    candidate_figure: float | None = None
+    current_figure: float | None = None
+    metric: str = METRICS["class"].name
+    """Name of the metric: a field of `Evaluation`."""
+    is_passed: bool = True
+    """Whether the gate is passed; with `--require`, False is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """The outcome of a candidate."""
+
+    models_uri: str
+    gate: GateDecision
+    previous: int | None
+    """The export that was current before."""
+    current: int | None
+    """The export that is current now."""
+    is_published: bool = False
+    """The gate let it pass in this run: in this call, or in an earlier try of the same run."""
+    registered: str | None = None
+    """The current export at the model registry, `models:/NAME/VERSION`; empty if that failed, None without one."""

@@ -18,12 +18,11 @@ from shardmill.row_mapping import MappedRow, RowMapping, sample_encoding
 from shardmill.stores import open_store
 from shardmill.typed_columns import ExtraColumn
 from shardmill.values import ImageSample, PredictedBy, Value
+from train.api import Predict, PredictWithLayer
 from train.backends import BACKENDS
-from train.backends.backend import Predict, PredictWithLayer
 from train.contracts.world import World
 from train.labels import LabelSpec
-from train.published.exported import Export, ExportRecord, read_export
-from train.published.load import load_exported, load_with_layer
+from train.published.exported import Export, ExportRecord, load_exported, load_with_layer, read_export
 from train.published.predict import LIKELY, check_served, exact_name, pixels_of, ranked
 
 _OPENER = "train.published.row_mapper:open_mapper"
@@ -143,20 +142,20 @@ class ExportMapper:
         for place, sample in enumerate(samples):
             images_NHWC[place] = pixels_of(sample, self._encoding, self._record)
         # Always as many: kernels round by the size of a batch, and a new one is compiled for each.
-        answers_NK, layer_ND = self._predict(images_NHWC)
-        rows = zip(answers_NK[: len(samples)], layer_ND[: len(samples)].astype("<f4"), strict=True)
-        return [MappedRow(self._values(answers_K), layer_D.tobytes()) for answers_K, layer_D in rows]
+        predictions_NK, layer_ND = self._predict(images_NHWC)
+        rows = zip(predictions_NK[: len(samples)], layer_ND[: len(samples)].astype("<f4"), strict=True)
+        return [MappedRow(self._values(predictions_K), layer_D.tobytes()) for predictions_K, layer_D in rows]
 
-    def _values(self, answers_K: np.ndarray) -> dict[str, Value]:
+    def _values(self, predictions_K: np.ndarray) -> dict[str, Value]:
         labels = self._record.labels
         if labels.are_numbers:
-            return {"outputs": [*_rounded(answers_K)]}
-        best_first = ranked(answers_K, labels, self._top)
+            return {"outputs": [*_rounded(predictions_K)]}
+        best_first = ranked(predictions_K, labels, self._top)
         names = [labels.class_names[index] for index in best_first]
-        probabilities = _rounded(answers_K[best_first])
+        probabilities = _rounded(predictions_K[best_first])
         top: dict[str, Value] = {"top_labels": [*names], "top_probabilities": [*probabilities]}
         if labels.kind == "multi_label":
-            num_likely = int((answers_K[best_first] >= LIKELY).sum())
+            num_likely = int((predictions_K[best_first] >= LIKELY).sum())
             return {"predictions": [*names[:num_likely]], **top}
         return {"prediction": names[0], "probability": probabilities[0], **(top if self._top > 1 else {})}
 

@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING
 from shardmill.checksummed import with_checksum
 from shardmill.jobs.observer import WARNING
 from shardmill.storage import Store
-from train.checkpoints.state import MARKER
+from train.checkpoints.arrays import MARKER
 from train.contracts.activities import Activity, during
 from train.contracts.values import to_json
-from train.initialization.checkpoint_arrays import arrays_of_checkpoint
-from train.initialization.initial import InitialFile, find_initial, read_pinned
-from train.initialization.match_weights import Initialized, listed, match_weights
+from train.initialization.initial import (
+    InitialFile,
+    Initialized,
+    arrays_of_checkpoint,
+    find_initial,
+    listed,
+    match_weights,
+    read_pinned,
+)
 from train.records import read_if_whole
 
 if TYPE_CHECKING:

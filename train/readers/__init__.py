@@ -8,8 +8,8 @@ from shardmill.registry import Entry, ExtensionPoint, Registry, load_object
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
+    from train.api import TrainReader
     from train.config import TrainConfig
-    from train.readers.reader import TrainReader
 
 READERS: Registry[TrainReader] = Registry(
     "train.reader",
@@ -23,7 +23,7 @@ READERS: Registry[TrainReader] = Registry(
         ),
     },
     options_prefix="reader_",
-    point=ExtensionPoint("what reads the train split", "train.readers.reader:TrainReader"),
+    point=ExtensionPoint("what reads the train split", "train.api:TrainReader"),
 )
 
 

@@ -24,7 +24,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.loader.reader import OneProcess, ReaderSeconds
 from shardmill.values import Batch
-from train.contracts.epochs import Epoch
+from train.api import Epoch
 from train.contracts.mesh import DataIndex, Mesh
 
 if TYPE_CHECKING:

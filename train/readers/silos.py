@@ -12,10 +12,9 @@ import numpy as np
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.reader import BatchReader, ReaderSeconds, read_epoch
-from train.contracts.epochs import row_source
-from train.contracts.mesh import DataIndex
+from train.contracts.mesh import DataIndex, SiloIndex
+from train.contracts.row_source import row_source
 from train.labels import LabelSpec
-from train.strategies.member import SiloIndex
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -48,7 +47,7 @@ class SiloSteps:
 
 
 class SiloEpoch:
-    """`train.readers.reader.Epoch` of one silo."""
+    """`train.api.Epoch` of one silo."""
 
     def __init__(self, plan: EpochPlan, epochs: SiloEpochs) -> None:
         self._plan, self._epochs = plan, epochs
@@ -132,7 +131,7 @@ class SiloBatches:
 
 
 class Silos:
-    """`train.readers.reader.TrainReader`; the strategy checks what silos need."""
+    """`train.api.TrainReader`; the strategy checks what silos need."""
 
     is_exact = True
     follows_plan = False

@@ -14,8 +14,8 @@ from types import TracebackType
 from shardmill.jobs.observer import WARNING
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
+from train.api import Recording
 from train.backends import BACKENDS
-from train.backends.backend import Recording
 from train.contracts.activities import Activity, during
 from train.contracts.task import WorkerTask
 from train.contracts.values import PROFILES, Reporter

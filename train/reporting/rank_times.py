@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.jobs.observer import WARNING, FieldValue
-from train.reporting.observer import GlobalStep
-from train.reporting.scalars import STEP_SECONDS
+from train.reporting.observer import STEP_SECONDS, GlobalStep
 
 if TYPE_CHECKING:
     from train.contracts.world import RankDevices

@@ -9,8 +9,7 @@ from shardmill.jobs.run_record import RunRecord
 from train.config import TrainConfig
 from train.identity import values_of_settings
 from train.reporting.trackers import TRACKERS
-from train.reporting.trackers.guarded import GuardedTracker, check_tracker
-from train.reporting.trackers.tracker import TrackedRun
+from train.reporting.trackers.tracker import GuardedTracker, TrackedRun, check_tracker
 
 
 def tracker_names(config: TrainConfig) -> tuple[str, ...]:

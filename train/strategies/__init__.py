@@ -11,13 +11,13 @@ from train.contracts.mesh import Mesh
 from train.contracts.world import Role
 
 if TYPE_CHECKING:
+    from train.api import Strategy
     from train.config import TrainConfig
-    from train.strategies.strategy import Strategy
 
 STRATEGIES: Registry[Strategy] = Registry(
     "train.strategy",
     {
-        "single": Entry("train.strategies.single:SINGLE", "one process, one device"),
+        "single": Entry("train.strategies.replicated:SINGLE", "one process, one device"),
         "horovod": Entry(
             "train.strategies.horovod:HOROVOD",
             "one grouped allreduce per step",
@@ -32,7 +32,7 @@ STRATEGIES: Registry[Strategy] = Registry(
             options="train.strategies.options:MirroredOptions",
         ),
         "multi_worker_mirrored": Entry(
-            "train.strategies.multi_worker_mirrored:MULTI_WORKER_MIRRORED",
+            "train.strategies.mirrored:MULTI_WORKER_MIRRORED",
             "TensorFlow's MultiWorkerMirroredStrategy, one process per worker",
             extra="tensorflow",
             packages=("tensorflow",),
@@ -51,31 +51,31 @@ STRATEGIES: Registry[Strategy] = Registry(
             packages=("torch",),
         ),
         "zero1": Entry(
-            "train.strategies.sharded.strategies:ZERO1",
+            "train.strategies.sharded.zero1:ZERO1",
             "optimizer state sharded over ranks, each with the whole model",
             extra="torch",
             packages=("torch",),
         ),
         "torch_fsdp": Entry(
-            "train.strategies.sharded.strategies:TORCH_FSDP",
+            "train.strategies.sharded.placement:TORCH_FSDP",
             "weights, gradients and optimizer state sharded over ranks (PyTorch's FSDP2)",
             extra="torch",
             packages=("torch",),
         ),
         "tensor_parallel": Entry(
-            "train.strategies.sharded.strategies:TENSOR_PARALLEL",
+            "train.strategies.sharded.placement:TENSOR_PARALLEL",
             "each layer divided over the ranks of a group, for vision transformers",
             extra="torch",
             packages=("torch",),
         ),
         "hybrid": Entry(
-            "train.strategies.sharded.strategies:HYBRID",
+            "train.strategies.sharded.placement:HYBRID",
             "layers divided along one axis of a mesh, weights sharded along the other",
             extra="torch",
             packages=("torch",),
         ),
         "pipeline_parallel": Entry(
-            "train.strategies.sharded.strategies:PIPELINE_PARALLEL",
+            "train.strategies.sharded.pipeline:PIPELINE_PARALLEL",
             "each rank computes some layers in a row, microbatch after microbatch",
             extra="torch",
             packages=("torch",),
@@ -89,7 +89,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     },
     takes_own=True,
     options_prefix="",
-    point=ExtensionPoint("how ranks share the training", "train.strategies.strategy:Strategy"),
+    point=ExtensionPoint("how ranks share the training", "train.api:Strategy"),
 )
 
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.contracts.activities import Activity, during, waiting
-from train.contracts.stopwatch import Stopwatch
+from train.contracts.activities import Activity, Stopwatch, during, waiting
 from train.contracts.values import Reporter
 from train.contracts.world import World
 

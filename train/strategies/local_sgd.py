@@ -36,29 +36,25 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.registry import install_hint
 from shardmill.stores import open_store
 from shardmill.values import Batch
-from train.backends.backend import Learner, StatePart
-from train.backends.step_rules import microbatches_of
+from train.api import Build, Learner, Member, MemberStep, StatePart, Strategy, moving_statistics
+from train.backends.rules import microbatches_of
+from train.checkpoints.arrays import dump_arrays, load_arrays
 from train.checkpoints.checkpoint import SavedFiles
-from train.checkpoints.state import dump_arrays, load_arrays
 from train.config import TrainConfig
-from train.contracts.activities import Activity, during, waiting
-from train.contracts.mesh import DataIndex, Mesh
-from train.contracts.step_outcome import StepOutcome
-from train.contracts.stopwatch import Stopwatch
-from train.contracts.values import Reporter
-from train.contracts.world import Gather, World, alone
+from train.contracts.activities import Activity, Stopwatch, during, waiting
+from train.contracts.mesh import DataIndex, Mesh, SiloIndex
+from train.contracts.values import Reporter, StepOutcome
+from train.contracts.world import World
 from train.strategies import STRATEGIES
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
-from train.strategies.member import Member, MemberStep, SiloIndex
 from train.strategies.options import LocalSgdOptions, silos_of
 from train.strategies.replicated import ReplicatedMember
-from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 
 
 def check_local_sgd(config: TrainConfig) -> None:
-    """`train.strategies.strategy.Strategy.check`."""
+    """`train.api.Strategy.check`."""
     if silos_of(config):
         _check_silos(config)
     _check_updates(config)
@@ -341,10 +337,9 @@ class LocalSgdMember(ReplicatedMember):
         learner: Learner,
         collective: Collective,
         data: DataIndex,
-        gather_aside: Gather,
         local_steps: int,
     ) -> None:
-        super().__init__(learner, collective, data, gather_aside)
+        super().__init__(learner, collective, data)
         self._local_steps = local_steps
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
@@ -393,8 +388,10 @@ class LocalSgdMember(ReplicatedMember):
 class SiloMember(ReplicatedMember):
     """A silo: it reads a dataset of its own, and nothing of it travels but weights, and figures of a round."""
 
+    shares_checkpoints = False
+
     def __init__(self, learner: Learner, mailbox: SiloMailbox, data: SiloIndex, local_steps: int) -> None:
-        super().__init__(learner, mailbox, data, alone)
+        super().__init__(learner, mailbox, data)
         self._mailbox = mailbox
         self._silo = data
         self._local_steps = local_steps
@@ -441,30 +438,30 @@ class SiloMember(ReplicatedMember):
 
     def _travelling(self) -> list[np.ndarray]:
         own = self.learner.arrays(StatePart.OWN)
-        return [*self.learner.arrays(StatePart.WEIGHTS), *(own[place] for place in self.learner.moving_statistics())]
+        return [*self.learner.arrays(StatePart.WEIGHTS), *(own[place] for place in moving_statistics(own))]
 
     def _take_mean(self, arrays: list[np.ndarray]) -> None:
-        places = self.learner.moving_statistics()
+        own = self.learner.arrays(StatePart.OWN)
+        places = moving_statistics(own)
         num_weights = len(arrays) - len(places)
         self.learner.assign(StatePart.WEIGHTS, arrays[:num_weights], "the mean of the silos")
         if places:
-            own = self.learner.arrays(StatePart.OWN)
             for place, array in zip(places, arrays[num_weights:], strict=True):
                 own[place] = array
             self.learner.assign(StatePart.OWN, own, "the mean of the silos")
 
 
-def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-    """`train.strategies.strategy.Join`."""
+def join_local_sgd(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
+    """`train.api.Join`."""
     if silos_of(config):
         return join_silos(world, config, build, reporter)
     data = Mesh.of(config).data_index(world.rank)
     learner = build()
     collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[config.backend], world, reporter)
-    return LocalSgdMember(learner, collective, data, world.exchange_aside, config.options(LocalSgdOptions).local_steps)
+    return LocalSgdMember(learner, collective, data, config.options(LocalSgdOptions).local_steps)
 
 
-def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+def join_silos(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
     """Join as a silo. Each silo learns the sizes of all, which determine its share of samples in a round."""
     uri = silos_of(config)[world.rank]
     manifest = open_dataset(uri).manifest
@@ -480,7 +477,7 @@ def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], 
 
 
 def ranks_that_may_be_lost(config: TrainConfig) -> frozenset[int]:
-    """`train.strategies.strategy.Strategy.may_lose`: all silos but the one that coordinates."""
+    """`train.api.Strategy.may_lose`: all silos but the one that coordinates."""
     return frozenset(range(1, config.num_workers)) if silos_of(config) else frozenset()
 
 

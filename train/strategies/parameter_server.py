@@ -12,14 +12,15 @@ lost.
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -32,28 +33,23 @@ from shardmill.loader.row_source import RowSource
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch, Cursor
 from shardmill.words import counted
+from train.api import Build, Epoch, Learner, Member, MemberStep, Strategy
 from train.backends import BACKENDS
-from train.backends.backend import Learner
 from train.backends.keras.runtime import traced
 from train.backends.keras.step import Rows
-from train.backends.model_errors import as_layers_raised_them
+from train.backends.rules import as_layers_raised_them
 from train.config import TrainConfig
-from train.contracts.activities import Activity, during, reading, waiting
-from train.contracts.epochs import Epoch, row_source
+from train.contracts.activities import Activity, Stopwatch, during, reading, waiting
 from train.contracts.mesh import Mesh
-from train.contracts.step_outcome import StepOutcome
-from train.contracts.stopwatch import Stopwatch
+from train.contracts.row_source import row_source
 from train.contracts.task import WorkerTask
-from train.contracts.values import Reporter
-from train.contracts.world import Role, World, alone
+from train.contracts.values import Reporter, StepOutcome
+from train.contracts.world import Role, World
 from train.layers.sample_bits import sample_keys
 from train.schedules import learning_rate_at
 from train.strategies.collective import SingleCollective
-from train.strategies.member import Member, MemberStep
 from train.strategies.options import ParameterServerOptions
-from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.replicated import ReplicatedMember
-from train.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +320,10 @@ STEPS_AHEAD = 2
 class ChiefMember(ReplicatedMember):
     """The only member: to evaluation and checkpoints a world of one, whose variables are elsewhere."""
 
+    shares_checkpoints = False
+
     def __init__(self, learner: Learner, work: RemoteSteps, config: TrainConfig, world: World, reporter: Reporter):
-        super().__init__(learner, SingleCollective(), Mesh.one_reader(config).data_index(0), alone)
+        super().__init__(learner, SingleCollective(), Mesh.one_reader(config).data_index(0))
         self._work = work
         self._config = config
         self._may_begin = world.may_begin
@@ -420,8 +418,8 @@ class PlannedSteps:
         return self._chief.take_seconds()
 
 
-def join_chief(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-    """`train.strategies.strategy.Join`, of the chief."""
+def join_chief(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
+    """`train.api.Join`, of the chief."""
     import tensorflow as tf
 
     start_threads()
@@ -490,5 +488,47 @@ PARAMETER_SERVER = Strategy(
     serve=serve,
     reads_all=True,
     recomputes=False,
-    leaves_out_batches=False,
+    can_skip_batches=False,
 )
+
+
+# Operations that wait for other processes must not take the only thread there is.
+NUM_WAITING_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTask:
+    """A worker or server, as the chief knows it."""
+
+    role: Role
+    address: str
+    reads: str = ""
+    """For a worker: the name of its TensorFlow function `(epoch, step) -> the rows`."""
+    image_shape_HWC: tuple[int, ...] = ()
+    label_dtype: str = "int64"
+    label_shape: tuple[int, ...] = ()
+    """Shape of one label."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Read the output of `to_json`. Raises TrainingError for anything else."""
+        try:
+            given: dict[str, Any] = json.loads(data)
+            shapes: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("image_shape_HWC", "label_shape")}
+            return cls(Role(given.pop("role")), **given, **shapes)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"a process did not report its address: {error}",
+                "expected a worker or server",
+                "start all processes with one launcher",
+            ) from error
+
+
+def start_threads() -> None:
+    """More than one thread for operations that wait; before TensorFlow runs."""
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(NUM_WAITING_THREADS)

@@ -9,6 +9,9 @@ and every decision in a step (skip, loss scale, clipping) depends on them alone.
 from one rank only. A collective that gives ranks different bits, or an update that uses anything local, breaks this.
 All ranks also make the same collective calls in the same order; a call behind a condition that differs between ranks
 is a hang, which the watchdog reports.
+
+`CollectiveMember` is the part of it that ranks which hold a model together have, too. `SINGLE`, a single process, is
+the reference for all other strategies.
 """
 
 from __future__ import annotations
@@ -16,34 +19,87 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import Learner, StatePart, SumInStep
+from train.api import Build, Join, Learner, Member, MemberStep, StatePart, Strategy, SumInStep, moving_statistics
+from train.checkpoints.arrays import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, whole_arrays, whole_files
-from train.checkpoints.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
-from train.contracts.activities import during, waiting
+from train.contracts.activities import Stopwatch, during, waiting
 from train.contracts.mesh import DataIndex, Mesh
-from train.contracts.stopwatch import Stopwatch
 from train.contracts.values import Reporter
-from train.contracts.world import Gather, World
-from train.strategies.collective import AnnouncedCollective, Collective
-from train.strategies.collective_member import PARTS, CollectiveMember
-from train.strategies.member import Member, MemberStep
-from train.strategies.strategy import Join
+from train.contracts.world import World
+from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
+
+if TYPE_CHECKING:
+    from shardmill.values import Cursor
+    from train.api import Batches, Epoch
+
+
+PARTS = {StatePart.WEIGHTS: WEIGHTS_PART, StatePart.OPTIMIZER: OPTIMIZER_PART}
+"""What ranks hold alike, or together, by its name in a checkpoint."""
+
+
+class CollectiveMember:
+    """The part of `train.api.Member` that no step and no checkpoint depends on."""
+
+    shares_checkpoints = True
+
+    def __init__(
+        self,
+        learner: Learner,
+        collective: Collective,
+        data: DataIndex,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.data = data
+        self.learner = learner
+        self._collective = collective
+        # What a member exchanges, and how it leaves, is its collective's.
+        self.sum_array, self.broadcast_bytes = collective.sum_array, collective.broadcast_bytes
+        self.gather_bytes, self.barrier, self.close = collective.gather_bytes, collective.barrier, collective.close
+
+    def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
+        return epoch.read(cursor.step)
+
+    def average_moving_statistics(self) -> None:
+        """Their mean, weighted by the streams of each rank: batch norm updates them from local batches.
+
+        In float64 and with integer weights, so that values that are equal on all ranks (frozen weights) keep their
+        exact bits.
+        """
+        if self.world_size == 1:
+            return
+        arrays = self.learner.arrays(StatePart.OWN)
+        places = moving_statistics(arrays)
+        if not places:
+            return
+        mine = np.concatenate([arrays[place].ravel().astype(np.float64) for place in places])
+        # Of ranks that read the same rows one counts.
+        num_streams = len(self.data.streams) if self.data.is_first else 0
+        means = self._collective.sum_array(mine * num_streams) / self.data.num_streams
+        for place in places:
+            array = arrays[place]
+            arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
+            means = means[array.size :]
+        self.learner.assign(StatePart.OWN, arrays, "the mean over all ranks")
 
 
 class ReplicatedMember(CollectiveMember):
-    """`train.strategies.member.Member` with the whole model."""
+    """`train.api.Member` with the whole model."""
 
     reads_its_weights = False
 
-    def __init__(self, learner: Learner, collective: Collective, data: DataIndex, gather_aside: Gather) -> None:
-        super().__init__(learner, collective, data, gather_aside, rank=data.index, world_size=data.count)
+    def __init__(self, learner: Learner, collective: Collective, data: DataIndex) -> None:
+        super().__init__(learner, collective, data, rank=data.index, world_size=data.count)
         self._around_gradients: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
@@ -60,11 +116,8 @@ class ReplicatedMember(CollectiveMember):
         with self._around_gradients():
             return self.learner.gradients(batch, global_weight, self.data.fraction)
 
-    def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
-        """Set the function for sums inside compiled gradients, which are not announced individually: all their time may
-        be waiting.
-        """
-        self.learner.sum_moments_by(sum_in_step)
+    def announce_moments(self, reporter: Reporter) -> None:
+        """Its gradients contain sums over ranks which are not announced individually: all their time may be waiting."""
         self._around_gradients = partial(during, reporter, waiting("an allreduce in its step"))
 
     def state_files(self) -> dict[str, list[np.ndarray]]:
@@ -89,7 +142,7 @@ class ReplicatedMember(CollectiveMember):
         if saved_world_size == self.world_size and rank_file(self.rank) in files:
             self.learner.assign(StatePart.OWN, load_arrays(files[rank_file(self.rank)]), source)
         else:
-            self.learner.decorrelate(self.rank)
+            self.learner.reseed(self.rank)
 
     def weight_files(self, saved: SavedFiles) -> list[str]:
         return [*whole_files(saved.read, saved.names, WEIGHTS_PART), rank_file(0)] if self.rank == 0 else []
@@ -112,7 +165,9 @@ class ReplicatedMember(CollectiveMember):
 
 JoinCollective = Callable[[World, TrainConfig], Collective]
 """Connects this rank to the others; `config.options(...)` are the settings of its strategy."""
-MakeMember = Callable[[Learner, AnnouncedCollective, DataIndex, Gather], ReplicatedMember]
+
+
+MakeMember = Callable[[Learner, AnnouncedCollective, DataIndex], ReplicatedMember]
 
 
 def replicated(
@@ -126,14 +181,31 @@ def replicated(
     that takes its steps otherwise.
     """
 
-    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    def join(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
         data = Mesh.of(config).data_index(world.rank)
+        sums_moments = config.sync_batch_norm and sum_in_step is not None and world.world_size > 1
         # A model that does not build is a user's error on every rank: none should wait for the others then.
-        learner = build()
+        learner = build(sum_in_step=sum_in_step if sums_moments else None)
         collective = AnnouncedCollective(lambda world: join_collective(world, config), world, reporter)
-        member = make_member(learner, collective, data, world.exchange_aside)
-        if config.sync_batch_norm and sum_in_step and world.world_size > 1:
-            member.sum_moments_by(sum_in_step, reporter)
+        member = make_member(learner, collective, data)
+        if sums_moments:
+            member.announce_moments(reporter)
         return member
 
     return join
+
+
+def open_single(world: World, config: TrainConfig) -> SingleCollective:
+    assert world.world_size == 1, world
+    return SingleCollective()
+
+
+SINGLE = Strategy(
+    backends=("keras", "torch"),
+    synchronous=True,
+    exact_resume=True,
+    syncs_batch_norm=True,
+    can_skip_batches=True,
+    max_world_size=1,
+    join=replicated(open_single),
+)

@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
-from train.backends.batch_norms import largest_momentum
+from train.api import NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments, limit_momentum
-from train.backends.keras.build import BuiltModel, build_model
-from train.backends.keras.names import named_weights, read_weights
+from train.backends.keras.build import BuiltModel, build_model, named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
 from train.backends.keras.recompute import Segments
-from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow, traced
-from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
+from train.backends.keras.runtime import assign_variables, reseed_seed_states, start_tensorflow, traced
+from train.backends.keras.serving import (
+    KERAS_FILE,
+    SAVED_MODEL,
+    KerasCheck,
+    ServingModel,
+    load_saved_model,
+    write_keras_file,
+    write_saved_model,
+)
 from train.backends.keras.step import Run, SumInside, TrainStep
-from train.backends.step_rules import ema_decay_after
-from train.checkpoints.state import arrays_sha256
-from train.checkpoints.stored_arrays import ArrayLike, WeightFile
-from train.contracts.step_outcome import StepOutcome
+from train.backends.model_spec import ModelSpec
+from train.backends.rules import alone, ema_decay_after, largest_momentum
+from train.checkpoints.arrays import ArrayLike, WeightFile, arrays_sha256
+from train.contracts.values import StepOutcome
 from train.contracts.world import World
 from train.models import MODELS
 
@@ -87,7 +93,7 @@ class WeightAverages:
 
 
 class TensorFlowRecording:
-    """`train.backends.backend.Recording`: `plugins/profile/<time>/<host>.xplane.pb`."""
+    """`train.api.Recording`: `plugins/profile/<time>/<host>.xplane.pb`."""
 
     def __init__(self, folder: Path) -> None:
         import tensorflow as tf
@@ -107,21 +113,24 @@ class TensorFlowRecording:
         tf.profiler.experimental.stop()
 
 
-SAVED_MODEL = "saved_model"
-KERAS_FILE = "model.keras"
-
-
 class KerasLearner:
-    """`train.backends.backend.Learner` of a Keras model."""
+    """`train.api.Learner` of a Keras model."""
 
     export_backend = "keras"
 
-    def __init__(self, config: TrainConfig, built: BuiltModel, chosen: ChosenOptimizer, spec: ModelSpec) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        built: BuiltModel,
+        chosen: ChosenOptimizer,
+        spec: ModelSpec,
+        sum_in_step: SumInStep | None = None,
+    ) -> None:
         self.config_sha256 = built.config_sha256
         self.outputs_are_logits = built.outputs_are_logits
         self.follows_schedule = chosen.follows_schedule
-        self._moments = TensorFlowMoments()
-        norms = KerasBatchNorms(built.model, config.model, self._moments) if config.sync_batch_norm else None
+        moments = TensorFlowMoments(sum_in_step or alone)
+        norms = KerasBatchNorms(built.model, config.model, moments) if config.sync_batch_norm else None
         segments = Segments(config.model, built.model) if config.memory.activation_checkpointing == "on" else None
         self.step = TrainStep(built, chosen, spec.scale, config.num_accumulated, norms, segments, config.seed)
         self._model = built.model
@@ -176,13 +185,6 @@ class KerasLearner:
     def averaged(self) -> AbstractContextManager[None]:
         return self._averages.swapped() if self._averages else nullcontext()
 
-    def sum_moments_by(self, sum_in_step: SumInStep) -> None:
-        self._moments.sum_in_step = sum_in_step
-
-    def moving_statistics(self) -> list[int]:
-        variables = self.variables(StatePart.OWN)
-        return [index for index, variable in enumerate(variables) if "float" in str(variable.dtype)]
-
     def read_weights(self, file: WeightFile) -> Mapping[str, ArrayLike]:
         return read_weights(file)
 
@@ -210,13 +212,13 @@ class KerasLearner:
         self.step.compile()
         assign_variables(self._optimizer.variables, self._fresh_optimizer, "a fresh optimizer")
 
-    def decorrelate(self, rank: int) -> None:
-        decorrelate_seed_states(self._own, rank)
+    def reseed(self, rank: int) -> None:
+        reseed_seed_states(self._own, rank)
 
     def weights_sha256(self) -> str:
         return arrays_sha256(np.asarray(variable) for variable in self._model.weights)
 
-    def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
+    def predictions(self, images_NHWC: np.ndarray) -> np.ndarray:
         return self._serving.predict(images_NHWC)
 
     def check_exportable(self) -> None:
@@ -226,7 +228,7 @@ class KerasLearner:
         write_saved_model(self._serving, folder / SAVED_MODEL)
 
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
-        agrees = KerasCheck(self._serving.answers_name, images_NHWC, self.answers(images_NHWC), max_abs_diff)
+        agrees = KerasCheck(self._serving.predictions_name, images_NHWC, self.predictions(images_NHWC), max_abs_diff)
         return write_keras_file(self._serving, folder / KERAS_FILE, agrees)
 
     def sum_by(self, sum_inside: SumInside) -> None:
@@ -251,20 +253,28 @@ class KerasLearner:
 
 
 class KerasBackend:
-    """`train.backends.backend.Backend` of Keras 3 on TensorFlow."""
+    """`train.api.Backend` of Keras 3 on TensorFlow."""
 
     served = SAVED_MODEL
-    layer_output = "train.backends.keras.layer_output:LAYER_OUTPUT"
+    layer_output = "train.backends.keras.serving:LAYER_OUTPUT"
     recomputes_sync_batch_norm = False
 
     def start(self, world: World, seed: int) -> None:
         start_tensorflow(world, seed)
 
-    def build(self, config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> KerasLearner:
+    def build(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        *,
+        materialized: bool = True,
+        sum_in_step: SumInStep | None = None,
+    ) -> KerasLearner:
         built = build_model(config, spec.image_shape_HWC, spec.labels, spec.class_weights)
         if not MODELS.is_own(config.model):
             limit_momentum(built.model, largest_momentum(spec.steps_per_epoch))
-        return KerasLearner(config, built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
+        chosen = build_optimizer(config, built.model, built.compiled_optimizer)
+        return KerasLearner(config, built, chosen, spec, sum_in_step)
 
     def load_served(self, folder: Path) -> ServedModel:
         return load_saved_model(folder / SAVED_MODEL)

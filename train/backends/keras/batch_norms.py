@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from train.backends.backend import SumInStep
-from train.backends.batch_norms import alone, check_rows, checked, replaced
+from train.api import SumInStep
+from train.backends.rules import check_rows, checked, replaced
 
 Moments = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(inputs, mask or None, the layer) -> its mean and variance of each channel."""
@@ -75,8 +75,8 @@ def tracing_step(weights_N: Any) -> Iterator[None]:
 class TensorFlowMoments:
     """`Moments` inside TensorFlow's graph."""
 
-    def __init__(self) -> None:
-        self.sum_in_step: SumInStep = alone
+    def __init__(self, sum_in_step: SumInStep) -> None:
+        self._sum_in_step = sum_in_step
 
     def __call__(self, inputs: Any, mask: Any, layer: Any) -> tuple[Any, Any]:
         import tensorflow as tf
@@ -113,14 +113,14 @@ class TensorFlowMoments:
         # Around this rank's own mean, in the precision of the inputs; only here is it moved to 0, in float64.
         squares_C = per_channel(tf.square(deviations)) + sum_C * mean_here_C
         with tf.control_dependencies([token]):
-            sums = self.sum_in_step(tf.stack([num_C, sum_C, squares_C]), name)
+            sums = self._sum_in_step(tf.stack([num_C, sum_C, squares_C]), name)
         num_C, mean_C, square_C = sums[0], sums[1] / sums[0], sums[2] / sums[0]
         variance_C = tf.maximum(square_C - tf.square(mean_C), 0.0)
 
         def gradient(of_mean_C: Any, of_variance_C: Any, of_token: Any) -> tuple[Any, Any]:
             with tf.control_dependencies([of_token]):
                 mine = tf.cast(tf.stack([of_mean_C, of_variance_C]), tf.float64)
-                totals = self.sum_in_step(mine, f"{name}_gradient")
+                totals = self._sum_in_step(mine, f"{name}_gradient")
             deviations = inputs - along_channels(mean_C)
             of_inputs = along_channels(totals[0] / num_C) + along_channels(2.0 * totals[1] / num_C) * deviations
             return tf.where(counts, of_inputs, zero), totals[0, 0]

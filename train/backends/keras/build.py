@@ -1,4 +1,6 @@
-"""Builds the Keras model that `train.model` names, checks it, and adds its loss.
+"""Builds the Keras model that `train.model` names, checks it, adds its loss, freezes weights, and names them.
+
+What concerns frozen weights and names works on each of Keras's own backends.
 
 Shape legend: N batch, H height, W width, C channels, K outputs. Models take float32 images_NHWC, standardized
 unless `train.standardize` is false.
@@ -6,7 +8,8 @@ unless `train.standardize` is false.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +17,13 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import with_line_of_user
-from train.backends.keras.freeze import Frozen, freeze
+from train.api import NamedWeights
 from train.backends.keras.losses import PerSample, choose_loss, compiled_for_logits, right_of, weighted_loss
 from train.backends.keras.runtime import config_sha256
 from train.backends.output_form import Probe, are_logits
+from train.backends.rules import frozen_names
+from train.backends.weight_files import read_arrays
+from train.checkpoints.arrays import ArrayLike, WeightFile
 from train.config import TrainConfig
 from train.labels import LabelSpec, check_labels
 from train.layers.sample_bits import number_layers
@@ -163,3 +169,141 @@ def _try_loss(loss: PerSample, outputs: Any, labels: LabelSpec) -> None:
     # Class numbers, or zeros of the outputs' shape: also for one number, whose labels come without a second axis.
     examples = tf.zeros(2, tf.int64) if labels.kind == "class" else tf.zeros((2, labels.num_outputs))
     loss(examples, tf.cast(outputs, tf.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The weights that `train.freeze` names; none if it is empty."""
+
+    variables: tuple[Any, ...] = ()
+    layers: tuple[Any, ...] = ()
+    """Layers without other trainable weights: their batch norms keep their statistics, too."""
+
+    def set_trainable(self, is_trainable: bool) -> None:
+        """Whether Keras counts them among the model's trainable variables; seen when a step is traced."""
+        kept = [each for layer in self.layers for each in layer.variables if not each.trainable]
+        for layer in self.layers:
+            layer.trainable = is_trainable
+        # A layer takes all its variables with it, also those that a factory freezes for itself.
+        for variable in kept:
+            variable.trainable = False
+        for variable in self.variables:
+            variable.trainable = is_trainable
+
+
+def freeze(config: TrainConfig, model: Any) -> Frozen:
+    """Freeze what `train.freeze` names; with `train.unfreeze_epoch` only name it.
+
+    Raises UsageError for a pattern that matches nothing.
+    """
+    if not config.freeze:
+        return Frozen()
+    trainable = model.trainable_variables
+    head = {id(variable) for variable in head_of(model).weights}
+    names = frozen_names(
+        config, [each.path for each in trainable], [each.path for each in trainable if id(each) in head]
+    )
+    variables = tuple(each for each in trainable if each.path in names)
+    chosen = {id(each) for each in variables}
+    leaves = [layer for layer in model._flatten_layers() if not list(layer._flatten_layers(include_self=False))]
+    layers = tuple(
+        layer
+        for layer in leaves
+        if layer.trainable_variables and all(id(each) in chosen for each in layer.trainable_variables)
+    )
+    frozen = Frozen(variables, layers)
+    if not config.unfreeze_epoch:
+        frozen.set_trainable(False)
+    return frozen
+
+
+def head_of(model: Any) -> Any:
+    """The last layer that has weights."""
+    layers = [layer for layer in model.layers if layer.weights]
+    if not layers:
+        raise UsageError("the model has no layers with weights of their own", "expected at least one, the head")
+    return head_of(layers[-1]) if getattr(layers[-1], "layers", None) else layers[-1]
+
+
+# Keras's own files number the variables of each layer below this name.
+VARIABLES = "vars"
+# Older files of whole models.
+LEGACY_WEIGHTS, LEGACY_OPTIMIZER = "model_weights/", "optimizer_weights/"
+
+
+def read_weights(file: WeightFile) -> dict[str, np.ndarray]:
+    """`train.api.Learner.read_weights` of a Keras model."""
+    arrays = read_arrays(file.read(), file.suffix, file.where)
+    return _legacy_names(arrays) if file.suffix == ".h5" else arrays
+
+
+def named_weights(model: Any, like: Collection[str] = ()) -> NamedWeights:
+    """Weights by position in the model, as `.keras` and `.weights.h5` files name them, if `like` has such names; else
+    by layer.
+    """
+    import keras
+
+    by_place = any(f"{VARIABLES}/" in name for name in like)
+    variables = _by_place(model) if by_place else _by_path(model)
+    head = {id(variable) for variable in head_of(model).weights}
+
+    def arrays() -> dict[str, np.ndarray]:
+        return {name: np.array(keras.ops.convert_to_numpy(variable)) for name, variable in variables.items()}
+
+    def assign(given: Mapping[str, ArrayLike]) -> None:
+        for name, array in given.items():
+            now = np.asarray(keras.ops.convert_to_numpy(variables[name]))
+            variables[name].assign(np.array(array[...], dtype=now.dtype, order="C"))
+
+    return NamedWeights(
+        shapes={name: tuple(variable.shape) for name, variable in variables.items()},
+        head=tuple(name for name, variable in variables.items() if id(variable) in head),
+        arrays=arrays,
+        assign=assign,
+    )
+
+
+def _legacy_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays of an older `.h5` file, as keras.applications offers them: `conv1/conv1/kernel:0` -> `conv1/kernel`."""
+    renamed = {}
+    for name, array in arrays.items():
+        if not name.startswith(LEGACY_OPTIMIZER):
+            layer, _, weight = name.removeprefix(LEGACY_WEIGHTS).partition(":")[0].partition("/")
+            renamed[weight or layer] = array
+    return renamed
+
+
+def _by_path(model: Any) -> dict[str, Any]:
+    """Layers of two nested models may have one name."""
+    named: dict[str, Any] = {}
+    for variable in model.weights:
+        count = sum(name.partition("#")[0] == variable.path for name in named) if variable.path in named else 0
+        named[f"{variable.path}#{count + 1}" if count else variable.path] = variable
+    return named
+
+
+def _by_place(model: Any) -> dict[str, Any]:
+    """As Keras walks a model when it saves it; it offers no other way to these names."""
+    from keras.src.saving import saving_lib
+
+    ours, found = {id(variable) for variable in model.weights}, {}
+
+    class Walker(saving_lib.H5IOStore):
+        """Notes which variable Keras would write where; Keras insists on a store of its own."""
+
+        place = ""
+
+        def make(self, path: str, metadata: Any = None) -> Walker:
+            self.place = path
+            return self
+
+        def __setitem__(self, key: str, variable: Any) -> None:
+            if id(variable) in ours:
+                found["/".join(part for part in (self.place, VARIABLES, key) if part)] = variable
+
+    walker = Walker(io.BytesIO(), mode="w")
+    try:
+        saving_lib._save_state(model, walker, assets_store=None, inner_path="", visited_saveables=set())
+    finally:
+        walker.close()
+    return found

@@ -1,4 +1,4 @@
-"""The loss of a Keras model for each kind of label, its answers, and what counts as right.
+"""The loss of a Keras model for each kind of label, its predictions, and what counts as right.
 
 Shape legend: N batch, K outputs. Labels: class numbers (N,), 0 or 1 for each class (N, K), numbers (N,) or (N, K).
 Where rows are mixed, classes are shares (N, K).
@@ -19,7 +19,7 @@ PerSample = Callable[[Any, Any], Any]
 """(labels, outputs_NK float32) -> float32 (N,)."""
 
 # As in Keras: keeps the logarithm of a probability of 0 finite, and bounds its gradient in float32. Figures that are
-# reported, not minimised, go further down (train/evaluation/evaluate.py).
+# reported, not minimised, go further down (train/metrics/evaluate.py).
 SMALLEST_PROBABILITY = 1e-7
 
 
@@ -116,7 +116,7 @@ def right_of(kind: LabelKind, outputs_are_logits: bool) -> PerSample:
     return {"class": class_is_right, "multi_label": share_is_right}.get(kind, none_is_right)
 
 
-def answers_of(kind: LabelKind, outputs_are_logits: bool, outputs_NK: Any) -> Any:
+def predictions_of(kind: LabelKind, outputs_are_logits: bool, outputs_NK: Any) -> Any:
     """float32 outputs -> what serving gives: probabilities, or the numbers."""
     import tensorflow as tf
 

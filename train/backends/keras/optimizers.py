@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
-from train.backends.step_rules import is_decayed
+from train.backends.rules import is_decayed
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, momentum_of, not_in, optimizer_name, weight_decay_of
 
@@ -80,11 +80,34 @@ def _check_unused(config: TrainConfig) -> None:
 
 
 def sgd(config: TrainConfig) -> Any:
-    """Stochastic gradient descent with `train.momentum` and L2 regularization by `train.weight_decay`."""
-    from train.backends.keras.sgd import Sgd
+    """Stochastic gradient descent with `train.momentum` and L2 regularization by `train.weight_decay`.
 
-    limit = config.gradient_clip_norm or None
-    return Sgd(config.base_learning_rate, momentum_of(config), weight_decay_of(config), limit)
+    By PyTorch's update rule: momentum sums gradients, and each step multiplies the sum by its own learning rate. Keras
+    multiplies each gradient by the learning rate of its step before it is summed: after a fall of the rate old
+    gradients go on at the old one. And its `weight_decay` is decoupled from momentum.
+    """
+    import keras
+    from keras import ops
+
+    l2 = weight_decay_of(config)
+
+    class Sgd(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            change: Any = ops.cast(gradient, variable.dtype)
+            rate: Any = ops.cast(learning_rate, variable.dtype)
+            if l2 and self._use_weight_decay(variable):
+                change = change + l2 * variable
+            if self.momentum:
+                summed: Any = self.momentums[self._get_variable_index(variable)]
+                change = self.momentum * summed + change
+                self.assign(summed, change)
+            self.assign_sub(variable, rate * change)
+
+    return Sgd(
+        config.base_learning_rate,
+        momentum=float(momentum_of(config)),
+        global_clipnorm=config.gradient_clip_norm or None,
+    )
 
 
 def adam(config: TrainConfig) -> Any:

@@ -1,4 +1,6 @@
-"""Starts TensorFlow and Keras deterministically in this process, assigns variables and identifies models."""
+"""Starts TensorFlow and Keras deterministically in this process, standardizes pixels, assigns variables and identifies
+models.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint, without_user_package
-from train.backends.gpu_builds import check_seen
-from train.backends.quick_import import without_collection
+from train.backends.frameworks import check_seen, without_collection
+from train.backends.model_spec import InputScale
 from train.contracts.world import World
 
 
@@ -71,7 +73,7 @@ def start_tensorflow(world: World, seed: int) -> None:
     tf.config.experimental.enable_op_determinism()
 
 
-def decorrelate_seed_states(variables: Sequence[Any], place: int) -> None:
+def reseed_seed_states(variables: Sequence[Any], place: int) -> None:
     """Let the dropout of each rank or device draw numbers of its own: all have just been given the first one's states.
 
     `variables`: Keras's, or TensorFlow's of one device. A Keras seed generator's state is (seed, counter); different
@@ -141,3 +143,16 @@ def _canonical(config: Any) -> Any:
 
     collect(config)
     return rename(config)
+
+
+def standardize(images_NHWC: Any, scale: InputScale) -> Any:
+    """uint8 images on the 0..255 scale -> float32 with mean 0 and deviation 1 per channel over the train split.
+
+    Their width is known when this is traced. Along whole rows of pixels, as in train/backends/torch/model.py.
+    """
+    import tensorflow as tf
+
+    width = images_NHWC.shape[2]
+    mean, std = (tf.constant(channels * width, tf.float32) for channels in (scale.mean, scale.std))
+    rows = tf.reshape(tf.cast(images_NHWC, tf.float32), [-1, width * images_NHWC.shape[3]])
+    return tf.reshape((rows - mean) / std, tf.shape(images_NHWC))

@@ -1,22 +1,31 @@
-"""Wraps a trained model for serving: uint8 images in, predictions out.
+"""Wraps a trained model for serving: uint8 images in, predictions out; also with the output of a named layer beside
+them, which `predict --layer` stores as an embedding.
 
-Shape legend: N batch, H height, W width, C channels, K outputs (classes, or numbers of a label).
+Shape legend: N batch, H height, W width, C channels, K outputs (classes, or numbers of a label), D length of a layer's
+output.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardmill.errors import UsageError
 from shardmill.registry import without_user_package
-from train.backends.backend import ModelSpec, Predict, ServedModel
-from train.backends.keras.losses import answers_of
-from train.backends.keras.runtime import import_tensorflow, traced
-from train.backends.keras.standardize import standardize
+from train.api import LayerOutput, Predict, PredictWithLayer, ServedModel
+from train.backends.keras.losses import predictions_of
+from train.backends.keras.runtime import import_tensorflow, standardize, traced
+from train.backends.model_spec import ModelSpec
+from train.backends.rules import no_layer
+
+if TYPE_CHECKING:
+    pass
+
 
 # Outputs of an export.
 PROBABILITIES = "probabilities"
@@ -36,11 +45,11 @@ class ServingModel:
     spec: ModelSpec
 
     @property
-    def answers_name(self) -> str:
+    def predictions_name(self) -> str:
         """Return the name of an export's output."""
         return VALUES if self.spec.labels.are_numbers else PROBABILITIES
 
-    def answers(self, images_NHWC: Any) -> dict[str, Any]:
+    def predictions(self, images_NHWC: Any) -> dict[str, Any]:
         """uint8 images -> float32 probabilities_NK (and the logits, if it gives some) or numbers_NK, by name.
 
         By the same operations as in training.
@@ -48,15 +57,15 @@ class ServingModel:
         import tensorflow as tf
 
         outputs_NK = tf.cast(self.model(standardize(images_NHWC, self.spec.scale), training=False), tf.float32)
-        answers_NK = answers_of(self.spec.labels.kind, self.outputs_are_logits, outputs_NK)
+        predictions_NK = predictions_of(self.spec.labels.kind, self.outputs_are_logits, outputs_NK)
         carried = {LOGITS: outputs_NK} if self.outputs_are_logits else {}
-        return {self.answers_name: answers_NK, **carried}
+        return {self.predictions_name: predictions_NK, **carried}
 
     def predict(self, images_NHWC: np.ndarray) -> np.ndarray:
-        """`answers`, compiled as training and serving compile it: other kernels would round otherwise."""
+        """`predictions`, compiled as training and serving compile it: other kernels would round otherwise."""
         import tensorflow as tf
 
-        return traced(self.answers)(tf.constant(images_NHWC, tf.uint8))[self.answers_name].numpy()
+        return traced(self.predictions)(tf.constant(images_NHWC, tf.uint8))[self.predictions_name].numpy()
 
 
 def write_saved_model(serving: ServingModel, folder: Path) -> None:
@@ -68,7 +77,7 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
     import tensorflow as tf
 
     def serve(images: Any) -> dict[str, Any]:
-        labels, found = serving.spec.labels, serving.answers(images)
+        labels, found = serving.spec.labels, serving.predictions(images)
         if labels.kind == "class":
             found["label"] = tf.gather(tf.constant(labels.class_names), tf.argmax(found[PROBABILITIES], axis=-1))
         elif labels.kind == "multi_label":
@@ -95,22 +104,22 @@ def load_saved_model(folder: Path) -> ServedModel:
 
         return predict
 
-    answers = named(next(name for name in (PROBABILITIES, VALUES) if name in outputs))
+    predictions = named(next(name for name in (PROBABILITIES, VALUES) if name in outputs))
     has_logits = LOGITS in outputs
-    return ServedModel(answers, named(LOGITS) if has_logits else answers, has_logits)
+    return ServedModel(predictions, named(LOGITS) if has_logits else predictions, has_logits)
 
 
 @dataclass(frozen=True, slots=True)
 class KerasCheck:
     """The expected outputs of a reloaded `.keras` file."""
 
-    answers_name: str
+    predictions_name: str
     images_NHWC: np.ndarray
     expected_NK: np.ndarray
     max_abs_diff: float
 
     def difference(self, loaded: Any) -> float:
-        return float(np.abs(np.asarray(loaded(self.images_NHWC)[self.answers_name]) - self.expected_NK).max())
+        return float(np.abs(np.asarray(loaded(self.images_NHWC)[self.predictions_name]) - self.expected_NK).max())
 
 
 def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> str:
@@ -163,12 +172,12 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
     labels = serving.spec.labels
     link = "softmax" if labels.kind == "class" else "sigmoid"
     last = link if serving.outputs_are_logits else "linear"
-    answers = keras.layers.Activation(last, dtype="float32", name=serving.answers_name)(outputs)
-    found = {serving.answers_name: answers, **({LOGITS: outputs} if serving.outputs_are_logits else {})}
+    predictions = keras.layers.Activation(last, dtype="float32", name=serving.predictions_name)(outputs)
+    found = {serving.predictions_name: predictions, **({LOGITS: outputs} if serving.outputs_are_logits else {})}
     if labels.kind == "class":
         found["label"] = keras.layers.StringLookup(
             vocabulary=list(labels.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"
-        )(keras.ops.argmax(answers, axis=-1))
+        )(keras.ops.argmax(predictions, axis=-1))
     return keras.Model(images, found)
 
 
@@ -193,3 +202,69 @@ def _custom_classes(model: Any) -> set[type]:
     """Classes of layers and models that are not Keras's own: they must be importable to load the model."""
     kinds = {type(layer) for layer in model._flatten_layers()}
     return {kind for kind in kinds if not kind.__module__.startswith("keras.")}
+
+
+SAVED_MODEL = "saved_model"
+
+
+KERAS_FILE = "model.keras"
+
+
+def load_layer(file: Path, layer: str) -> PredictWithLayer:
+    """Load a `.keras` file of ours. Raises UsageError, which names the layers that there are, if it has no such one."""
+    tf = import_tensorflow()
+    import keras
+
+    try:
+        model: Any = keras.models.load_model(file, compile=False, safe_mode=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the model's .keras file does not load here: {' '.join(str(error).split())[:200]}",
+            "expected layers of Keras's own for --layer",
+            "predict without --layer: the SavedModel needs no classes",
+        ) from None
+    found = next((each for each in model._flatten_layers(include_self=False) if each.name == layer), None)
+    if found is None:
+        raise no_layer(layer, _layer_names(model))
+    outputs = _kept_outputs(found)
+    predictions = next(name for name in (PROBABILITIES, VALUES) if name in model.output)
+    signature = tf.TensorSpec((None, *model.input.shape[1:]), tf.uint8)
+
+    def compute(images_NHWC: Any) -> Any:
+        predictions_NK = model(images_NHWC, training=False)[predictions]
+        output = outputs[-1]
+        return tf.cast(predictions_NK, tf.float32), tf.cast(tf.reshape(output, (tf.shape(output)[0], -1)), tf.float32)
+
+    compiled = traced(compute, [signature])
+
+    def predict(images_NHWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        predictions_NK, layer_ND = compiled(tf.constant(images_NHWC, tf.uint8))
+        return predictions_NK.numpy(), layer_ND.numpy()
+
+    return predict
+
+
+def _kept_outputs(layer: Any) -> list[Any]:
+    """What the layer gives from now on, wherever in the model it is called."""
+    call, kept = layer.call, []
+
+    # Keras looks at the arguments that a layer's `call` takes.
+    @wraps(call)
+    def keep(*arguments: Any, **named: Any) -> Any:
+        kept.append(call(*arguments, **named))
+        return kept[-1]
+
+    layer.call = keep
+    return kept
+
+
+LAYER_OUTPUT = LayerOutput(KERAS_FILE, load_layer)
+
+
+def _layer_names(model: Any) -> list[str]:
+    import keras
+
+    names: list[str] = []
+    for layer in model.layers:
+        names += [*(_layer_names(layer) if isinstance(layer, keras.Model) else ()), layer.name]
+    return names

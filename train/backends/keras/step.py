@@ -20,16 +20,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import InputScale
 from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.recompute import Segments, compute_in_tensorflow
-from train.backends.keras.runtime import traced
-from train.backends.keras.standardize import standardize
-from train.backends.model_errors import as_layers_raised_them
-from train.backends.step_rules import microbatches_of
-from train.contracts.step_outcome import StepOutcome
+from train.backends.keras.runtime import standardize, traced
+from train.backends.model_spec import InputScale
+from train.backends.rules import as_layers_raised_them, microbatches_of
+from train.contracts.values import StepOutcome
 from train.layers.sample_bits import drawing, sample_keys
 
 
@@ -66,7 +64,7 @@ class SumInside(Protocol):
 
 
 class TrainStep:
-    """The step of `train.backends.backend.Learner`, which says what goes in and comes out."""
+    """The step of `train.api.Learner`, which says what goes in and comes out."""
 
     def __init__(
         self,

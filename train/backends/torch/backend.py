@@ -12,37 +12,49 @@ from typing import Any
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, SumInStep
-from train.backends.step_rules import microbatches_of
-from train.backends.torch.layout import Place, TensorLayout, WholeTensors, kept_whole
-from train.backends.torch.losses import Loss
-from train.backends.torch.meta import give_memory, take_numbers
-from train.backends.torch.model import BuiltModule, build_module
-from train.backends.torch.names import read_weights, shapes_and_head, weights_of
-from train.backends.torch.optimizers import clear_state, creates, total_norm
-from train.backends.torch.passes import MakePasses, Objective, Parts, Passes, WholeModel, on_device
-from train.backends.torch.precision import Precision
-from train.backends.torch.profile import TorchRecording
+from train.api import NamedWeights, ServedModel, StatePart, SumInStep
+from train.backends.model_spec import ModelSpec
+from train.backends.rules import alone, microbatches_of
+from train.backends.torch.layout import Place, TensorLayout, WholeTensors, kept_whole, total_norm
+from train.backends.torch.meta_device import materialize, move_to_meta
+from train.backends.torch.model import BuiltModule, build_module, read_weights, shapes_and_head, weights_of
+from train.backends.torch.passes import (
+    Loss,
+    MakePasses,
+    Objective,
+    Parts,
+    Passes,
+    Precision,
+    SampleDraws,
+    WholeModel,
+    on_device,
+)
 from train.backends.torch.recompute import Recomputed
-from train.backends.torch.runtime import decorrelate_generators, device, import_torch, start_torch
-from train.backends.torch.sample_draws import SampleDraws
-from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
-from train.backends.torch.state import ModelState
-from train.checkpoints.stored_arrays import ArrayLike, WeightFile
+from train.backends.torch.runtime import TorchRecording, device, import_torch, reseed_generators, start_torch
+from train.backends.torch.serving import (
+    SERVED,
+    STATE_FILE,
+    load_program,
+    program_of,
+    served_module,
+    write_program,
+    write_state,
+)
+from train.backends.torch.state import ModelState, clear_state, creates
+from train.checkpoints.arrays import ArrayLike, WeightFile
 from train.config import TrainConfig
-from train.contracts.step_outcome import StepOutcome
+from train.contracts.values import StepOutcome
 from train.contracts.world import World
-
-SERVED = "torch_export"
-STATE_FILE = "state_dict.pt"
 
 
 class TorchLearner:
-    """`train.backends.backend.Learner` of a PyTorch module, or of a Keras model on PyTorch."""
+    """`train.api.Learner` of a PyTorch module, or of a Keras model on PyTorch."""
 
     follows_schedule = True
 
-    def __init__(self, config: TrainConfig, built: BuiltModule, spec: ModelSpec) -> None:
+    def __init__(
+        self, config: TrainConfig, built: BuiltModule, spec: ModelSpec, sum_in_step: SumInStep | None = None
+    ) -> None:
         self.config_sha256, self.outputs_are_logits = built.config_sha256, built.outputs_are_logits
         # A Keras model is exported by Keras on TensorFlow, from the same arrays.
         self.export_backend = "keras" if built.is_keras else "torch"
@@ -53,6 +65,7 @@ class TorchLearner:
         # As they are now: what is frozen for some epochs is still in training.
         self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
         self._recomputed = Recomputed(config, built.model, built.is_keras)
+        self._recomputed.norms.sum_in_step = sum_in_step or alone
         self._precision = Precision(config.mixed_precision)
         draws = SampleDraws(config, built.model, built.is_keras)
         self.parts = Parts(built.classifier, spec.image_shape_HWC, draws, self._recomputed, self._precision)
@@ -76,9 +89,9 @@ class TorchLearner:
         return served_module(self.classifier, self._spec.labels.kind, self.outputs_are_logits)
 
     @property
-    def why_whole(self) -> str:
-        """`BuiltModule.why_whole`."""
-        return self._built.why_whole
+    def whole_model_reason(self) -> str:
+        """`BuiltModule.whole_model_reason`."""
+        return self._built.whole_model_reason
 
     @property
     def module(self) -> Any:
@@ -91,25 +104,25 @@ class TorchLearner:
         return self.state.weights
 
     def place(self, place: Place, layout: TensorLayout, make_passes: MakePasses | None = None) -> dict[str, Any]:
-        """Exchange the weights for this rank's shards, whose numbers are left to chance, and compute as that needs it;
+        """Exchange the weights for this rank's shards, whose values are left to chance, and compute as that needs it;
         before anything needs `state`.
 
-        -> the parameters as they were, by name, with numbers on the rank that has built some.
+        -> the parameters as they were, by name, materialized on the rank that has built them.
         """
         assert "state" not in vars(self), "an optimizer has the weights as they were"
         model = self._built.model
         self._names = shapes_and_head(model)
-        numbers = take_numbers(model)
+        values = move_to_meta(model)
         place(model, kept_whole(model))
-        give_memory(model, device())
+        materialize(model, device())
         with import_torch().no_grad():
             for name, each in model.named_parameters():
-                if not each.requires_grad and numbers[name].device.type != "meta":
-                    each.copy_(numbers[name])
+                if not each.requires_grad and values[name].device.type != "meta":
+                    each.copy_(values[name])
         self.layout = layout
         self._passes = (make_passes or WholeModel)(self.parts)
         self._built = replace(self._built, frozen=self._built.frozen.placed(model))
-        return numbers
+        return values
 
     @property
     def learning_rate(self) -> float:
@@ -240,15 +253,9 @@ class TorchLearner:
         clear_state(self.state.optimizer, self.state.updated)
         self._precision.begin()
 
-    def sum_moments_by(self, sum_in_step: SumInStep) -> None:
-        self._recomputed.norms.sum_in_step = sum_in_step
-
-    def moving_statistics(self) -> list[int]:
-        return [index for index, tensor in enumerate(self.state.own) if tensor.is_floating_point()]
-
-    def decorrelate(self, rank: int) -> None:
+    def reseed(self, rank: int) -> None:
         if not self._built.is_keras:
-            decorrelate_generators(rank)
+            reseed_generators(rank)
             return
         arrays = self.arrays(StatePart.OWN)
         moved = [array + np.array([rank, 0], np.uint32) if array.dtype == np.uint32 else array for array in arrays]
@@ -257,7 +264,7 @@ class TorchLearner:
     def weights_sha256(self) -> str:
         return self.state.weights_sha256()
 
-    def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
+    def predictions(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
         with torch.no_grad():
             return self._served.eval()(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
@@ -276,16 +283,23 @@ class TorchLearner:
 
 
 class TorchBackend:
-    """`train.backends.backend.Backend` of PyTorch."""
+    """`train.api.Backend` of PyTorch."""
 
-    served, layer_output = SERVED, "train.backends.torch.layer_output:LAYER_OUTPUT"
+    served, layer_output = SERVED, "train.backends.torch.serving:LAYER_OUTPUT"
     recomputes_sync_batch_norm = True
 
     def start(self, world: World, seed: int) -> None:
         start_torch(world, seed)
 
-    def build(self, config: TrainConfig, spec: ModelSpec, *, has_numbers: bool = True) -> TorchLearner:
-        return TorchLearner(config, build_module(config, spec, has_numbers=has_numbers), spec)
+    def build(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        *,
+        materialized: bool = True,
+        sum_in_step: SumInStep | None = None,
+    ) -> TorchLearner:
+        return TorchLearner(config, build_module(config, spec, materialized=materialized), spec, sum_in_step)
 
     def load_served(self, folder: Path) -> ServedModel:
         return load_program(folder / SERVED)

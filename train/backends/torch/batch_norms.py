@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from train.backends.backend import SumInStep
-from train.backends.batch_norms import alone, check_rows, checked, replaced
+from train.api import SumInStep
+from train.backends.rules import alone, check_rows, checked, replaced
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 

@@ -18,7 +18,6 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.values import Batch
 from shardmill.words import counted
-from train.backends.torch.blocks import links_of
 from train.backends.torch.runtime import device, import_torch
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ def cut(costs: Sequence[int], num_parts: int) -> list[int]:
 
 
 def chain_of(config: TrainConfig, module: Any) -> list[Any]:
-    """The blocks of a module, which may be without numbers. Raises UsageError if it is no chain."""
+    """The blocks of a module, which may be on `meta`. Raises UsageError if it is no chain."""
     blocks = links_of(module)
     if not blocks:
         raise UsageError(
@@ -294,3 +293,18 @@ def _refuse_shared(config: TrainConfig, weights_of_stages: Sequence[frozenset[st
                     "expected weights of one stage each: only one rank holds them",
                     f"give each its own weights, use fewer stages, {ANOTHER}",
                 )
+
+
+def links_of(module: Any) -> list[Any]:
+    """What a module says that it computes in a row; empty if it says nothing."""
+    nn = import_torch().nn
+
+    def links(module: Any) -> list[Any]:
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            return [link for child in module.children() for link in links(child)]
+        return [module]
+
+    if hasattr(module, "stages"):
+        return [link for each in module.stages() for link in links(each)]
+    found = links(module)
+    return [] if found == [module] else found

@@ -1,21 +1,22 @@
-"""How the tensors of a PyTorch model lie on the ranks: whole on each, or a box of each (`DTensor`).
+"""How the tensors of a PyTorch model lie on the ranks: whole on each, or a slice of each (`DTensor`).
 
-`TorchLearner` asks its layout for whatever depends on that; a strategy places the model (`TorchLearner.place`).
+`TorchLearner` asks its layout for whatever depends on that; a strategy places the model (`TorchLearner.place`), and may
+take it apart (train/models/tensor_plans.py). Files, hashes and other layouts never see that: a weight of such a part
+is rows of an array of the model as `train.model` builds it.
 """
 
 from __future__ import annotations
 
-import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from train.backends.torch.boxes import Box, rows_by_name, whole_box
-from train.backends.torch.meta import take_numbers
-from train.backends.torch.optimizers import total_norm
 from train.backends.torch.runtime import import_torch
+from train.checkpoints.arrays import TensorSlice
 
 Place = Callable[[Any, Collection[Any]], None]
-"""(module without numbers, parameters that stay whole): exchanges the other parameters for this rank's shards, in
+"""(module on `meta`, parameters that stay whole): exchanges the other parameters for this rank's shards, in
 place."""
 
 
@@ -35,11 +36,11 @@ class TensorLayout(Protocol):
         takes all of them."""
         ...
 
-    def box(self, tensor: Any) -> Box:
+    def slice_of(self, tensor: Any) -> TensorSlice:
         """Which elements this rank holds."""
         ...
 
-    def state_box(self, box: Box) -> Box:
+    def state_slice(self, elements: TensorSlice) -> TensorSlice:
         """Of the elements of a weight that this rank holds, those that its optimizer updates."""
         ...
 
@@ -67,8 +68,8 @@ class TensorLayout(Protocol):
 class _UpdatesAllItHolds:
     """Each rank's optimizer has the state of all elements that the rank holds."""
 
-    def state_box(self, box: Box) -> Box:
-        return box
+    def state_slice(self, elements: TensorSlice) -> TensorSlice:
+        return elements
 
     def updated(self, weights: Sequence[Any]) -> list[Any]:
         return list(weights)
@@ -95,8 +96,8 @@ class WholeTensors(_UpdatesAllItHolds):
     def whole(self, tensor: Any) -> Any:
         return tensor.detach()
 
-    def box(self, tensor: Any) -> Box:
-        return whole_box(tuple(tensor.shape))
+    def slice_of(self, tensor: Any) -> TensorSlice:
+        return whole_slice(tuple(tensor.shape))
 
     def global_norm(self, gradients: Sequence[Any]) -> float:
         return total_norm(list(gradients))
@@ -134,10 +135,10 @@ class ShardedTensors(_UpdatesAllItHolds):
         tensor = tensor.detach()
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
-    def box(self, tensor: Any) -> Box:
+    def slice_of(self, tensor: Any) -> TensorSlice:
         shape = tuple(tensor.shape)
         if not hasattr(tensor, "device_mesh"):
-            return whole_box(shape)
+            return whole_slice(shape)
         offsets, sizes = [0] * len(shape), list(shape)
         mesh = tensor.device_mesh
         for axis, placement in _from_the_outermost_cut(tensor.placements):
@@ -149,7 +150,7 @@ class ShardedTensors(_UpdatesAllItHolds):
                 first = min(place * step, sizes[dim])
                 offsets[dim] += first
                 sizes[dim] = min(step, sizes[dim] - first)
-        return Box(shape, tuple(offsets), tuple(sizes))
+        return TensorSlice(shape, tuple(offsets), tuple(sizes))
 
     def global_norm(self, gradients: Sequence[Any]) -> float:
         """PyTorch's own clipping fails on tensors of several meshes: one sum of squares, and one exchange.
@@ -165,9 +166,11 @@ class ShardedTensors(_UpdatesAllItHolds):
         return float(total.sqrt())
 
     def _num_shards(self, tensor: Any) -> int:
-        """Number of different boxes; every other rank holds one of them once more."""
+        """Number of different slices; every other rank holds one of them once more."""
         number = 1
-        for size, placement in zip(*_cuts(tensor), strict=True):
+        if not hasattr(tensor, "device_mesh"):
+            return number
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
             # Not `is_shard`: a strided shard is none by that, and is no copy either.
             number *= 1 if placement.is_replicate() else size
         return number
@@ -178,20 +181,9 @@ def kept_whole(module: Any) -> set[Any]:
     return {each for each in module.parameters() if not each.requires_grad}
 
 
-def copy_to_place(module: Any) -> Any:
-    """A copy without numbers, as ranks place it."""
-    copied = copy.deepcopy(module)
-    take_numbers(copied)
-    return copied
-
-
-def boxes_of(module: Any, layout: TensorLayout) -> dict[str, Box]:
+def slices_of(module: Any, layout: TensorLayout) -> dict[str, TensorSlice]:
     """Of each trainable weight, by name, the elements that are here."""
-    return {name: layout.box(each) for name, each in module.named_parameters() if each.requires_grad}
-
-
-def _cuts(tensor: Any) -> tuple[Sequence[int], Sequence[Any]]:
-    return (tensor.device_mesh.shape, tensor.placements) if hasattr(tensor, "device_mesh") else ((), ())
+    return {name: layout.slice_of(each) for name, each in module.named_parameters() if each.requires_grad}
 
 
 def _from_the_outermost_cut(placements: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -201,3 +193,54 @@ def _from_the_outermost_cut(placements: Sequence[Any]) -> list[tuple[int, Any]]:
     """
     axes = list(enumerate(placements))
     return sorted(axes, key=lambda each: type(each[1]).__name__ == "_StridedShard")
+
+
+def total_norm(gradients: list[Any]) -> float:
+    """Return the norm of all tensors as one vector."""
+    torch = import_torch()
+    return float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))
+
+
+def whole_slice(shape: tuple[int, ...]) -> TensorSlice:
+    """All elements of a tensor."""
+    return TensorSlice(shape, (0,) * len(shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSlice:
+    """A slice of the array `name`."""
+
+    name: str
+    elements: TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Part `index` of `count` equal parts of the rows of the array `name`."""
+
+    name: str
+    index: int = 0
+    count: int = 1
+
+    def of(self, elements: TensorSlice) -> NamedSlice:
+        """`elements` of these rows, as one of the array."""
+        if self.count == 1:
+            return NamedSlice(self.name, elements)
+        num_rows, *others = elements.global_shape
+        offsets = (self.index * num_rows + elements.offsets[0], *elements.offsets[1:])
+        return NamedSlice(self.name, TensorSlice((self.count * num_rows, *others), offsets, elements.shape))
+
+
+def rows_by_name(model: Any) -> dict[str, Rows]:
+    """Name of each parameter of a module -> what it is of the model that was built.
+
+    A part that took the place of another one says so by `rows_of`: name of its parameter -> (the other's, index).
+    """
+    found = {name: Rows(name) for name, _ in model.named_parameters()}
+    for path, module in model.named_modules():
+        rows_of: dict[str, tuple[str, int]] = getattr(module, "rows_of", {})
+        counts = Counter(name for name, _ in rows_of.values())
+        prefix = f"{path}." if path else ""
+        for name, (there, index) in rows_of.items():
+            found[prefix + name] = Rows(prefix + there, index, counts[there])
+    return found

@@ -2,22 +2,22 @@
 
 Chen et al., arXiv:1604.06174: of a block only what goes in is kept, and its backward pass computes the rest again. The
 second time the block finds its buffers and the generators as they were the first time, and leaves no trace in either:
-gradients, moving statistics and dropout's masks have the bits that they have without it.
+gradients, moving statistics and dropout's masks have the bits that they have without it. Strategies gather and shard
+the same blocks as one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from train.backends.batch_norms import replaced
-from train.backends.model_errors import nothing_to_recompute
+from train.backends.rules import nothing_to_recompute, replaced
 from train.backends.torch.batch_norms import BatchNorms
-from train.backends.torch.blocks import repeated_in
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 
@@ -192,3 +192,32 @@ def _exchanged(buffers: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]
     finally:
         for there, name, buffer in before:
             there[name] = buffer
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The outermost modules of each class with parts of its own that the model uses more than once."""
+    is_repeated = repeated_in(model)
+
+    def found(module: Any) -> Iterator[Any]:
+        if is_repeated(module):
+            yield module
+        else:
+            for child in module.children():
+                yield from found(child)
+
+    # A module may stand at two places.
+    return list({id(module): module for child in model.children() for module in found(child)}.values())
+
+
+def repeated_in(model: Any) -> Callable[[Any], bool]:
+    """-> whether a module is of a class with parts of its own that the model uses more than once."""
+    uses = Counter(type(module) for module in model.modules() if _is_block(module))
+    return lambda module: _is_block(module) and uses[type(module)] > 1
+
+
+def _is_block(module: Any) -> bool:
+    """Whether a module has parts and a forward pass of its own, which a chain of layers has not."""
+    nn = import_torch().nn
+    chains = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    is_chain = isinstance(module, chains) and type(module).forward in {chain.forward for chain in chains}
+    return bool(list(module.children())) and not is_chain and "forward" not in vars(module)

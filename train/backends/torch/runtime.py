@@ -1,16 +1,19 @@
-"""Starts PyTorch deterministically on one device, and converts the state of its random generators to arrays."""
+"""Starts PyTorch deterministically on one device, records its computations, and converts the state of its random
+generators to arrays.
+"""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
-from train.backends.gpu_builds import check_seen
-from train.backends.quick_import import without_collection
+from train.backends.frameworks import check_seen, without_collection
 from train.contracts.world import World
 
 
@@ -67,8 +70,34 @@ def restore_generators(states: list[np.ndarray]) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(states[1].copy()))
 
 
-def decorrelate_generators(rank: int) -> None:
+def reseed_generators(rank: int) -> None:
     """Let each rank draw numbers of its own, by a seed that follows from the state that all have and the rank."""
     torch = import_torch()
     if rank:
         torch.manual_seed(int(torch.randint(2**62, ())) + rank)
+
+
+TRACE = "trace.pt.trace.json.gz"
+"""File name that TensorBoard's plugin and Holistic Trace Analysis expect."""
+
+
+class TorchRecording:
+    """`train.api.Recording`, by Kineto."""
+
+    def __init__(self, folder: Path) -> None:
+        torch = import_torch()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._file = folder / TRACE
+        # It is one cycle; without this PyTorch warns that others would be lost.
+        self._profile = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profile.start()
+
+    def step(self, global_step: int) -> AbstractContextManager[None]:
+        # What the tools take for a step.
+        return import_torch().profiler.record_function(f"ProfilerStep#{global_step}")
+
+    def stop(self) -> None:
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._file))

@@ -9,8 +9,9 @@ Shape legend: N batch, H height, W width, C channels, K outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from shardmill.values import Batch
@@ -18,6 +19,7 @@ from train.backends.torch.chain import Stage
 from train.backends.torch.layout import WholeTensors
 from train.backends.torch.passes import Objective, Parts, on_device
 from train.backends.torch.runtime import device, import_torch
+from train.layers.sample_bits import drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,15 @@ class StagePasses:
         self._pipeline = pipeline
         self._parts = parts
         self._objective: Objective | None = None
-        self._modules = {number: _module_of(pipeline, parts, number) for number in pipeline.mine}
+        self._modules = {
+            number: _stage_module()(
+                tuple(pipeline.blocks[index] for index in pipeline.stages[number].block_indices),
+                parts,
+                is_first=number == 0,
+                is_last=number == pipeline.last,
+            )
+            for number in pipeline.mine
+        }
         # One for each size of a batch; there are two at most.
         self._schedule = cache(self._make_schedule)
 
@@ -209,8 +219,57 @@ class StageTensors(WholeTensors):
         return float(total.sqrt())
 
 
-def _module_of(pipeline: Pipeline, parts: Parts, number: int) -> Any:
-    from train.backends.torch.stage_module import StageModule
+@cache
+def _stage_module() -> Any:
+    """The class of a stage of a pipeline as a module.
 
-    blocks = tuple(pipeline.blocks[index] for index in pipeline.stages[number].block_indices)
-    return StageModule(blocks, parts, is_first=number == 0, is_last=number == pipeline.last)
+    Tensors that go from rank to rank must be contiguous, also gradients, and must share no memory with what autograd
+    keeps.
+    """
+    torch = import_torch()
+
+    class Arrival(torch.autograd.Function):
+        """What came from another rank, as it is; its gradient goes back contiguous."""
+
+        @staticmethod
+        def forward(ctx: Any, values: Any) -> Any:
+            return values.view_as(values)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0].contiguous()
+
+    class Departure(torch.autograd.Function):
+        """A contiguous copy, no view of anything: PyTorch detaches it in place later on."""
+
+        @staticmethod
+        def forward(ctx: Any, values: Any) -> Any:
+            return values.clone(memory_format=torch.contiguous_format)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0]
+
+    class StageModule(torch.nn.Module):
+        """What a rank computes between two borders: uint8 images_NHWC, or what came from the stage before it -> float32
+        outputs_NK, or what the stage behind it gets."""
+
+        def __init__(self, blocks: tuple[Any, ...], parts: Parts, *, is_first: bool, is_last: bool) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(blocks)
+            self._is_first, self._is_last = is_first, is_last
+            # No module of its own: only a part of what it has is this stage's.
+            self._parts = (parts,)
+            self._calls = tuple(parts.recomputed.chain(blocks))
+
+        def forward(self, values: Any, keys_N: Any = None) -> Any:
+            """`keys_N`: of the samples, if layers draw random numbers for each (train/layers/sample_bits.py)."""
+            [parts] = self._parts
+            draw = nullcontext if keys_N is None else partial(drawing, keys_N)
+            with draw(), parts.precision.computing(), parts.recomputed.forward(None, draw):
+                values = parts.classifier.inputs_of(values) if self._is_first else Arrival.apply(values)
+                for call in self._calls:
+                    values = call(values)
+            return values.float() if self._is_last else Departure.apply(values)
+
+    return StageModule

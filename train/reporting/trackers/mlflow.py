@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from train.reporting.mlflow_client import connect, experiment_id
-from train.reporting.scalars import Scalars
+from train.reporting.observer import Scalars
 from train.reporting.trackers.sent import Refusal, SentTracker
 from train.reporting.trackers.tracker import TrackedRun
 

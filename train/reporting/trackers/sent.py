@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from shardmill.jobs.observer import FieldValue
-from train.reporting.observer import GlobalStep
-from train.reporting.scalars import Scalars, of_event, of_step
+from train.reporting.observer import GlobalStep, Scalars, of_event, of_step
 from train.reporting.trackers.tracker import TrackedRun
 
 FLUSH_SECONDS = 2.0
@@ -44,7 +43,7 @@ class SentTracker(ABC):
         self._is_finished = False
         self._is_warned = False
         self._lock = threading.Lock()
-        """Held by either thread for what follows."""
+        """RankState by either thread for what follows."""
         self._waiting: list[Scalars] = []
         self._num_lost = 0
         self._why_lost = ""

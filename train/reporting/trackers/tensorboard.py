@@ -15,8 +15,7 @@ from shardmill.formats.tf_example import bytes_field, double_field, float_field,
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.line_log import GrowingFile, Outage
 from shardmill.jobs.observer import FieldValue
-from train.reporting.observer import GlobalStep
-from train.reporting.scalars import Scalars, of_event, of_step
+from train.reporting.observer import GlobalStep, Scalars, of_event, of_step
 from train.reporting.trackers.tracker import TrackedRun
 
 # Fields of Event, of SessionLog (whose status 1 is a start), of Summary and of its values.

@@ -1,8 +1,12 @@
-"""A rank that holds shards of a PyTorch model: its step, and its files of a checkpoint.
+"""A rank that holds shards of a PyTorch model: its step, its files of a checkpoint, and what ranks compare.
 
-Rank 0 alone builds the model with numbers, and gives each rank those of its shards: a layout never decides with which
-numbers a training begins. From then on the whole model is nowhere; a whole tensor is there for the moment in which it
-is used, hashed, or exported from the files of a checkpoint.
+Rank 0 alone builds the materialized model, and gives each rank the values of its shards: a layout never decides with
+which values a training begins. From then on the whole model is nowhere; a whole tensor is there for the moment in which
+it is used, hashed, or exported from the files of a checkpoint.
+
+Where ranks divide layers, two comparisons see what nothing else would notice: `check_outputs`, what a module whose
+layers a user has divided computes, with what it computed as a whole; and `Agreement`, in steps 1, 2, 4, 8, ..., what
+ranks with the same rows have whole (a layer whose sum over ranks is missing, or that draws other numbers on each rank).
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.values import Batch
-from train.backends.backend import StatePart
+from train.api import Member, MemberStep, StatePart
+from train.backends.torch.chain import ANOTHER, TOLERANCE
+from train.checkpoints.arrays import dump_arrays, load_arrays, rank_file
 from train.checkpoints.checkpoint import SavedFiles
 from train.checkpoints.shards import (
     INDEX,
@@ -30,26 +37,18 @@ from train.checkpoints.shards import (
     read_index,
     shard_file,
 )
-from train.checkpoints.state import dump_arrays, load_arrays, rank_file
+from train.config import TrainConfig
 from train.contracts.activities import during, waiting
-from train.contracts.mesh import DataIndex
+from train.contracts.mesh import AXES, DataIndex, MeshShape
 from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.collective_member import PARTS, CollectiveMember
-from train.strategies.member import MemberStep
-from train.strategies.sharded.agreement import Agreement
-from train.strategies.sharded.first_numbers import hand_out
+from train.strategies.replicated import PARTS, CollectiveMember
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
     from train.backends.torch.layout import Place, TensorLayout
     from train.backends.torch.passes import MakePasses
-    from train.config import TrainConfig
-
-
-def _exchanges_nothing(learner: TorchLearner, is_last: bool) -> None:
-    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Sharding:
     add_up: Callable[[TorchLearner, list[Any]], list[Any]]
     """(learner, addends, as `Learner.gradients` returns them): add up, over the ranks that read rows of their own, what
     the backward pass has not."""
-    exchange: Callable[[TorchLearner, bool], None] = _exchanges_nothing
+    exchange: Callable[[TorchLearner, bool], None] = lambda learner, is_last: None
     """(learner, whether the next backward pass is the last one of the step): switch the exchange of gradients."""
     make_passes: MakePasses | None = None
     """How a rank computes with its shards; None if the module computes as it is called."""
@@ -72,7 +71,7 @@ class Sharding:
 
 
 class ShardedMember(CollectiveMember):
-    """`train.strategies.member.Member` with shards of the model."""
+    """`train.api.Member` with shards of the model."""
 
     reads_its_weights = True
 
@@ -85,17 +84,19 @@ class ShardedMember(CollectiveMember):
         reporter: Reporter,
         sharding: Sharding,
     ) -> None:
-        super().__init__(learner, collective, data, world.exchange_aside, rank=world.rank, world_size=world.world_size)
+        from train.backends.torch.meta_device import send_first_values
+
+        super().__init__(learner, collective, data, rank=world.rank, world_size=world.world_size)
         self._torch_learner = learner
         self._sharding = sharding
         self._reporter, self._has_stepped = reporter, False
         self._waiting = partial(during, reporter, waiting("an allreduce in its step"))
         self._report_whole(reporter)
-        numbers = learner.place(sharding.place, sharding.layout, sharding.make_passes)
-        self._index = self._agree(list(numbers))
+        values = learner.place(sharding.place, sharding.layout, sharding.make_passes)
+        self._index = self._agree(list(values))
         with during(reporter, waiting("the first weights")):
             of_ranks = [self._index.of_rank(rank, WEIGHTS_PART) for rank in range(self.world_size)]
-            hand_out(numbers, of_ranks, list(map(sharding.layout.local, learner.weights)), self.rank)
+            send_first_values(values, of_ranks, list(map(sharding.layout.local, learner.weights)), self.rank)
         learner.state.begin()
         # It never changes, and a step waits for the copy of a checkpoint.
         self._index_file = dump_index(self._index) if self.rank == 0 else []
@@ -178,7 +179,7 @@ class ShardedMember(CollectiveMember):
             mine = dump_arrays(self.learner.arrays(StatePart.OWN)) if self.rank == 0 else b""
             self.learner.assign(StatePart.OWN, load_arrays(self.broadcast_bytes(mine)), "rank 0")
         if own != rank_file(self._own_rank):
-            self.learner.decorrelate(self._draws_as)
+            self.learner.reseed(self._draws_as)
 
     def _own_file(self, names: Collection[str], saved_world_size: int) -> str:
         """Where this rank finds state of its own: with other ranks, or if several had read the same rows, that of
@@ -212,10 +213,10 @@ class ShardedMember(CollectiveMember):
         )
 
     def _report_whole(self, reporter: Reporter) -> None:
-        """Rank 0 has tried the model and knows the form of its outputs. Some models only build with numbers."""
+        """Rank 0 has tried the model and knows the form of its outputs. Some models do not build on `meta`."""
         learner = self._torch_learner
         learner.outputs_are_logits = from_json(bool, self.broadcast_bytes(to_json(learner.outputs_are_logits)))
-        reasons = [from_json(str, each) for each in self.gather_bytes(to_json(learner.why_whole))]
+        reasons = [from_json(str, each) for each in self.gather_bytes(to_json(learner.whole_model_reason))]
         if self.rank == 0 and any(reasons):
             warning = f"every rank builds the whole model before it keeps its shards: {next(filter(None, reasons))}"
             reporter.event("built_whole", {"rank": 0, WARNING: warning})
@@ -223,9 +224,9 @@ class ShardedMember(CollectiveMember):
     def _agree(self, weights: Sequence[str]) -> ShardIndex:
         """Which rank holds what. `weights`: names of all parameters of the module, in its order."""
         mine = [
-            Shard(part, each.name, each.box.global_shape, each.box.offsets, each.box.shape)
+            Shard(part, each.name, each.elements.global_shape, each.elements.offsets, each.elements.shape)
             for state, part in PARTS.items()
-            for each in self._torch_learner.state.boxes(state)
+            for each in self._torch_learner.state.slices(state)
         ]
         of_ranks = tuple(tuple(from_json(list[Shard], each)) for each in self.gather_bytes(to_json(mine)))
         own = tuple(self._torch_learner.state.own_names())
@@ -233,3 +234,153 @@ class ShardedMember(CollectiveMember):
 
     def _shards(self, part: str) -> list[Shard]:
         return self._index.of_rank(self.rank, part)
+
+
+def sum_in_place(tensors: list[Any], group: Any) -> None:
+    """All of them at a time, over the ranks of a process group."""
+    import torch
+    import torch.distributed as dist
+
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.reshape(tensor.shape))
+
+
+def sum_over_all(tensor: Any) -> None:
+    """Over the ranks of the world."""
+    import torch.distributed as dist
+
+    dist.all_reduce(tensor)
+
+
+def device_mesh_of(shape: MeshShape, axes: Collection[str]) -> Any:
+    """A `DeviceMesh` of all ranks with these axes by name; the others have one rank. All ranks call it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from train.backends.torch.runtime import device
+
+    names = tuple(axis for axis in AXES if axis in axes)
+    return init_device_mesh(device().type, tuple(shape.sizes[axis] for axis in names), mesh_dim_names=names)
+
+
+# Ranks compute the same numbers by the same kernels; some kernels of GPUs add up in any order.
+STEP_TOLERANCE = 1e-3
+STEP_TOLERANCE_OF_16_BITS = 0.01
+
+
+class Agreement:
+    """Of one rank with those that read its rows.
+
+    `gather`: every rank's bytes in rank order. `readers`: of each rank what it reads, by a number. `of_ranks`: the
+    shards of the weights that each has; those in all lists of a group are whole along the axis that divides layers.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        gather: Callable[[bytes], list[bytes]],
+        rank: int,
+        readers: Sequence[int],
+        of_ranks: Sequence[Sequence[Shard]],
+    ) -> None:
+        self._config, self._gather = config, gather
+        self._readers = readers
+        mine = [set(of_ranks[each]) for each, reads in enumerate(readers) if reads == readers[rank]]
+        common = set.intersection(*mine)
+        self._places = [place for place, shard in enumerate(of_ranks[rank]) if shard in common and 0 not in shard.shape]
+        self._num_steps = 0
+
+    def check(self, figures: Any, gradients: Sequence[Any]) -> None:
+        """After a backward pass; all ranks call it. `figures`: of its rows, the loss first. `gradients`: of each shard.
+
+        Raises UsageError on every rank if some that read the same rows have different ones.
+        """
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1):
+            return
+        loss, squares = float(figures[0]), sum(_square(gradients[place]) for place in self._places)
+        told = [each.split() for each in self._gather(f"{loss.hex()} {math.sqrt(squares).hex()}".encode())]
+        for what, values in zip(("losses", "gradients"), zip(*told, strict=True), strict=True):
+            self._compare(what, [float.fromhex(each.decode()) for each in values])
+
+    def _compare(self, what: str, values: Sequence[float]) -> None:
+        tolerance = STEP_TOLERANCE if self._config.mixed_precision == "off" else STEP_TOLERANCE_OF_16_BITS
+        for reads in sorted(set(self._readers)):
+            group = {rank: values[rank] for rank, each in enumerate(self._readers) if each == reads}
+            lowest, highest = min(group, key=lambda rank: group[rank]), max(group, key=lambda rank: group[rank])
+            # What is not finite is a fault of its own.
+            is_finite = all(map(math.isfinite, group.values()))
+            allowed = tolerance * max(map(abs, group.values()))
+            if not is_finite or group[highest] - group[lowest] <= allowed:
+                continue
+            raise UsageError(
+                f"train.model = {self._config.model!r}: in step {self._num_steps}, ranks that divide its layers and "
+                f"have the same rows have different {what}: rank {lowest} {group[lowest]:.6g}, rank {highest} "
+                f"{group[highest]:.6g}",
+                f"expected the same on every rank, within {tolerance:.1g} of it: whatever is not divided must be alike",
+                "in parallelize(mesh), have what leaves a divided layer added up or gathered over the ranks, in both "
+                f"passes; draw random numbers by SampleDropout, not by a seed of each rank; {ANOTHER}",
+            )
+
+
+def _square(gradient: Any) -> float:
+    if any(each.is_partial() for each in getattr(gradient, "placements", ())):
+        # Its sum over the ranks is yet to come.
+        return 0.0
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return float(local.float().square().sum())
+
+
+# bfloat16 has 8 bits, and rounds in every layer.
+TOLERANCE_OF_BFLOAT16 = 0.05
+
+
+def outputs_of_whole(learner: TorchLearner) -> bytes:
+    """For `check_outputs`, on rank 0, whose module is materialized and not divided yet."""
+    once_NK, again_NK = _outputs(learner), _outputs(learner)
+    # One that draws also in inference computes nothing that can be compared.
+    return dump_arrays([once_NK] if np.allclose(once_NK, again_NK, rtol=0, atol=TOLERANCE) else [])
+
+
+def check_outputs(config: TrainConfig, member: Member, learner: TorchLearner, of_whole: bytes, *, rounds: bool) -> None:
+    """Raises UsageError on every rank if one computes other outputs than the whole module; all ranks call it.
+
+    `of_whole`: rank 0's. `rounds`: whether it computes in bfloat16.
+    """
+    expected = load_arrays(member.broadcast_bytes(of_whole))
+    # Moving statistics, and what is frozen, are rank 0's; whoever begins a training or resumes one assigns them anew.
+    member.start({}, member.world_size, "")
+    if not expected:
+        return
+    [expected_NK] = expected
+    found_NK = _outputs(learner)
+    mine = float(np.abs(found_NK - expected_NK).max()) if found_NK.shape == expected_NK.shape else math.inf
+    differences = [float(each) for each in member.gather_bytes(str(mine).encode())]
+    tolerance = (TOLERANCE_OF_BFLOAT16 if rounds else TOLERANCE) * (1 + float(np.abs(expected_NK).max()))
+    wrong = [difference for difference in differences if not difference <= tolerance]
+    if wrong:
+        raise UsageError(
+            f"train.model = {config.model!r}: with its layers divided by parallelize(mesh), {len(wrong)} of "
+            f"{len(differences)} ranks compute outputs that differ by up to {max(wrong):.3g} from those of the "
+            "undivided module",
+            f"expected the same outputs on every rank, within {tolerance:.1g}: ColwiseParallel leaves a part of what a "
+            "layer computes on each",
+            "pass that part on to a RowwiseParallel layer, gather it by ColwiseParallel(output_layouts=Replicate()), "
+            f"leave the layer out of parallelize, {ANOTHER}",
+        )
+
+
+def _outputs(learner: TorchLearner) -> Any:
+    """Of two images, in inference and in float32."""
+    import torch
+
+    from train.backends.torch.chain import tried_images
+    from train.backends.torch.passes import on_device
+
+    parts = learner.parts
+    parts.classifier.eval()
+    with torch.no_grad():
+        outputs_NK = parts.classifier(on_device(tried_images(parts.image_shape_HWC))).cpu().numpy()
+    learner.layout.forget(learner.module)
+    return outputs_NK

@@ -10,17 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from shardmill.errors import UsageError
+from train.api import Build, Member, RankState, Shape, SharedModel, Strategy, num_bytes, replicated_state
 from train.config import TrainConfig
-from train.contracts.mesh import Mesh
-from train.contracts.mesh_shape import MeshShape
+from train.contracts.mesh import Mesh, MeshShape
 from train.contracts.values import Reporter, from_json, to_json
 from train.contracts.world import World
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.held import Held, Shape, holds_all, num_bytes
-from train.strategies.member import Member
-from train.strategies.sharded.device_mesh import device_mesh_of
-from train.strategies.sharded.member import ShardedMember, Sharding
+from train.strategies.sharded.member import ShardedMember, Sharding, device_mesh_of, sum_in_place, sum_over_all
 from train.strategies.sharded.pipeline_schedules import (
     PipelineOptions,
     most_kept,
@@ -28,9 +25,7 @@ from train.strategies.sharded.pipeline_schedules import (
     schedule_named,
     schedule_of,
 )
-from train.strategies.sharded.sums import sum_in_place, sum_over_all
-from train.strategies.strategy import Build
-from train.strategies.torch_ddp import TorchCollective
+from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
@@ -39,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def join_pipeline(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
-    """`train.strategies.strategy.Join`."""
+    """`train.api.Join`."""
     from train.backends.torch.chain import Stage, chain_of
     from train.backends.torch.stages import StagePasses, StageTensors
 
     mesh = mesh_of(config)
     # The only backend of this strategy; a Keras model was refused by the driver (`needs_module`).
-    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
-    # Rank 0 alone has a module with numbers; what is cut where must be the same on all ranks anyway.
+    learner = cast("TorchLearner", build(materialized=world.rank == 0))
+    # Rank 0 alone has a materialized module; what is cut where must be the same on all ranks anyway.
     mine = to_json(_stages(config, learner)) if world.rank == 0 else b""
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     stages = tuple(from_json(list[Stage], collective.broadcast_bytes(mine)))
@@ -131,7 +126,7 @@ def _sizes_of_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
 
 
 def check(config: TrainConfig) -> None:
-    """`train.strategies.strategy.Strategy.check`."""
+    """`train.api.Strategy.check`."""
     options, mesh = config.options(PipelineOptions), mesh_of(config)
     for num_rows in _sizes_of_parts(config, mesh):
         num_microbatches_of(options, num_rows, mesh.shape.pipeline)
@@ -144,15 +139,15 @@ def check(config: TrainConfig) -> None:
 
 
 def check_learner(config: TrainConfig, learner: Any) -> None:
-    """`train.strategies.shared_model.SharedModel.check_learner`."""
+    """`train.api.SharedModel.check_learner`."""
     _stages(config, learner)
 
 
-def holds_stages(config: TrainConfig, module: Any) -> Held:
-    """`train.strategies.shared_model.SharedModel.held`."""
+def rank_state_of_stages(config: TrainConfig, module: Any) -> RankState:
+    """`train.api.SharedModel.rank_state`."""
     from train.backends.torch.chain import weights_by_stage
 
-    mesh, options, shapes = mesh_of(config), config.options(PipelineOptions), holds_all(config, module).weights
+    mesh, options, shapes = mesh_of(config), config.options(PipelineOptions), replicated_state(config, module).weights
     num_ranks = mesh.shape.pipeline
     schedule = schedule_named(options.schedule, num_ranks)
     rank_of_stage = schedule.rank_of_stage(num_ranks)
@@ -167,7 +162,7 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
     num_microbatches = num_microbatches_of(options, _sizes_of_parts(config, mesh)[-1], num_ranks)
     # Counted as if activations were in proportion to weights.
     kept_bytes = most_kept(schedule, num_ranks, num_microbatches, stage_bytes)
-    return Held(
+    return RankState(
         held,
         held,
         module,
@@ -175,3 +170,17 @@ def holds_stages(config: TrainConfig, module: Any) -> Held:
         update_bytes=held_bytes if mesh.data_size > 1 else 0,
         activation_share=kept_bytes / num_bytes(shapes.values()) / num_microbatches,
     )
+
+
+PIPELINE_PARALLEL = Strategy(
+    backends=("torch",),
+    synchronous=True,
+    exact_resume=True,
+    can_skip_batches=True,
+    max_world_size=None,
+    join=join_pipeline,
+    check=check,
+    secondary_error=TORCH_DDP.secondary_error,
+    less_work="or give its stage fewer layers (by the model's `stages()`, or with more ranks)",
+    shared_model=SharedModel(axes=("pipeline",), rank_state=rank_state_of_stages, check_learner=check_learner),
+)

@@ -1,8 +1,16 @@
-"""Places a PyTorch module on the ranks of a mesh: layers divided along `tensor`, weights sharded along `fsdp`.
+"""The strategies `torch_fsdp`, `tensor_parallel` and `hybrid`: a PyTorch module placed on the ranks of a mesh.
+
+Its layers are divided along `tensor`, its weights sharded along `fsdp`.
 
 Both are PyTorch's own: `parallelize_module` by the plan of the model (train/models/tensor_plans.py), then FSDP2's
 `fully_shard`, block by block. Tensor parallelism: Shoeybi et al., arXiv:1909.08053; full sharding: Rajbhandari et al.,
 ZeRO stage 3, arXiv:1910.02054; shards in several copies (`data` > 1) are called hybrid sharding.
+
+`torch_fsdp`: each rank holds 1/N of weights, gradients and optimizer state. A block's weights are gathered before it
+computes and dropped behind it; its gradients are summed straight into the shards. With `train.mesh.data` > 1 there are
+as many copies of the shards: gathers stay inside a group, and only sums cross it. `tensor_parallel`: the ranks of a
+group hold each layer together and read the same rows; copies of the model (`train.mesh.data`) add up gradients.
+`hybrid` also shards what is left of the weights along `train.mesh.fsdp`.
 """
 
 from __future__ import annotations
@@ -18,20 +26,16 @@ from typing import TYPE_CHECKING, Any, cast
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.observer import WARNING
 from shardmill.registry import with_line_of_user
+from train.api import Build, Member, RankState, SharedModel, Strategy, num_bytes
 from train.backends.torch.chain import ANOTHER
 from train.config import TrainConfig
-from train.contracts.mesh_shape import MeshShape
+from train.contracts.mesh import MeshShape
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.held import Held, num_bytes
-from train.strategies.member import Member
-from train.strategies.sharded.device_mesh import device_mesh_of
-from train.strategies.sharded.member import ShardedMember, Sharding
-from train.strategies.sharded.sums import sum_in_place, sum_over_all
-from train.strategies.strategy import Build
-from train.strategies.torch_ddp import TorchCollective
+from train.strategies.sharded.member import ShardedMember, Sharding, device_mesh_of, sum_in_place, sum_over_all
+from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
@@ -42,13 +46,13 @@ _UNKNOWN_LAYER = re.compile(r"plan key '(.*)' could not be resolved")
 
 
 def join_placed(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
-    """`train.strategies.strategy.Join`, along the axes of the strategy's mesh."""
+    """`train.api.Join`, along the axes of the strategy's mesh."""
     from train.backends.torch.layout import ShardedTensors
-    from train.strategies.sharded.first_outputs import check_outputs, outputs_of_whole
+    from train.strategies.sharded.member import check_outputs, outputs_of_whole
 
     mesh = mesh_of(config)
     # The only backend of these strategies; a Keras model was refused by the driver (`needs_module`).
-    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
+    learner = cast("TorchLearner", build(materialized=world.rank == 0))
     check_layers(config, learner.module)
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     meshes = DeviceMeshes.of(mesh.shape)
@@ -56,7 +60,8 @@ def join_placed(world: World, config: TrainConfig, build: Build, reporter: Repor
     place = partial(_place, meshes, is_bfloat16)
     sharding = Sharding(place, ShardedTensors(mesh.num_ranks, sum_over_all), partial(_add_up, meshes))
     if meshes.fsdp is not None:
-        sharding = replace(sharding, exchange=_exchange)
+        # FSDP adds up gradients in the last backward pass of a step; before it each rank keeps its own.
+        sharding = replace(sharding, exchange=lambda of, is_last: of.module.set_requires_gradient_sync(is_last))
     is_own = meshes.tensor is not None and hasattr(learner.module, "parallelize")
     of_whole = outputs_of_whole(learner) if is_own and world.rank == 0 else b""
     member = ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
@@ -82,30 +87,31 @@ def _what_stays(config: TrainConfig, num_ranks: int, share: float, is_own: bool)
     )
 
 
-def held_when_placed(config: TrainConfig, module: Any) -> Held:
-    """`SharedModel.held`: the module is placed as on a rank, without numbers, and counted.
+def rank_state_when_placed(config: TrainConfig, module: Any) -> RankState:
+    """`SharedModel.rank_state`: the module is placed on `meta` as on a rank, and counted.
 
     Not a rule such as 1/N: rows that ranks do not divide are padded, and what tensor parallelism leaves whole is whole
     on each.
     """
-    from train.backends.torch.layout import ShardedTensors, boxes_of, copy_to_place, kept_whole
+    from train.backends.torch.layout import ShardedTensors, kept_whole, slices_of
+    from train.backends.torch.meta_device import meta_copy
 
     mesh = mesh_of(config)
     check_layers(config, module)
     meshes, layout = DeviceMeshes.of(mesh.shape), ShardedTensors(mesh.num_ranks, sum_over_all)
     is_bfloat16 = config.mixed_precision == "bfloat16"
-    placed = copy_to_place(module)
+    placed = meta_copy(module)
     _place(meshes, is_bfloat16, placed, kept_whole(placed))
-    shapes = {name: box.shape for name, box in boxes_of(placed, layout).items()}
+    shapes = {name: elements.shape for name, elements in slices_of(placed, layout).items()}
     if meshes.fsdp is None:
         # Without FSDP a step adds up all gradients of several copies as one flat tensor.
         flat = num_bytes(shapes.values()) if mesh.data_size > 1 else 0
-        return Held(shapes, shapes, placed, update_bytes=flat)
+        return RankState(shapes, shapes, placed, update_bytes=flat)
     if meshes.tensor is not None:
         # What FSDP has placed computes with tensors that it has gathered: the layers alone are followed.
         module = copy.deepcopy(module)
         _divide_layers(meshes.tensor, module)
-    return Held(shapes, shapes, module, _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4))
+    return RankState(shapes, shapes, module, _gathered_bytes(module, layout.local, 2 if is_bfloat16 else 4))
 
 
 def check_layers(config: TrainConfig, module: Any) -> None:
@@ -159,8 +165,7 @@ def _divide_layers(device_mesh: Any, module: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from train.models.split_attention import split_attention
-    from train.models.tensor_plans import attention_in, tensor_plan
+    from train.models.tensor_plans import attention_in, split_attention, tensor_plan
 
     if hasattr(module, "parallelize"):
         _divide_by_its_own(device_mesh, module)
@@ -226,7 +231,7 @@ def _shard(device_mesh: Any, is_bfloat16: bool, module: Any, kept: Collection[An
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from train.backends.torch.blocks import blocks_of
+    from train.backends.torch.recompute import blocks_of
 
     # Gathered in 16 bits; summed in 32, because a sum over many ranks loses more than a weight does.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bfloat16 else MixedPrecisionPolicy()
@@ -235,11 +240,6 @@ def _shard(device_mesh: Any, is_bfloat16: bool, module: Any, kept: Collection[An
         # The loss is divided by the weight of the global batch already: a sum, not a mean.
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)
-
-
-def _exchange(learner: TorchLearner, is_last: bool) -> None:
-    """FSDP adds up gradients in the last backward pass of a step; before it each rank keeps its own."""
-    learner.module.set_requires_gradient_sync(is_last)
 
 
 def _add_up(meshes: DeviceMeshes, learner: TorchLearner, addends: list[Any]) -> list[Any]:
@@ -256,7 +256,7 @@ def _add_up(meshes: DeviceMeshes, learner: TorchLearner, addends: list[Any]) -> 
 def _gathered_bytes(module: Any, local: Callable[[Any], Any], bytes_per_element: int) -> int:
     """Weights outside the blocks for a whole step; of the largest block the weights, those of the next one, which are
     gathered meanwhile, and the gradients before each rank keeps its shard of their sum."""
-    from train.backends.torch.blocks import blocks_of
+    from train.backends.torch.recompute import blocks_of
 
     def num_elements(parameters: Iterable[Any]) -> int:
         # Frozen weights are whole on each rank.
@@ -265,3 +265,33 @@ def _gathered_bytes(module: Any, local: Callable[[Any], Any], bytes_per_element:
     blocks = [num_elements(block.parameters()) for block in blocks_of(module)]
     outside, largest = num_elements(module.parameters()) - sum(blocks), max(blocks, default=0)
     return bytes_per_element * (outside + 3 * largest)
+
+
+TORCH_FSDP = Strategy(
+    backends=("torch",),
+    synchronous=True,
+    exact_resume=True,
+    can_skip_batches=True,
+    max_world_size=None,
+    join=join_placed,
+    secondary_error=TORCH_DDP.secondary_error,
+    shared_model=SharedModel(axes=("fsdp",), rank_state=rank_state_when_placed, is_for_large_models=True),
+)
+TENSOR_PARALLEL = replace(
+    TORCH_FSDP,
+    shared_model=SharedModel(
+        axes=("tensor",),
+        rank_state=rank_state_when_placed,
+        check_learner=check_layers_of,
+        is_for_large_models=True,
+    ),
+)
+HYBRID = replace(
+    TORCH_FSDP,
+    shared_model=SharedModel(
+        axes=("fsdp", "tensor"),
+        rank_state=rank_state_when_placed,
+        check_learner=check_layers_of,
+        is_for_large_models=True,
+    ),
+)

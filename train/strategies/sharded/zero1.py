@@ -6,21 +6,19 @@ rank updates some rows of every weight, and the ranks exchange what they have up
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from train.backends.torch.boxes import Box, whole_box
-from train.backends.torch.layout import WholeTensors
+from train.api import Build, Member, RankState, SharedModel, Strategy, num_bytes, replicated_state
+from train.backends.torch.layout import WholeTensors, whole_slice
+from train.checkpoints.arrays import TensorSlice
 from train.config import TrainConfig
 from train.contracts.values import Reporter
 from train.contracts.world import World
 from train.strategies import mesh_of
 from train.strategies.collective import AnnouncedCollective
-from train.strategies.held import Held, holds_all, num_bytes
-from train.strategies.member import Member
 from train.strategies.sharded.member import ShardedMember, Sharding
-from train.strategies.strategy import Build
-from train.strategies.torch_ddp import TorchCollective
+from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
@@ -32,11 +30,11 @@ class ShardedUpdates(WholeTensors):
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
 
-    def state_box(self, box: Box) -> Box:
-        if not box.shape:
-            return box
-        first, end = self._rows(box.shape[0], self._rank)
-        return Box(box.global_shape, (first, *box.offsets[1:]), (end - first, *box.shape[1:]))
+    def state_slice(self, elements: TensorSlice) -> TensorSlice:
+        if not elements.shape:
+            return elements
+        first, end = self._rows(elements.shape[0], self._rank)
+        return TensorSlice(elements.global_shape, (first, *elements.offsets[1:]), (end - first, *elements.shape[1:]))
 
     def updated(self, weights: Sequence[Any]) -> list[Any]:
         import torch
@@ -80,28 +78,36 @@ class ShardedUpdates(WholeTensors):
 
 
 def join_zero1(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:
-    """`train.strategies.strategy.Join`."""
+    """`train.api.Join`."""
     # The only backend that this strategy runs with.
-    learner = cast("TorchLearner", build(has_numbers=world.rank == 0))
+    learner = cast("TorchLearner", build(materialized=world.rank == 0))
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     layout = ShardedUpdates(world.rank, world.world_size)
-    sharding = Sharding(_leave_whole, layout, lambda learner, addends: collective.sum_tensors(addends))
+    sharding = Sharding(lambda module, kept: None, layout, lambda learner, addends: collective.sum_tensors(addends))
     return ShardedMember(learner, collective, mesh_of(config).data_index(world.rank), world, reporter, sharding)
 
 
-def held_by_zero1(config: TrainConfig, module: Any) -> Held:
-    """`SharedModel.held`: the whole model, and the optimizer state of some rows of each weight."""
-    whole, num_ranks = holds_all(config, module), mesh_of(config).num_ranks
-    boxes = {name: whole_box(shape) for name, shape in whole.weights.items()}
+def rank_state_of_zero1(config: TrainConfig, module: Any) -> RankState:
+    """`SharedModel.rank_state`: the whole model, and the optimizer state of some rows of each weight."""
+    whole, num_ranks = replicated_state(config, module), mesh_of(config).num_ranks
+    slices = {name: whole_slice(shape) for name, shape in whole.weights.items()}
     of_ranks = [
-        {name: layout.state_box(box).shape for name, box in boxes.items()}
+        {name: layout.state_slice(elements).shape for name, elements in slices.items()}
         for layout in (ShardedUpdates(rank, num_ranks) for rank in range(num_ranks))
     ]
     most = max(of_ranks, key=lambda shapes: num_bytes(shapes.values()))
     # All gradients as one flat tensor; then the rows of every rank, and this one's twice.
     update_bytes = 2 * num_bytes(whole.weights.values()) + (2 * num_bytes(most.values()) if num_ranks > 1 else 0)
-    return Held(whole.weights, most, module, update_bytes=update_bytes)
+    return RankState(whole.weights, most, module, update_bytes=update_bytes)
 
 
-def _leave_whole(module: Any, kept: Collection[Any]) -> None:
-    return
+ZERO1 = Strategy(
+    backends=("torch",),
+    synchronous=True,
+    exact_resume=True,
+    can_skip_batches=True,
+    max_world_size=None,
+    join=join_zero1,
+    secondary_error=TORCH_DDP.secondary_error,
+    shared_model=SharedModel(axes=(), rank_state=rank_state_of_zero1),
+)

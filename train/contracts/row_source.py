@@ -1,11 +1,10 @@
-"""The interface between readers and the training loop: epochs and their batches."""
+"""What epochs and evaluations read their rows from: shardmill's own reader, by the section `train`."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shardmill.dataset.chunk_cache import CacheOptions, open_cache
 from shardmill.loader.row_source import ReaderOptions, RowOptions, RowSource
@@ -15,43 +14,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.chunk_cache import ChunkCache
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
-    from shardmill.loader.reader import ReaderSeconds
-    from shardmill.values import Batch
     from train.config import TrainConfig
-
-
-class Batches(Protocol):
-    """A rank's batches of an epoch, one a step, in order. A context manager: leaving it joins what reads ahead."""
-
-    def __enter__(self) -> Batches: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def take_seconds(self) -> ReaderSeconds:
-        """Return the working time since the last call."""
-        ...
-
-
-class Epoch(Protocol):
-    """One pass over the train split, with as many steps on every rank."""
-
-    @property
-    def num_steps(self) -> int: ...
-
-    @property
-    def num_rows(self) -> int:
-        """Samples that all ranks together read."""
-        ...
-
-    def num_rows_of_step(self, step: int) -> int:
-        """Samples of a step on all ranks, without padding."""
-        ...
-
-    def read(self, first_step: int) -> Batches:
-        """The rest of it from `first_step`, which is 0 unless the reader is exact."""
-        ...
 
 
 def reader_options(config: TrainConfig, dataset: Dataset, spec: PlanSpec) -> ReaderOptions:

@@ -1,23 +1,24 @@
 """Computes exact metrics over one split: every sample counted once at any world size, summed over ranks, divided once.
 
-The loss is the negative log-likelihood of the labels (of numbers the mean squared error), whatever loss the training
-minimised, so that models compare. Shape legend: N batch, H height, W width, C channels, K outputs.
+Of what is counted, each kind of labels has its own (train/metrics/kinds.py). The loss is the negative log-likelihood of
+the labels (of numbers the mean squared error), whatever loss the training minimised, so that models compare. Shape
+legend: N batch, H height, W width, C channels, K outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardmill.checksummed import with_checksum
+from shardmill.errors import TrainingError
+from shardmill.registry import Entry, Registry
 from shardmill.storage import Store
 from shardmill.values import Batch, LabelKind
 from train.contracts.values import CONFUSION, Confusion, Evaluation, to_json
 from train.labels import LabelSpec
-from train.metrics import METRICS
-from train.metrics.metrics import Exchange, Metrics
 from train.records import read_if_whole
 
 # Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
@@ -53,6 +54,20 @@ def scores_of(kind: LabelKind, outputs_NK: np.ndarray, are_logits: bool) -> np.n
 def scores_by(outputs: Outputs, kind: LabelKind, are_logits: bool) -> Scores:
     """`scores_of` behind the function of a model."""
     return lambda images_NHWC: scores_of(kind, outputs(images_NHWC), are_logits)
+
+
+_NUMBERS = Entry("train.metrics.kinds:NumberMetrics", "mean squared and mean absolute error")
+
+METRICS: Registry[Callable[[LabelSpec], Metrics]] = Registry(
+    "chosen by the kind of labels",
+    {
+        "class": Entry("train.metrics.kinds:ClassMetrics", "accuracy, top five, confusion matrix"),
+        "multi_label": Entry("train.metrics.kinds:MultiLabelMetrics", "average precision"),
+        "float": _NUMBERS,
+        "float_vector": _NUMBERS,
+    },
+)
+"""`LabelKind` -> what makes an empty metrics of such labels."""
 
 
 def metrics_of(labels: LabelSpec) -> Metrics:
@@ -100,3 +115,35 @@ def _log(probabilities_NK: np.ndarray) -> np.ndarray:
 def _log_softmax(logits_NK: np.ndarray) -> np.ndarray:
     shifted_NK = logits_NK - logits_NK.max(axis=1, keepdims=True)
     return shifted_NK - np.log(np.exp(shifted_NK).sum(axis=1, keepdims=True))
+
+
+class Exchange(Protocol):
+    """The collective operations that metrics need; implemented by a `Member`, and by a world of one."""
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all ranks, in the array's own type."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in rank order; not all of them may be empty."""
+        ...
+
+
+class Metrics(Protocol):
+    """The part of one rank."""
+
+    def add(self, scores_NK: np.ndarray, batch: Batch, /) -> None:
+        """Count a batch, by the scores of `train.metrics.evaluate`; rows of weight 0 are left out."""
+        ...
+
+    def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
+        """The figures over all ranks, equal on all of them; all call it. Raises TrainingError for a loss of NaN."""
+        ...
+
+
+def check_finite(loss: float, split: str) -> None:
+    """Raises TrainingError if a loss is not a number."""
+    if not np.isfinite(loss):
+        raise TrainingError(
+            f"the evaluation on {split!r} gave a loss of {loss}", "expected finite outputs", "lower train.learning_rate"
+        )

@@ -1,8 +1,13 @@
-"""Checks whether the installed frameworks are built for GPUs, from their package metadata, without importing them."""
+"""The installed frameworks: whether they are built for GPUs, by their package metadata alone, and how they are imported
+faster.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +16,7 @@ from shardmill.errors import UsageError
 from train.contracts.world import World
 
 
-def why_no_gpu(backend: str) -> str:
+def gpu_problem(backend: str) -> str:
     """Why this backend's framework, as it is installed here, cannot use a GPU; empty if it can, or is not known."""
     reason = {"keras": _tensorflow, "torch": _torch}.get(backend)
     return reason() if reason else ""
@@ -44,3 +49,15 @@ def _torch() -> str:
     if re.search(r"^(cuda|hip)\b[^=]*= '", text, re.MULTILINE):
         return ""
     return f"torch {metadata.version('torch')} is installed, which was built without CUDA"
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, Python looks for no garbage: imports make none, and a million objects that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

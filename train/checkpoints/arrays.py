@@ -1,14 +1,17 @@
-"""Arrays in files of weights, of which slices are read: no rank needs to read, or hold, more than its own part.
+"""Arrays of a training in files: names of the files of a replicated checkpoint, arrays as bytes and back, and arrays in
+files of weights of which slices are read: no rank needs to read, or hold, more than its own part.
 
-A file is given as a function that reads a range of it, so it can lie in any store.
+No framework is needed to read them, and npz files hold no code. A file of weights is given as a function that reads a
+range of it, so it can lie in any store.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Protocol
@@ -16,6 +19,42 @@ from typing import Protocol
 import numpy as np
 
 from shardmill.errors import IntegrityError
+
+WEIGHTS = "weights.npz"
+OPTIMIZER_FILES = "optimizer"
+"""How their names begin: one for each rank, or this one."""
+OPTIMIZER = f"{OPTIMIZER_FILES}.npz"
+INDEX = "shards.npz"
+MARKER = "MARKER.json"
+
+
+def rank_file(rank: int) -> str:
+    """The file with a rank's own state: what is neither weight nor optimizer (moving statistics, seed states)."""
+    return f"rank-{rank:05d}.npz"
+
+
+def dump_arrays(arrays: Sequence[np.ndarray]) -> bytes:
+    """An npz file in the order given; equal arrays give equal bytes."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **{f"{index:05d}": array for index, array in enumerate(arrays)})
+    return buffer.getvalue()
+
+
+def load_arrays(data: bytes) -> list[np.ndarray]:
+    """Read the output of `dump_arrays`. Raises ValueError for an object array, which would have to be unpickled."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+        return [stored[name] for name in sorted(stored.files)]
+
+
+def arrays_sha256(arrays: Iterable[np.ndarray]) -> str:
+    """Over shape, dtype and little-endian bytes of all arrays, in order."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        digest.update(f"{array.shape}{array.dtype.name};".encode())
+        digest.update(little.tobytes())
+    return digest.hexdigest()
+
 
 Places = tuple[slice, ...] | EllipsisType
 """A box of an array: a slice with a start and an end for each axis; or all of it."""
@@ -160,3 +199,17 @@ class _Ranges(io.RawIOBase):
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """The elements of a tensor that this rank holds."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the tensor, along each of its axes."""
+        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.shape, strict=True))
