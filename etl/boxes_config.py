@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from shardmill.section import Section
 
-_WITH_FIELDS = ("table", "parquet", "delta", "webdataset", "tfrecord")
+_WITH_FIELDS = ("table", "parquet", "arrow", "delta", "lance", "webdataset", "tfrecord")
 KINDS_WITH = {
     "boxes": _WITH_FIELDS,
     "mask_field": _WITH_FIELDS,

@@ -24,7 +24,7 @@ from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.listing.splits import WithGroupSplits
 from etl.listing.stratify import KnownSplits, WithStratifiedSplits
-from etl.sources import COMMITTED, DELTA, SOURCES, HasParts, Source
+from etl.sources import COMMITTED, SOURCES, HasParts, Source
 from etl.units.image_size import ImageSize, choose_image_size
 from etl.units.map_rows import deciding, mapped_schema
 from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
@@ -351,7 +351,9 @@ def place_of(section: SourceConfig) -> SourceRef:
 
 def _without_version(section: SourceConfig) -> str:
     """All versions of a dataset, or of a table, are one source."""
-    return split_version(section.uri)[0] if section.kind in (COMMITTED, DELTA) else section.uri
+    entry = SOURCES.entries.get(section.kind)
+    has_versions = section.kind == COMMITTED or (entry is not None and entry.version_log != "")
+    return split_version(section.uri)[0] if has_versions else section.uri
 
 
 def with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:

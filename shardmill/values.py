@@ -77,6 +77,8 @@ ANNOTATION_REASONS = frozenset({RejectReason.ANNOTATED_SIZE, RejectReason.BAD_MA
 NO_SUCH_FILE = "no such file"
 """Detail of an input that is `missing` though it has not vanished: a table names it, and nothing else was known of it.
 It counts as rejected, not as a sign that the source changes at this moment."""
+OTHER_SIZE = "size_bytes of its row"
+"""Beginning of the detail of a file that is not as large as its table says: it, or the table, is of another time."""
 
 # Not faults, so not counted against `etl.max_reject_fraction`: files that were never meant as images, and small images
 # where the config asks for larger ones (`etl.min_source_side_pixels`, `etl.min_source_bytes`; both are off by default).

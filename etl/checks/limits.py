@@ -15,6 +15,7 @@ from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError
 from shardmill.storage import join_uri
 from shardmill.values import (
     NO_SUCH_FILE,
+    OTHER_SIZE,
     REASONS_OUTSIDE_REJECT_FRACTION,
     TRANSIENT_REASONS,
     Rejection,
@@ -88,20 +89,26 @@ def limit_error(limit: Limit, plan: BuildPlan, rejections: RejectionLog, ledger:
     """The error for a broken limit: how many, why, three examples, and where the rest is listed."""
     counted, others = Counter[RejectReason](), Counter[RejectReason]()
     named: list[str] = []
+    num_of_other_size = 0
     for each in rejections:
         if not limit.counts(each):
             others[each.reason] += 1
             continue
         counted[each.reason] += 1
+        num_of_other_size += each.detail.startswith(OTHER_SIZE)
         if len(named) < _NUM_EXAMPLES:
             named.append(f"{printable(each.key)}: {each.reason}")
     such, beside = ", ".join(named), f"; not counted: {_by_reason(others)}" if others else ""
     shown = "all of them" if len(rejections) <= SEGMENT_ROWS else f"the first {SEGMENT_ROWS:,} of them"
-    build = plan.build
-    return limit.kind(
-        f"{counted.total()} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {such}{beside}",
+    build, kind, verb, fix = plan.build, limit.kind, limit.verb, limit.fix
+    if num_of_other_size == counted.total():
+        # No later run will find the source as the table has it.
+        kind, verb = RejectLimitExceeded, "have another size than size_bytes of their row"
+        fix = "correct the column or leave it out"
+    return kind(
+        f"{counted.total()} of {build.num_listed} inputs {verb} ({_by_reason(counted)}), such as {such}{beside}",
         f"etl.{limit.key} allows {getattr(plan.task.config, limit.key):g}; nothing was published",
-        f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
+        f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {fix}",
         detail={
             "ledger": ledger,
             "source": build.source.uri,

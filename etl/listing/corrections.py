@@ -18,7 +18,8 @@ from etl.sources.columns import as_texts, choose_column
 from etl.sources.labels import as_labels
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
-from etl.sources.table_rows import read_rows
+from etl.sources.table import read_rows
+from shardmill.cells import from_cell
 from shardmill.errors import NoSuchRoot, ShardmillError, UsageError
 from shardmill.stores import open_store
 from shardmill.values import Rejection

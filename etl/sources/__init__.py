@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from etl.sources.listed import ListingBatch
 from etl.sources.names import (
+    ARROW_SUFFIXES,
     CIFAR_SUFFIXES,
     IDX_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -91,9 +92,6 @@ class Unpacks(Protocol):
 COMMITTED = "etl.sources.committed:CommittedSource"
 """The `source.kind` of a dataset version, which `predict` takes as DATASET[@N]."""
 
-DELTA = "delta"
-"""The `source.kind` whose URI may end in a version."""
-
 SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     "source.kind",
     {
@@ -109,7 +107,13 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.parquet:ParquetSource",
             "Parquet with the images in a column, such as Hugging Face datasets",
             suffixes=PARQUET_SUFFIXES,
-            claims="etl.sources.parquet:holds_images",
+            claims="etl.sources.parquet:claims",
+        ),
+        "arrow": Entry(
+            "etl.sources.arrow:ArrowSource",
+            "Arrow and Feather files with the images in a column, such as Hugging Face's save_to_disk writes",
+            suffixes=ARROW_SUFFIXES,
+            claims="etl.sources.arrow:claims",
         ),
         "idx": Entry(
             "etl.sources.idx:IdxSource",
@@ -126,13 +130,21 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too", suffixes=TFRECORD_SUFFIXES
         ),
         "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class", suffixes=ZIP_SUFFIXES),
-        DELTA: Entry(
-            "etl.sources.delta:DeltaSource",
+        "delta": Entry(
+            "etl.sources.delta:delta_source",
             "a Delta table whose rows hold images, or name them: TABLE or TABLE@VERSION",
             extra="delta",
             packages=("deltalake",),
+            version_log="_delta_log",
         ),
-        "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
+        "lance": Entry(
+            "etl.sources.lance:lance_source",
+            "a Lance table whose rows hold images, or name them: TABLE or TABLE@VERSION",
+            extra="lance",
+            packages=("lance",),
+            version_log="_versions",
+        ),
+        "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines, Parquet or Arrow with a URI in each row"),
         "coco": Entry("etl.sources.coco:CocoSource", "images with boxes, in annotation files of COCO's format"),
         "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),
     },

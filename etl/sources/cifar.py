@@ -9,7 +9,6 @@ Format: https://www.cs.toronto.edu/~kriz/cifar.html
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import pickletools
 from collections.abc import Iterator
@@ -21,12 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.columns import file_columns, listed_rows
-from etl.sources.containers import ContainerReader, Containers, FoundFiles, damaged, gone, open_file, reading
+from etl.sources.containers import ContainerReader, Containers, FoundFiles, open_file, reading
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.idx import as_png
 from etl.sources.labels import text_of
 from etl.sources.listed import ListingBatch
 from etl.sources.names import CIFAR_SUFFIXES
+from etl.sources.rows import each_listed
 from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.storage import Store, StoredFile
 from shardmill.stores import open_store
@@ -68,25 +68,18 @@ class CifarSource:
         yield ListingBatch.of_rejections(*FoundFiles((), others).rejections)
         # `data_batch_1` to `data_batch_5` are the train split; no other name in the format lacks the word.
         splits = splits_of(_with_split(file.path) for file in found.containers)
-        listed = (self._list_batch(file, splits.of[_with_split(file.path)]) for file in found.containers)
-        yield from with_warnings(itertools.chain.from_iterable(listed), splits.look_alikes)
+        listed = each_listed(found.containers, lambda file: self._list_batch(file, splits.of[_with_split(file.path)]))
+        yield from with_warnings(listed, splits.look_alikes)
 
     def _list_batch(self, file: StoredFile, split: str | None) -> Iterator[ListingBatch]:
-        store = self._files.store
-        try:
-            with open_file(store, file) as stream:
-                batch = read_batch(stream, file)
-            names = _class_names(store, file) if self._takes_labels else ()
-        except IntegrityError as error:
-            yield ListingBatch.of_rejections(damaged(file, str(error)))
-            return
-        except FileNotFoundError:
-            yield ListingBatch.of_rejections(gone(file))
-            return
-        yield _listed(file, batch.labels_N, names if self._takes_labels else None, split)
+        with open_file(self._files.store, file) as stream:
+            batch = read_batch(stream, file)
+        names = _class_names(self._files.store, file) if self._takes_labels else None
+        yield _listed(file, batch.labels_N, names, split)
         if batch.num_spare_bytes:
-            problem = f"it is cut: {batch.num_spare_bytes} bytes follow its {len(batch.labels_N)} whole images"
-            yield ListingBatch.of_rejections(damaged(file, problem))
+            raise IntegrityError(
+                f"it is cut: {batch.num_spare_bytes} bytes follow its {len(batch.labels_N)} whole images"
+            )
 
 
 def holds_batch(uri: str) -> bool:

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from etl.sources.labels import are_inexact, plain_texts, value_texts, whole_texts
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.printable import printable
 from shardmill.typed_columns import names_places
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
 from shardmill.words import first_of, printable
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from shardmill.storage import StoredFile
 
 _TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256", "known_mask_sha256"), "")
+# What one batch may become in memory.
+_MAX_BATCH_BYTES = 1 << 30
 _DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "block": 0, **_TEXTS}
 
 
@@ -186,6 +189,19 @@ def bad_row(table: str, row: int, problem: str) -> Rejection:
 def or_else(problems: pa.Array, is_bad: pa.Array, problem: str) -> pa.Array:
     """`problems` with one more for the rows that have none yet."""
     return pc.coalesce(problems, pc.if_else(is_bad, problem, pa.scalar(None, pa.string())))
+
+
+def check_texts(column: pa.ChunkedArray) -> None:
+    """Raise IntegrityError if a batch is too large in memory: one long text of a hostile file may be in every row."""
+    for chunk in column.chunks:
+        chunk = pc.list_flatten(chunk) if pa.types.is_list(chunk.type) else chunk
+        if not pa.types.is_dictionary(chunk.type):
+            continue
+        lengths = pc.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False)
+        if lengths[chunk.indices.drop_null().to_numpy()].sum() > _MAX_BATCH_BYTES:
+            raise IntegrityError(
+                f"{len(column)} of its rows would become more than {_MAX_BATCH_BYTES} bytes", "expected short texts"
+            )
 
 
 _FIELDS = {field.name: field for field in LISTED_SCHEMA}

@@ -13,7 +13,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -279,6 +279,23 @@ class Containers:
     def _is_container(self, file: StoredFile) -> bool:
         # A pattern or a file's own name says what is meant, whatever its suffix.
         return file.path == self._name or is_named(file.path, self._suffixes)
+
+
+def files_of_version(
+    store: Store, folder: str, paths: Collection[str], uri: str, cleanup: str
+) -> tuple[StoredFile, ...]:
+    """The stored files of one version of a table, sorted by path. Raises IntegrityError if `cleanup` deleted some."""
+    stored = {file.path: file for file in store.list(folder) if file.path in paths}
+    gone = sorted(set(paths) - stored.keys())
+    if gone:
+        raise IntegrityError(
+            f"{uri} has lost {len(gone)} of its {len(paths)} files, such as {printable(gone[0])}",
+            f"expected every file that the version's log names; {cleanup} deletes those of older versions",
+            "name a newer version, or restore the files",
+        )
+    if not stored:
+        raise UsageError(f"the table {uri} is empty", "expected rows", "name another version")
+    return tuple(stored[path] for path in sorted(stored))
 
 
 class ContainerReader(Generic[Opened]):

@@ -5,50 +5,36 @@ The log is read by the table's own library; files that other versions have left 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
-from etl.sources.containers import Containers, FoundFiles
-from etl.sources.listed import ListingBatch
+from etl.sources.containers import Containers, FoundFiles, files_of_version
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet import ParquetSource
-from etl.sources.parquet_columns import bytes_leaf
-from etl.sources.table import TableSource
+from etl.sources.parquet import PARQUET
+from etl.sources.rows import ImageRows
+from etl.sources.table import TableSource, source_of_rows
 from shardmill.dataset.versions import split_version
-from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.words import printable
+from shardmill.errors import StorageError, UsageError
+from shardmill.printable import printable
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
 
     from etl.config import SourceConfig
-    from etl.sources import SourceReader
 
 # Of what a reader must know, what changes neither which rows there are nor the names of their columns.
 _HARMLESS_FEATURES = frozenset({"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck", "variantType"})
 _PARTITION = "partition."
 
 
-class DeltaSource:
-    """The rows of a Delta table, `TABLE` or `TABLE@VERSION`; the latest version is decided when this is made."""
-
-    def __init__(self, config: SourceConfig) -> None:
-        files = DeltaFiles(config.uri)
-        self.uri = files.uri
-        kind = ParquetSource if files.holds_images(config.image_field) else TableSource
-        self._rows = kind(config, files)
-
-    def open(self, max_source_bytes: int) -> SourceReader:
-        """As the rows are read."""
-        return self._rows.open(max_source_bytes)
-
-    def list(self) -> Iterator[ListingBatch]:
-        """Raises UsageError as `ParquetSource` or `TableSource` does, IntegrityError for a file that is gone."""
-        return self._rows.list()
+def delta_source(config: SourceConfig) -> ImageRows | TableSource:
+    """The rows of a Delta table, `TABLE` or `TABLE@VERSION`; the latest version is decided when this is called."""
+    files = DeltaFiles(config.uri)
+    return source_of_rows(config, files, PARQUET, files.schema)
 
 
 class DeltaFiles(Containers):
@@ -60,24 +46,14 @@ class DeltaFiles(Containers):
         self._table = _opened(self.store.uri, None) if version is None else _version_of(self.store.uri, version)
         self.uri = f"{self.store.uri}@{self._table.version()}"
 
-    def holds_images(self, image_field: str) -> bool:
-        """Whether a column holds images; without one, the rows name them."""
-        fields = pa.schema(self._table.schema().to_arrow())
-        return any(bytes_leaf(field) is not None for field in fields) or bool(image_field)
+    @property
+    def schema(self) -> pa.Schema:
+        """The table's columns."""
+        return pa.schema(self._table.schema().to_arrow())
 
     def find(self) -> FoundFiles:
         """The version's files, sorted by path; other files of the folder are those of other versions."""
-        stored = {file.path: file for file in self.store.list("") if file.path in self._values}
-        gone = sorted(self._values.keys() - stored.keys())
-        if gone:
-            raise IntegrityError(
-                f"{self.uri} has lost {len(gone)} of its {len(self._values)} files, such as {printable(gone[0])}",
-                "expected every file that the version's log names; VACUUM deletes those of older versions",
-                "name a newer version, or restore the files",
-            )
-        if not stored:
-            raise UsageError(f"the Delta table {self.uri} is empty", "expected rows", "name another version")
-        return FoundFiles(tuple(stored[path] for path in sorted(stored)), ())
+        return FoundFiles(files_of_version(self.store, "", self._values, self.uri, "VACUUM"), ())
 
     def columns_of(self, path: str) -> Mapping[str, str | None]:
         """Its partition values, which no file holds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.boxes import BoxColumns
-from etl.sources.columns import as_names, as_splits, choose_column, is_there_once, or_else
-from etl.sources.labels import Target, as_labels, class_names_of, text_of_value, value_texts
-from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.columns import is_there_once
+from etl.sources.labels import Target, class_names_of, text_of_value, value_texts
 from shardmill.errors import UsageError
 from shardmill.typed_columns import ARROW_TYPES, LABEL, MASK, MASK_TYPE, encode_values, parse_extra, scalar_of
 from shardmill.values import SourceLabelKind, Value
@@ -285,71 +284,3 @@ def _scalar(value: Any, kind: str) -> int | float | str | bool:
     if kind == "float32" and math.isfinite(value):
         value = np.float32(value).item()
     return float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenColumns:
-    """A file's own names of what we take from it; None for what it lacks."""
-
-    label: str | None
-    split: str | None
-    key: str | None
-    group: str | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All of them, each once."""
-        return tuple(dict.fromkeys(name for each in fields(self) if (name := getattr(self, each.name)) is not None))
-
-
-def usual_columns(names: Sequence[str], config: SourceConfig) -> dict[str, str | None]:
-    """The columns of splits, keys and groups."""
-    return {
-        "split": choose_column(names, config.split_field, ("split",), "split_field"),
-        "key": choose_column(names, config.key_field, ("key",), "key_field"),
-        "group": choose_column(names, config.group_field, ("group",), "group_field"),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class RowColumns:
-    """Columns of a listing that rows decide."""
-
-    columns: dict[str, pa.Array]
-    """`split`, `group`, `label` and `extra`, as far as there are any."""
-    keys: pa.Array | None
-    """None without a column of keys."""
-    problems: pa.Array
-    """Why a row is refused, null if it is not."""
-
-
-def row_columns(
-    rows: pa.Table, chosen: ChosenColumns, where: str, extra: ExtraColumns, masks: pa.Array | None
-) -> RowColumns:
-    """`where`: the file, for a person; `masks`: what stands for the mask of each row."""
-    columns: dict[str, pa.Array] = {}
-    keys, problems = None, pa.nulls(rows.num_rows, pa.string())
-
-    def labels(name: str) -> pa.Array:
-        return as_labels(column_of(rows, name), class_names_of(rows.schema, name), where).combine_chunks()
-
-    if chosen.key is not None:
-        keys = as_names(column_of(rows, chosen.key)).combine_chunks()
-        problems = or_else(problems, keys.is_null(), "no key")
-    if chosen.split is not None:
-        columns["split"], is_unknown = as_splits(labels(chosen.split))
-        problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
-    if chosen.group is not None:
-        columns["group"] = as_names(column_of(rows, chosen.group)).combine_chunks()
-    if chosen.label is not None and extra.target is None:
-        columns["label"] = labels(chosen.label)
-        problems = or_else(problems, columns["label"].is_null(), "no label")
-    if extra.has_values:
-        columns["extra"], odd = extra.of_rows(rows, where, chosen.label, masks)
-        problems = pc.coalesce(problems, odd)
-    return RowColumns(columns, keys, problems)
-
-
-def column_of(rows: pa.Table, name: str) -> pa.ChunkedArray:
-    """A block of JSON lines may lack a column that the first one has."""
-    return rows.column(name) if name in rows.column_names else pa.chunked_array([pa.nulls(len(rows), pa.string())])

@@ -25,8 +25,6 @@ from etl.sources.containers import (
     ContainerReader,
     Containers,
     FoundFiles,
-    damaged,
-    gone,
     open_file,
     packing_of,
     reading,
@@ -35,6 +33,7 @@ from etl.sources.containers import (
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IDX_SUFFIXES
+from etl.sources.rows import each_listed
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, StoredFile
 from shardmill.words import printable
@@ -82,8 +81,10 @@ class IdxSource:
             LISTED_SCHEMA.empty_table(), odd.rejections, label_signs=unused if self._takes_labels else ()
         )
         splits = splits_of(labels)
-        listed = (_list_pair(self._files.store, file, labels[file.path], splits.of[file.path]) for file in images)
-        yield from with_warnings(itertools.chain.from_iterable(listed), splits.look_alikes)
+        listed = each_listed(
+            images, lambda file: _list_pair(self._files.store, file, labels[file.path], splits.of[file.path])
+        )
+        yield from with_warnings(listed, splits.look_alikes)
 
     def _labels_of(self, images: str, known: Mapping[str, StoredFile]) -> StoredFile | None:
         """The file of labels that belongs to a file of images, packed or not; a single file's lies beside it."""
@@ -119,19 +120,12 @@ def _list_pair(
     store: Store, file: StoredFile, labels_file: StoredFile | None, split: str | None
 ) -> Iterator[ListingBatch]:
     """The images of one file; those that a cut file lacks are one rejection, and so is a pair that does not fit."""
-    try:
-        with open_file(store, file) as stream:
-            images = open_images(stream, file)
-            num_whole = images.num_whole(file.size_bytes)
-        labels = None if labels_file is None else read_labels(store, labels_file)
-        if labels is not None and len(labels) != images.shape[0]:
-            raise IntegrityError(f"it has {images.shape[0]} images, and its file of labels {len(labels)}")
-    except IntegrityError as error:
-        yield ListingBatch.of_rejections(damaged(file, str(error)))
-        return
-    except FileNotFoundError:
-        yield ListingBatch.of_rejections(gone(file))
-        return
+    with open_file(store, file) as stream:
+        images = open_images(stream, file)
+        num_whole = images.num_whole(file.size_bytes)
+    labels = None if labels_file is None else read_labels(store, labels_file)
+    if labels is not None and len(labels) != images.shape[0]:
+        raise IntegrityError(f"it has {images.shape[0]} images, and its file of labels {len(labels)}")
     for start in range(0, num_whole, BATCH_ROWS):
         rows = np.arange(start, min(start + BATCH_ROWS, num_whole), dtype=np.int64)
         columns = file_columns(file, rows, rows // _BLOCK_IMAGES, split)
@@ -139,8 +133,7 @@ def _list_pair(
             columns["label"] = pa.array(labels[rows]).cast(pa.string())
         yield listed_rows(columns, pa.nulls(len(rows), pa.string()), file.path)
     if num_whole < images.shape[0]:
-        problem = f"it is cut: {num_whole} of its {images.shape[0]} images are there"
-        yield ListingBatch.of_rejections(damaged(file, problem))
+        raise IntegrityError(f"it is cut: {num_whole} of its {images.shape[0]} images are there")
 
 
 def as_png(pixels: np.ndarray) -> bytes:

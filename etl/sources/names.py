@@ -42,11 +42,13 @@ CIFAR_SUFFIXES = tuple(
     for suffix in ("", ".bin")
 )
 PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
+LANCE_SUFFIXES = (".lance",)
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 COCO_SUFFIXES = (".json",)
 TABLE_SUFFIXES = (
-    *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
-    *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),
+    *(*PARQUET_SUFFIXES, ".csv", ".tsv", ".jsonl", ".ndjson"),
+    *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz", *ARROW_SUFFIXES),
 )
 # In small letters; folders, files and columns are asked whatever their case.
 SPLIT_OF_NAME = {
@@ -71,7 +73,7 @@ _SYSTEM_FOLDERS = frozenset(
 _UNREAD_ARCHIVES = {
     ".rar": "RAR", ".7z": "7-Zip", ".lz4": "LZ4", ".lzma": "LZMA", ".lz": "lzip", ".z": "compress", ".ar": "ar",
     ".cab": "Cabinet", ".iso": "ISO image", ".h5": "HDF5", ".hdf5": "HDF5", ".npz": "NumPy", ".npy": "NumPy",
-    ".mat": "MATLAB", ".lmdb": "LMDB", ".mdb": "LMDB", ".arrow": "Arrow", ".rec": "RecordIO",
+    ".mat": "MATLAB", ".lmdb": "LMDB", ".mdb": "LMDB", ".rec": "RecordIO",
 }  # fmt: skip
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 

@@ -1,185 +1,129 @@
-"""Parquet files that hold the images themselves, one in each row, as Hugging Face's image datasets do.
-
-A listing reads every column but the images; a task reads them in the order of the file.
-"""
-
-# pyarrow.compute makes its functions when it is imported.
-# pyright: reportAttributeAccessIssue=false
+"""Parquet files as tables: by columns for a listing, by rows for a task, in bounded memory whatever a writer stored."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import bisect
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.sources.columns import choose_label_column, file_columns, listed_rows, misspelt, with_constants
-from etl.sources.containers import ContainerReader, Containers, damaged, gone, open_file, refused_if_large
-from etl.sources.extra import ChosenColumns, ExtraColumns, row_columns, usual_columns
-from etl.sources.file_splits import FileSplits, splits_of, with_warnings
-from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.mask_places import ReaderOfMasks, in_column
+from etl.sources.columns import check_texts
+from etl.sources.containers import Containers
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet_columns import (
-    Blocks,
-    BytesRows,
-    bytes_leaf,
-    column_batches,
-    holds_lists_of_bytes,
-    image_column,
-    open_columns,
-    read_footer,
-)
-from etl.sources.unused_labels import column_signs
-from shardmill.errors import IntegrityError, ShardmillError
+from etl.sources.rows import BATCH_ROWS, ImageRows, RowFormat, blocks_of
+from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
-from shardmill.storage_errors import as_storage_error
-from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
-    from etl.sources import SourceReader
 
-_LABEL_COLUMNS = ("label", "labels", "class")
+_MAGIC, _TAIL_BYTES = b"PAR1", 8
+_WRITERS_TYPES = b"ARROW:schema"
+# What the rows that are decoded at once may become in memory; a page may repeat one long value in each of them.
+_MAX_DECODED_BYTES, _MAX_READ_ROWS = 256_000_000, 64
 
 
-class ParquetSource:
+class ParquetFile:
+    """One file. Row groups are blocks, and large ones several: a work unit must not read as much as a file."""
+
+    def __init__(self, stream: BinaryIO, file: StoredFile) -> None:
+        self._stream, self._metadata = stream, _read_footer(stream)
+        self.num_rows = self._metadata.num_rows
+        self.schema = self._metadata.schema.to_arrow_schema()
+        rows = [self._metadata.row_group(number).num_rows for number in range(self._metadata.num_row_groups)]
+        # First row of each row group, and the end of the last one.
+        self._first_rows = (0, *itertools.accumulate(rows))
+
+    def batches(self, names: Sequence[str]) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
+        """Raises IntegrityError if rows would become too large."""
+        # A text that repeats is small until it is written out for each row, so texts are read as dictionaries.
+        leaves = (self._metadata.schema.column(place) for place in range(len(self._metadata.schema)))
+        texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
+        parquet = pq.ParquetFile(self._stream, metadata=self._metadata, read_dictionary=texts, pre_buffer=False)
+        for group, (start, _) in enumerate(itertools.pairwise(self._first_rows)):
+            for rows in _column_batches(parquet, group, names):
+                places_N = np.arange(start, start + rows.num_rows, dtype=np.int64)
+                yield rows, places_N, blocks_of(places_N, self._first_rows, group)
+                start += rows.num_rows
+
+    def images(self, leaf: str) -> Callable[[int], bytes | None]:
+        """Decodes a few rows at a time."""
+        # Buffered, so that a column chunk is streamed instead of loaded whole.
+        parquet = pq.ParquetFile(self._stream, metadata=self._metadata, pre_buffer=False, buffer_size=1 << 20)
+        group, start, values = -1, 0, pa.array([], pa.binary())
+        batches: Iterator[pa.RecordBatch] = iter(())
+
+        def read(row: int) -> bytes | None:
+            nonlocal group, start, values, batches
+            wanted = bisect.bisect_right(self._first_rows, row) - 1
+            if wanted != group or row < start:
+                group, start, values = wanted, self._first_rows[wanted], values[:0]
+                batches = parquet.iter_batches(
+                    self.rows_at_once(group, leaf), row_groups=[group], columns=[leaf], use_threads=False
+                )
+            while row >= start + len(values):
+                start += len(values)
+                batch = next(batches, None)
+                if batch is None:
+                    raise IntegrityError(f"row group {group} ends before row {row}")
+                column = batch.column(0)
+                values = column.field("bytes") if pa.types.is_struct(column.type) else column
+            return values[row - start].as_py()
+
+        return read
+
+    def rows_at_once(self, group: int, leaf: str) -> int:
+        """How many images are decoded together: so many that the largest of them fit."""
+        metadata = self._metadata.row_group(group)
+        columns = (metadata.column(number) for number in range(metadata.num_columns))
+        chunk = next(column for column in columns if column.path_in_schema == leaf)
+        # In a dictionary one value may be used by every row; without one, the values add up to the chunk.
+        largest = chunk.total_uncompressed_size / (1 if chunk.has_dictionary_page else max(1, metadata.num_rows))
+        return int(min(_MAX_READ_ROWS, max(1, _MAX_DECODED_BYTES // max(1, largest))))
+
+
+PARQUET = RowFormat("Parquet", PARQUET_SUFFIXES, ParquetFile)
+claims = PARQUET.holds_images
+
+
+class ParquetSource(ImageRows):
     """Every row of the Parquet files that `source.uri` names: a folder, one file, or a pattern."""
 
-    def __init__(self, config: SourceConfig, files: Containers | None = None) -> None:
-        self._config = config.without_box_labels
-        self._files = files or Containers(config.uri, PARQUET_SUFFIXES)
-        self._extra = ExtraColumns.of_source(config)
-        self.uri = self._files.uri
-
-    def open(self, max_source_bytes: int) -> SourceReader:
-        """Reads rows, each row group once if they come in order."""
-        config = self._config
-        images = self._reader(config.image_field, "image_field", max_source_bytes)
-        if not config.mask_field:
-            return images
-        return ReaderOfMasks(images, self._reader(config.mask_field, "mask_field", max_source_bytes))
-
-    def _reader(self, field: str, key: str, max_bytes: int) -> ContainerReader[BytesRows]:
-        """Of the column that `source.KEY` names."""
-
-        def open_rows(stream: BinaryIO, file: StoredFile) -> BytesRows:
-            with _parsing(file.path):
-                return BytesRows(stream, file.path, field, key)
-
-        def take(rows: BytesRows, image: SourceImage) -> bytes | Rejection:
-            with _parsing(image.container):
-                data = rows.read(image.place)
-            if data is None:
-                return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
-            return refused_if_large(image, len(data), max_bytes) or data
-
-        return ContainerReader(self._files.store, open_rows, take)
-
-    def list(self) -> Iterator[ListingBatch]:
-        """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
-        found = self._files.find()
-        yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
-        splits = splits_of(file.path for file in found.containers)
-        yield from with_warnings(self._rows(found.containers, splits), splits.look_alikes)
-
-    def _rows(self, files: Sequence[StoredFile], splits: FileSplits) -> Iterator[ListingBatch]:
-        for file in files:
-            try:
-                with open_file(self._files.store, file) as stream, _parsing(file.path):
-                    facts = _FileFacts(file, splits.of[file.path], self._files.columns_of(file.path))
-                    yield from _list_file(stream, facts, self._config, self._extra)
-            except IntegrityError as error:
-                yield ListingBatch.of_rejections(damaged(file, str(error)))
-            except FileNotFoundError:
-                yield ListingBatch.of_rejections(gone(file))
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config, Containers(config.uri, PARQUET_SUFFIXES), PARQUET)
 
 
-@contextmanager
-def _parsing(path: str) -> Iterator[None]:
-    """Turn damage into IntegrityError. Raises StorageError if the storage is at fault."""
-    with as_storage_error(path):
-        try:
-            yield
-        except (pa.ArrowException, IntegrityError, OSError) as error:
-            # pyarrow reports damage as OSError too, but without a number.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise IntegrityError(f"does not parse as Parquet: {str(error).splitlines()[0]}") from None
+def _read_footer(stream: BinaryIO) -> pq.FileMetaData:
+    """A file's metadata without the types that its writer had in memory; the stream is at its start again.
+
+    Parquet has one type of bytes. Arrow has five (`large_binary`, `binary_view`, dictionaries, ...), names the writer's
+    in the file, and fails to open it if an older Arrow does not know the one that a newer one named.
+    """
+    stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+    tail = stream.read(_TAIL_BYTES)
+    stream.seek(max(0, stream.tell() - _TAIL_BYTES - int.from_bytes(tail[:4], "little")))
+    footer = stream.read()
+    stream.seek(0)
+    if not tail.endswith(_MAGIC) or len(footer) != _TAIL_BYTES + int.from_bytes(tail[:4], "little"):
+        return pq.read_metadata(stream)  # which says what is wrong
+    return pq.read_metadata(io.BytesIO(_MAGIC + footer.replace(_WRITERS_TYPES, _WRITERS_TYPES.lower())))
 
 
-@dataclass(frozen=True, slots=True)
-class _FileFacts:
-    """What is known of a file before it is opened."""
-
-    file: StoredFile
-    split: str | None
-    constants: Mapping[str, str | None]
-    """Columns that it does not hold itself."""
-
-
-def _list_file(
-    stream: BinaryIO, facts: _FileFacts, config: SourceConfig, extra: ExtraColumns
-) -> Iterator[ListingBatch]:
-    parquet, file, constants = open_columns(stream), facts.file, facts.constants
-    schema = parquet.schema_arrow
-    if parquet.metadata.num_rows > file.size_bytes:
-        raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
-    image = image_column(schema, config.image_field, file.path)
-    mask = in_column(config.mask_field) if config.mask_field else ""
-    if mask:
-        image_column(schema, config.mask_field, file.path, "mask_field")
-    names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)] + [*constants]
-    # Only labels that are no classes may be lists.
-    label_names = names if extra.target is None else [*schema.names, *constants]
-    chosen = ChosenColumns(choose_label_column(label_names, config, _LABEL_COLUMNS), **usual_columns(names, config))
-    signs = ()
-    if chosen.label is None and config.label_kind == "class":
-        signs = _label_signs(parquet, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
-    warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
-    yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
-    known = {*schema.names, *constants}
-    wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
-    in_file = [name for name in wanted if name not in constants]
-    first_row, blocks = 0, Blocks.of_file(parquet.metadata)
-    for group in range(parquet.metadata.num_row_groups):
-        for rows in column_batches(parquet, group, in_file):
-            rows_N = np.arange(first_row, first_row + rows.num_rows, dtype=np.int64)
-            columns = file_columns(file, rows_N, blocks.of(rows_N, group), facts.split)
-            batch = _listed(with_constants(rows, constants), chosen, columns, file.path, mask, extra)
-            yield replace(batch, extra_types=extra.types)
-            first_row += rows.num_rows
-
-
-def _label_signs(parquet: pq.ParquetFile, taken: Collection[str], where: str) -> tuple[str, ...]:
-    """Those in the first rows of the columns that nothing else uses; of other columns of bytes no value is read."""
-    schema = parquet.schema_arrow
-    unused = [field.name for field in schema if field.name not in taken and bytes_leaf(field) is None]
-    flat = [name for name in unused if not pa.types.is_nested(schema.field(name).type)]
-    batches = column_batches(parquet, 0, flat) if flat and parquet.num_row_groups else iter(())
-    return column_signs(schema, unused, next(batches, pa.table({})), where)
-
-
-def _listed(
-    rows: pa.Table, chosen: ChosenColumns, columns: dict[str, pa.Array], where: str, mask: str, extra: ExtraColumns
-) -> ListingBatch:
-    """`columns`: what their file says of all rows; `mask`: what stands for the mask of each, empty without masks."""
-    found = row_columns(rows, chosen, where, extra, pa.repeat(mask, rows.num_rows) if mask else None)
-    # A key is the image's identity, whatever file holds its row.
-    keys = {} if found.keys is None else {"key": found.keys}
-    return listed_rows({**columns, **keys, **found.columns}, found.problems, where)
-
-
-def holds_images(uri: str) -> bool:
-    """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
-    files = Containers(uri, PARQUET_SUFFIXES)
-    try:
-        with open_file(files.store, files.find().containers[0]) as stream:
-            schema = read_footer(stream).schema.to_arrow_schema()
-    except (pa.ArrowException, OSError, ShardmillError):
-        return False
-    return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)
+def _column_batches(parquet: pq.ParquetFile, group: int, names: Sequence[str]) -> Iterator[pa.Table]:
+    num_rows = parquet.metadata.row_group(group).num_rows
+    if not names:
+        for start in range(0, num_rows, BATCH_ROWS):
+            yield pa.table({"": pa.nulls(min(BATCH_ROWS, num_rows - start))})
+        return
+    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
+        rows = pa.Table.from_batches([batch])
+        for column in rows.columns:
+            check_texts(column)
+        yield rows.replace_schema_metadata(parquet.schema_arrow.metadata)

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import Counter
 
-from etl.sources import DELTA, SOURCES
+from etl.sources import SOURCES
 from etl.sources.containers import is_named
 from etl.sources.names import COCO_SUFFIXES, TABLE_SUFFIXES, is_pattern
 from shardmill.dataset.versions import split_version
@@ -16,7 +16,6 @@ from shardmill.stores import open_store
 
 # Where data sets that are cloned keep their files.
 _USUAL_FOLDERS = ("data", "train", "default")
-_DELTA_LOG = "_delta_log"
 # One request of S3's.
 _MAX_REMOTE_NAMES = 1_000
 
@@ -26,8 +25,10 @@ def recognise(uri: str) -> str:
 
     Of a remote folder that is a request or a few: the first names decide.
     """
-    if _is_delta_table(split_version(uri)[0]):
-        return DELTA
+    table = split_version(uri)[0]
+    for kind, entry in SOURCES.entries.items():
+        if entry.version_log and _has_log(table, entry.version_log):
+            return kind
     folder = uri if _is_remote(uri) else os.path.expanduser(uri.removeprefix("file://"))
     if _is_remote(uri) or not os.path.isdir(folder):
         kind = _kind_of(uri) or _kind_of_list(uri)
@@ -67,12 +68,12 @@ def _suffix_kind(name: str) -> str | None:
     return next((kind for kind, entry in entries if entry.suffixes and is_named(name, entry.suffixes)), None)
 
 
-def _is_delta_table(folder: str) -> bool:
-    """Its Parquet files are those of several versions, so they are no Parquet source."""
+def _has_log(folder: str, log: str) -> bool:
+    """Whether a folder is a table with versions: its files are those of several, so they are no source of their own."""
     if not _is_remote(folder):
-        return os.path.isdir(os.path.join(os.path.expanduser(folder.removeprefix("file://")), _DELTA_LOG))
+        return os.path.isdir(os.path.join(os.path.expanduser(folder.removeprefix("file://")), log))
     try:
-        return not is_pattern(folder) and next(iter(open_store(folder).list(_DELTA_LOG)), None) is not None
+        return not is_pattern(folder) and next(iter(open_store(folder).list(log)), None) is not None
     except (ShardmillError, FileNotFoundError):
         return False
 

@@ -1,4 +1,4 @@
-"""A table's rows, in batches: Parquet, CSV and JSON lines, each read in bounded memory.
+"""A table's rows in batches, from CSV and JSON lines in bounded memory.
 
 Texts may be in any Unicode encoding, others fail with a one-line error. How a CSV file is written is detected: its
 delimiter, its names, and spaces around its values.
@@ -10,7 +10,6 @@ delimiter, its names, and spaces around its values.
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import json
 import re
@@ -24,12 +23,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
 from etl.sources.columns import bad_row
-from etl.sources.containers import open_file
 from etl.sources.labels import are_inexact, text_of_value
-from etl.sources.parquet_columns import column_batches, open_columns
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.storage import Store, StoredFile
-from shardmill.storage_errors import as_storage_error
+from shardmill.printable import printable
 from shardmill.typed_columns import ARROW_TYPES
 from shardmill.values import Rejection
 from shardmill.words import printable
@@ -163,46 +159,10 @@ _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20
 
 
-def read_rows(
-    store: Store, file: StoredFile, wanted: Mapping[str, str] | None = None
-) -> Iterator[pa.Table | Rejection]:
-    """The columns of a table in its order, and a rejection for each line that is not a row.
-
-    Only `wanted` columns, in any case, may contain lists or bytes; their types, if given, help to parse them.
-    Raises IntegrityError if the file is damaged, because row boundaries after the damage are unknown.
-    """
-    name = file.path.lower()
-    with open_file(store, file) as stream:
-        try:
-            with as_storage_error(file.path):
-                unpacked: Any = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
-                yield from _READERS[name.removesuffix(".gz").rpartition(".")[2]](unpacked, file.path, wanted or {})
-        except (pa.ArrowException, EOFError, gzip.BadGzipFile) as error:
-            raise IntegrityError(
-                f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",
-                "expected the format that its name indicates: Parquet, CSV or JSON lines",
-                "restore the file, or correct it",
-            ) from None
-
-
 def first_rows(head: bytes, table: str) -> pa.Table | None:
     """Those in the beginning of a table of text. Raises UsageError or ArrowException if it is none."""
-    rows = _READERS[table.lower().rpartition(".")[2]](io.BytesIO(head), table, {})
+    rows = TEXT_READERS[table.lower().rpartition(".")[2]](io.BytesIO(head), table, {})
     return next((each for each in rows if isinstance(each, pa.Table)), None)
-
-
-def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
-    parquet = open_columns(stream)
-    schema = parquet.schema_arrow
-    chosen = {name.strip().lower() for name in wanted}
-    names = [
-        field.name
-        for field in schema
-        if field.name.strip().lower() in chosen
-        or not (pa.types.is_nested(field.type) or pa.types.is_binary(field.type))
-    ]
-    for group in range(parquet.num_row_groups):
-        yield from column_batches(parquet, group, names)
 
 
 def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
@@ -349,8 +309,7 @@ def _blocks_of_lines(stream: BinaryIO, table: str) -> Iterator[bytes]:
         yield rest
 
 
-_READERS = {
-    "parquet": _read_parquet,
+TEXT_READERS = {
     "csv": _read_csv,
     "tsv": _read_csv,
     "jsonl": _read_json_lines,

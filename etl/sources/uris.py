@@ -17,8 +17,7 @@ from shardmill.errors import AccessDenied, UsageError
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import ANY_OTHER, STORES, open_store, scheme_of
-from shardmill.values import Rejection, RejectReason, SourceImage
-from shardmill.words import printable
+from shardmill.values import OTHER_SIZE, UNKNOWN_SIZE, Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.download_config import DownloadConfig
@@ -145,6 +144,9 @@ class UriReader:
         if len(data) > self._max_source_bytes:
             detail = f"more than {self._max_source_bytes} bytes, which is etl.max_source_bytes"
             return image.rejected(RejectReason.TOO_LARGE_BYTES, detail)
+        if image.size_bytes not in (UNKNOWN_SIZE, len(data)):
+            detail = f"{OTHER_SIZE} is {image.size_bytes}, and the file has {len(data)} bytes"
+            return image.rejected(RejectReason.SOURCE_CHANGED, detail)
         return data
 
     def expect(self, image: SourceImage) -> None:

@@ -16,6 +16,7 @@ import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.feather
 import pyarrow.parquet as pq
 
 from etl.config import SourceConfig
@@ -94,6 +95,8 @@ def write_table(file: Path, rows: dict[str, list], metadata: dict[bytes, bytes] 
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.name.endswith(".parquet"):
         pq.write_table(table, file, row_group_size=3)
+    elif file.name.endswith((".feather", ".arrow")):
+        pyarrow.feather.write_feather(table, str(file), chunksize=3)
     elif file.name.endswith(".csv"):
         pyarrow.csv.write_csv(table, file)
     else:

@@ -18,6 +18,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from deltalake import write_deltalake
@@ -75,16 +76,32 @@ def as_tars(folder: Path, files: Files) -> str:
     return str(folder / "shards")
 
 
-def as_parquet(folder: Path, files: Files) -> str:
-    """As Hugging Face's `save_to_disk` and `push_to_hub` write it: a struct, numbers for classes, small row groups."""
+def hugging_face_rows(files: Files) -> pa.Table:
+    """As Hugging Face writes them: a struct, numbers for classes."""
     names = sorted({label for _, label in files})
     feature = {"names": names, "_type": "ClassLabel"}
     metadata = {"huggingface": json.dumps({"info": {"features": {"label": feature, "image": {"_type": "Image"}}}})}
     rows = [
         {"image": {"bytes": file.read_bytes(), "path": file.name}, "label": names.index(label)} for file, label in files
     ]
+    return pa.Table.from_pylist(rows).replace_schema_metadata(metadata)
+
+
+def as_arrow(folder: Path, files: Files) -> str:
+    """The streams of `save_to_disk`, and a Feather file beside them."""
+    (folder / "saved").mkdir()
+    table = hugging_face_rows(files)
+    for number, part in enumerate((table.slice(0, 60), table.slice(60, 60))):
+        with pa.ipc.new_stream(str(folder / "saved" / f"data-{number:05d}-of-00002.arrow"), table.schema) as out:
+            out.write_table(part, max_chunksize=25)
+    pyarrow.feather.write_feather(table.slice(120), str(folder / "saved" / "more.feather"), chunksize=20)
+    return str(folder / "saved")
+
+
+def as_parquet(folder: Path, files: Files) -> str:
+    """The files of `push_to_hub`, with small row groups."""
     (folder / "rows").mkdir()
-    table = pa.Table.from_pylist(rows).replace_schema_metadata(metadata)
+    table = hugging_face_rows(files)
     for number, part in enumerate((table.slice(0, 90), table.slice(90))):
         pq.write_table(part, folder / "rows" / f"{number:04d}.parquet", row_group_size=20)
     return str(folder / "rows")
@@ -141,6 +158,17 @@ def as_delta(folder: Path, files: Files) -> str:
     return str(folder / "delta")
 
 
+def as_lance(folder: Path, files: Files) -> str:
+    """Two versions; rows of another table were deleted from it."""
+    lance = pytest.importorskip("lance")
+    for mode, some in (("create", files[::2]), ("append", files[1::2])):
+        rows = [{"image": file.read_bytes(), "label": label} for file, label in some]
+        rows = [each for row in rows for each in (row, {"image": b"deleted", "label": "none"})]
+        lance.write_dataset(pa.Table.from_pylist(rows), str(folder / "table.lance"), mode=mode, max_rows_per_file=64)
+    lance.dataset(str(folder / "table.lance")).delete("label = 'none'")
+    return str(folder / "table.lance")
+
+
 def as_cifar(folder: Path, files: Files) -> str:
     pixels = np.stack([cv2.resize(cv2.imread(str(file)), (32, 32)) for file, _ in files])[..., ::-1]
     labels = np.array([int(label[-1]) for _, label in files])
@@ -165,6 +193,7 @@ def as_parts(folder: Path, files: Files) -> SourceConfig:
 WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "folders": as_folders, "table": as_table, "webdataset": as_tars, "parquet": as_parquet, "idx": as_idx,
     "cifar": as_cifar, "tfrecord": as_tfrecords, "zip": as_zip, "coco": as_coco, "delta": as_delta,
+    "arrow": as_arrow, "lance": as_lance,
 }  # fmt: skip
 # Pixels without files of their own cannot be the bytes that the other kinds read.
 HOLDS_FILES = [kind for kind in SOURCES if kind not in ("idx", "cifar")]
@@ -449,6 +478,7 @@ def test_an_archive_that_vanishes_is_missing_and_the_others_are_listed(folder_va
     "kind, name",
     [
         ("parquet", "gone.parquet"),
+        ("arrow", "gone.arrow"),
         ("tfrecord", "gone.tfrecord"),
         ("idx", "gone-images-idx3-ubyte"),
         ("cifar", "gone_test_batch"),

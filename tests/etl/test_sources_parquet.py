@@ -21,7 +21,7 @@ from etl.job import build_dataset
 from etl.listing.listing import Listing
 from etl.plan import plan_build
 from etl.sources import SOURCES
-from etl.sources.parquet_columns import BytesRows
+from etl.sources.parquet import ParquetFile
 from etl.sources.recognise import recognise
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import IntegrityError, UsageError
@@ -37,6 +37,7 @@ from shardmill.formats.tf_example import (
 from shardmill.ids import sample_id_of
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.dataset import open_dataset
+from shardmill.storage import StoredFile
 from shardmill.values import Rejection
 from tests.etl.annotations import mask_of
 from tests.etl.building import ETL, build_source, images_of, list_images
@@ -162,7 +163,8 @@ def test_one_large_image_for_every_row_is_decoded_a_few_rows_at_a_time(tmp_path:
         pa.table({"image": one}), tmp_path / "a.parquet", dictionary_pagesize_limit=1 << 30, store_schema=False
     )
     with open(tmp_path / "a.parquet", "rb") as stream:
-        assert BytesRows(stream, "a.parquet", "")._rows_at_once(0) == 4
+        file = StoredFile("a.parquet", 60_000_000)
+        assert ParquetFile(stream, file).rows_at_once(0, "image") == 4
     source = SourceConfig(uri=str(tmp_path / "a.parquet"), kind="parquet")
     [image, *_] = images_of(list_images(source))
     read = SOURCES["parquet"](source).open(1_000).read(image)

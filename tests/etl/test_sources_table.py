@@ -18,7 +18,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.plan import plan_build
 from etl.sources import SOURCES, table_rows
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError, RejectLimitExceeded, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, RejectReason, SourceImage
@@ -39,7 +39,7 @@ def rejected(source: SourceConfig) -> dict[str, str]:
     return {each.key: f"{each.reason}: {each.detail}" for each in list_images(source).rejections}
 
 
-@pytest.mark.parametrize("name", ["t.parquet", "t.csv", "t.jsonl", "t.jsonl.gz"])
+@pytest.mark.parametrize("name", ["t.parquet", "t.csv", "t.jsonl", "t.jsonl.gz", "t.feather"])
 def test_every_format_lists_the_same_images(name: str, tmp_path: Path):
     rows = {
         "uri": ["a.jpg", "./b/c.jpg", "ünïcode.jpg", "/abs/d.jpg", "s3://bucket/e.jpg"],
@@ -56,7 +56,7 @@ def test_every_format_lists_the_same_images(name: str, tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("name", ["t.parquet", "t.csv", "t.jsonl"])
+@pytest.mark.parametrize("name", ["t.parquet", "t.csv", "t.jsonl", "t.arrow"])
 def test_a_table_beside_its_images_becomes_the_dataset_of_the_folder_itself(name: str, tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     files = sorted(file.relative_to(tmp_path).as_posix() for file in (tmp_path / "images").rglob("*.png"))
@@ -313,6 +313,12 @@ def test_sizes_in_a_table_are_held_against_the_files(tmp_path: Path):
     source = write_table(tmp_path / "t.parquet", rows)
     manifest = build_source(source, tmp_path / "dataset", max_changed_fraction=0.1)
     assert manifest.counts.by_reason == {"source_changed": 1}
+    # Sizes of another export in every row: the files are as they were.
+    rows["size_bytes"] = [size + 7 for size in sizes]
+    source = write_table(tmp_path / "t.parquet", rows)
+    says = r"40 of 40 inputs have another size than size_bytes of their row.*; correct the column or leave it out$"
+    with pytest.raises(RejectLimitExceeded, match=says):
+        build_source(source, tmp_path / "other", max_changed_fraction=0.1)
 
 
 def test_a_table_in_a_bucket_names_objects_and_no_file_of_this_machine(tmp_path: Path, s3_bucket: str, s3_server: str):

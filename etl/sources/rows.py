@@ -1,0 +1,332 @@
+"""Reads rows of every kind of table: their keys, splits, groups, labels, boxes and masks; a kind gives a file's rows.
+
+The rows hold the images (`ImageRows`), or name them (`etl/sources/table.py`). A listing reads every column but the
+images; a task reads these in the order of the file.
+"""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.sources.columns import (
+    as_names,
+    as_splits,
+    choose_column,
+    choose_label_column,
+    file_columns,
+    listed_rows,
+    misspelt,
+    or_else,
+    with_constants,
+)
+from etl.sources.containers import ContainerReader, Containers, damaged, gone, open_file, refused_if_large
+from etl.sources.extra import ExtraColumns
+from etl.sources.file_splits import splits_of, with_warnings
+from etl.sources.labels import as_labels, class_names_of
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.mask_places import ReaderOfMasks, in_column
+from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.unused_labels import column_signs
+from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.printable import printable
+from shardmill.storage import StoredFile
+from shardmill.storage_errors import as_storage_error
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+    from etl.sources import SourceReader
+
+BATCH_ROWS = 65_536
+LABEL_COLUMNS = ("label", "labels", "class")
+
+
+class RowFile(Protocol):
+    """One opened file of a table. Whatever of it cannot be read is an IntegrityError, or an error of pyarrow's."""
+
+    schema: pa.Schema
+    num_rows: int
+    """What it claims to have, 0 if its library has counted them; more than it has bytes are refused."""
+
+    def batches(self, names: Sequence[str]) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
+        """Columns of all rows with the file's metadata, and each row's number in the file and block, int64.
+
+        A block is what one task reads. Without names, a batch still has its rows.
+        """
+        ...
+
+    def images(self, leaf: str) -> Callable[[int], bytes | None]:
+        """Reads the bytes of a row in a column (`image`, `image.bytes`); those of a block in their order only once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How one kind of table is stored."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    open: Callable[[BinaryIO, StoredFile], RowFile]
+
+    def holds_images(self, uri: str) -> bool:
+        """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
+        files = Containers(uri, self.suffixes)
+        try:
+            file = files.find().containers[0]
+            with open_file(files.store, file) as stream:
+                schema = self.open(stream, file).schema
+        except (pa.ArrowException, OSError, ShardmillError):
+            return False
+        return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenColumns:
+    """A file's own names of what we take from it; None for what it lacks."""
+
+    label: str | None
+    split: str | None
+    key: str | None
+    group: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys(name for each in fields(self) if (name := getattr(self, each.name)) is not None))
+
+
+def usual_columns(names: Sequence[str], config: SourceConfig) -> dict[str, str | None]:
+    """The columns of splits, keys and groups."""
+    return {
+        "split": choose_column(names, config.split_field, ("split",), "split_field"),
+        "key": choose_column(names, config.key_field, ("key",), "key_field"),
+        "group": choose_column(names, config.group_field, ("group",), "group_field"),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumns:
+    """Columns of a listing that rows decide."""
+
+    columns: dict[str, pa.Array]
+    """`split`, `group`, `label` and `extra`, as far as there are any."""
+    keys: pa.Array | None
+    """None without a column of keys."""
+    problems: pa.Array
+    """Why a row is refused, null if it is not."""
+
+
+def row_columns(
+    rows: pa.Table, chosen: ChosenColumns, where: str, extra: ExtraColumns, masks: pa.Array | None
+) -> RowColumns:
+    """`where`: the file, for a person; `masks`: what stands for the mask of each row."""
+    columns: dict[str, pa.Array] = {}
+    keys, problems = None, pa.nulls(rows.num_rows, pa.string())
+
+    def labels(name: str) -> pa.Array:
+        return as_labels(column_of(rows, name), class_names_of(rows.schema, name), where).combine_chunks()
+
+    if chosen.key is not None:
+        keys = as_names(column_of(rows, chosen.key)).combine_chunks()
+        problems = or_else(problems, keys.is_null(), "no key")
+    if chosen.split is not None:
+        columns["split"], is_unknown = as_splits(labels(chosen.split))
+        problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
+    if chosen.group is not None:
+        columns["group"] = as_names(column_of(rows, chosen.group)).combine_chunks()
+    if chosen.label is not None and extra.target is None:
+        columns["label"] = labels(chosen.label)
+        problems = or_else(problems, columns["label"].is_null(), "no label")
+    if extra.has_values:
+        columns["extra"], odd = extra.of_rows(rows, where, chosen.label, masks)
+        problems = pc.coalesce(problems, odd)
+    return RowColumns(columns, keys, problems)
+
+
+def column_of(rows: pa.Table, name: str) -> pa.ChunkedArray:
+    """A block of JSON lines may lack a column that the first one has."""
+    return rows.column(name) if name in rows.column_names else pa.chunked_array([pa.nulls(len(rows), pa.string())])
+
+
+class ImageRows:
+    """Every row of files that hold the images, one in each row."""
+
+    def __init__(self, config: SourceConfig, files: Containers, row_format: RowFormat) -> None:
+        self._config = config.without_box_labels
+        self._files = files
+        self._format = row_format
+        self._extra = ExtraColumns.of_source(config)
+        self.uri = files.uri
+
+    def open(self, max_source_bytes: int) -> SourceReader:
+        """Reads rows, each block once if they come in order."""
+        config = self._config
+        images = self._reader(config.image_field, "image_field", max_source_bytes)
+        if not config.mask_field:
+            return images
+        return ReaderOfMasks(images, self._reader(config.mask_field, "mask_field", max_source_bytes))
+
+    def _reader(self, field: str, key: str, max_bytes: int) -> ContainerReader[Callable[[int], bytes | None]]:
+        """Of the column that `source.KEY` names."""
+
+        def open_rows(stream: BinaryIO, file: StoredFile) -> Callable[[int], bytes | None]:
+            with self._parsing(file.path):
+                rows = self._format.open(stream, file)
+                return rows.images(image_column(rows.schema, field, file.path, key))
+
+        def take(read: Callable[[int], bytes | None], image: SourceImage) -> bytes | Rejection:
+            with self._parsing(image.container):
+                data = read(image.place)
+            if data is None:
+                return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
+            return refused_if_large(image, len(data), max_bytes) or data
+
+        return ContainerReader(self._files.store, open_rows, take)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
+        found = self._files.find()
+        yield ListingBatch.of_rejections(*found.rejections)
+        splits = splits_of(file.path for file in found.containers)
+        batches = each_listed(found.containers, lambda file: self._list_file(file, splits.of[file.path]))
+        yield from with_warnings(batches, splits.look_alikes)
+
+    @contextmanager
+    def _parsing(self, path: str) -> Iterator[None]:
+        """Turn damage into IntegrityError. Raises StorageError if the storage is at fault."""
+        with as_storage_error(path):
+            try:
+                yield
+            except (pa.ArrowException, IntegrityError, OSError) as error:
+                # pyarrow reports damage as OSError too, but without a number.
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                problem = str(error).splitlines()[0]
+                raise IntegrityError(f"does not parse as {self._format.name}: {problem}") from None
+
+    def _list_file(self, file: StoredFile, split: str | None) -> Iterator[ListingBatch]:
+        with open_file(self._files.store, file) as stream, self._parsing(file.path):
+            config, extra = self._config, self._extra
+            rows_of, constants = self._format.open(stream, file), self._files.columns_of(file.path)
+            schema = rows_of.schema
+            if rows_of.num_rows > file.size_bytes:
+                raise IntegrityError(f"it claims {rows_of.num_rows} rows in {file.size_bytes} bytes")
+            image = image_column(schema, config.image_field, file.path)
+            mask = in_column(config.mask_field) if config.mask_field else ""
+            if mask:
+                image_column(schema, config.mask_field, file.path, "mask_field")
+            names = [each.name for each in schema if not pa.types.is_nested(each.type)] + [*constants]
+            # Only labels that are no classes may be lists.
+            label_names = names if extra.target is None else [*schema.names, *constants]
+            label = choose_label_column(label_names, config, LABEL_COLUMNS)
+            chosen = ChosenColumns(label, **usual_columns(names, config))
+            signs = ()
+            if chosen.label is None and config.label_kind == "class":
+                signs = _label_signs(rows_of, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
+            warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
+            known = {*schema.names, *constants}
+            wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
+            for rows, places_N, blocks_N in rows_of.batches([name for name in wanted if name not in constants]):
+                rows = with_constants(rows, constants)
+                masks = pa.repeat(mask, rows.num_rows) if mask else None
+                found = row_columns(rows, chosen, file.path, extra, masks)
+                # A key is the image's identity, whatever file holds its row.
+                keys = {} if found.keys is None else {"key": found.keys}
+                columns = {**file_columns(file, places_N, blocks_N, split), **keys, **found.columns}
+                yield replace(listed_rows(columns, found.problems, file.path), extra_types=extra.types)
+
+
+def each_listed(
+    files: Iterable[StoredFile], list_file: Callable[[StoredFile], Iterator[ListingBatch]]
+) -> Iterator[ListingBatch]:
+    """The files' listings; one that is damaged or gone is a rejection, which costs no other."""
+    for file in files:
+        try:
+            yield from list_file(file)
+        except IntegrityError as error:
+            yield ListingBatch.of_rejections(damaged(file, str(error)))
+        except FileNotFoundError:
+            yield ListingBatch.of_rejections(gone(file))
+
+
+def _label_signs(file: RowFile, taken: Collection[str], where: str) -> tuple[str, ...]:
+    """Those in the first rows of the columns that nothing else uses; of other columns of bytes no value is read."""
+    schema = file.schema
+    free = [field for field in schema if field.name not in taken and bytes_leaf(field) is None]
+    unused = [field.name for field in free]
+    flat = [field.name for field in free if not pa.types.is_nested(field.type)]
+    first = next(file.batches(flat), None) if flat else None
+    return column_signs(schema, unused, pa.table({}) if first is None else first[0], where)
+
+
+# A group of rows is decoded from its beginning for each of its blocks: at most so many, so 4.5 times in all.
+_MAX_BLOCKS_OF_GROUP, _MIN_BLOCK_ROWS = 8, 1_024
+
+
+def blocks_of(places_N: np.ndarray, first_rows: Sequence[int], group: int) -> np.ndarray:
+    """The blocks of rows of one group: the number of the group, if it is one; those of further ones lie behind these.
+
+    `first_rows`: those of all groups that are stored as one (a row group, a record batch), and the end of the last one.
+    """
+    first, end = first_rows[group], first_rows[group + 1]
+    block_rows = max(_MIN_BLOCK_ROWS, -(-(end - first) // _MAX_BLOCKS_OF_GROUP))
+    return group + (places_N - first) // block_rows * (len(first_rows) - 1)
+
+
+def bytes_leaf(field: pa.Field) -> str | None:
+    """The name of a column of bytes, or of the bytes inside a struct, as Hugging Face writes images; else None."""
+    kind = field.type
+    if _is_bytes(kind):
+        return field.name
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        return f"{field.name}.bytes" if _is_bytes(kind.field("bytes").type) else None
+    return None
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def image_column(schema: pa.Schema, configured: str, where: str, key: str = "image_field") -> str:
+    """The leaf that holds the bytes of images, or of what `source.KEY` names.
+
+    Raises UsageError if there is none, or several could be meant.
+    """
+    leaves = {field.name: leaf for field in schema if (leaf := bytes_leaf(field)) is not None}
+    found = choose_column(list(leaves), configured, ("image", "img"), key)
+    if found is None and len(leaves) == 1:
+        [found] = leaves
+    lists = [field.name for field in schema if holds_lists_of_bytes(field)]
+    if found is None and lists:
+        raise UsageError(
+            f"the column {printable(lists[0])!r} of {printable(where)} contains lists of images",
+            "expected one image in each row",
+            "write a row for each image, with the label of its list; or name another column with source.image_field",
+        )
+    if found is None:
+        raise UsageError(
+            f"{printable(where)} has the columns {', '.join(map(printable, schema.names[:20]))}",
+            "expected one with an image's bytes: binary, or a struct with a field `bytes`",
+            "name it with source.image_field; for a table of file names use source.kind=table",
+        )
+    return leaves[found]
+
+
+def holds_lists_of_bytes(field: pa.Field) -> bool:
+    """Whether a value of the column is a list of what may be images."""
+    kind = field.type
+    if not (pa.types.is_list(kind) or pa.types.is_map(kind)):
+        return False
+    inner = pa.field(field.name, kind.item_type if pa.types.is_map(kind) else kind.value_type)
+    return bytes_leaf(inner) is not None or holds_lists_of_bytes(inner)
