@@ -14,12 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.columns import as_texts, choose_column
-from etl.sources.labels import as_labels
+from etl.sources.columns import as_labels, as_texts, choose_column
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
-from etl.sources.table import read_rows
-from shardmill.cells import from_cell
+from etl.sources.table_rows import read_rows
 from shardmill.errors import NoSuchRoot, ShardmillError, UsageError
 from shardmill.stores import open_store
 from shardmill.values import Rejection

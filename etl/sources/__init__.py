@@ -89,64 +89,72 @@ class Unpacks(Protocol):
         ...
 
 
-COMMITTED = "etl.sources.committed:CommittedSource"
+COMMITTED = "etl.sources.kinds.committed:CommittedSource"
 """The `source.kind` of a dataset version, which `predict` takes as DATASET[@N]."""
 
 SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     "source.kind",
     {
         "folders": Entry(
-            "etl.sources.folders:FolderSource", "one folder per class, optionally inside train/, val/, test/"
+            "etl.sources.kinds.folders:FolderSource", "one folder per class, optionally inside train/, val/, test/"
         ),
         "webdataset": Entry(
-            "etl.sources.webdataset:WebDatasetSource",
+            "etl.sources.kinds.webdataset:WebDatasetSource",
             "tar shards, or class folders in a tar; .gz too",
             suffixes=TAR_SUFFIXES,
         ),
         "parquet": Entry(
-            "etl.sources.parquet:ParquetSource",
+            "etl.sources.kinds.parquet:ParquetSource",
             "Parquet with the images in a column, such as Hugging Face datasets",
             suffixes=PARQUET_SUFFIXES,
-            claims="etl.sources.parquet:claims",
+            claims="etl.sources.kinds.parquet:claims",
         ),
         "arrow": Entry(
-            "etl.sources.arrow:ArrowSource",
+            "etl.sources.kinds.arrow:ArrowSource",
             "Arrow and Feather files with the images in a column, such as Hugging Face's save_to_disk writes",
             suffixes=ARROW_SUFFIXES,
-            claims="etl.sources.arrow:claims",
+            claims="etl.sources.kinds.arrow:claims",
         ),
         "idx": Entry(
-            "etl.sources.idx:IdxSource",
+            "etl.sources.kinds.raw_pixels:IdxSource",
             ("IDX files, the format of MNIST and similar datasets; .gz too"),
             suffixes=IDX_SUFFIXES,
         ),
         "cifar": Entry(
-            "etl.sources.cifar:CifarSource",
+            "etl.sources.kinds.raw_pixels:CifarSource",
             "the batches of CIFAR-10 and CIFAR-100, for Python or binary",
             suffixes=CIFAR_SUFFIXES,
-            claims="etl.sources.cifar:holds_batch",
+            claims="etl.sources.kinds.raw_pixels:holds_batch",
         ),
         "tfrecord": Entry(
-            "etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too", suffixes=TFRECORD_SUFFIXES
+            "etl.sources.kinds.tfrecord:TfrecordSource",
+            "TFRecord files of tf.Example; .gz too",
+            suffixes=TFRECORD_SUFFIXES,
         ),
-        "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class", suffixes=ZIP_SUFFIXES),
+        "zip": Entry(
+            "etl.sources.kinds.zip:ZipSource", "ZIP archives with one folder for each class", suffixes=ZIP_SUFFIXES
+        ),
         "delta": Entry(
-            "etl.sources.delta:delta_source",
+            "etl.sources.kinds.delta:delta_source",
             "a Delta table whose rows hold images, or name them: TABLE or TABLE@VERSION",
             extra="delta",
             packages=("deltalake",),
             version_log="_delta_log",
         ),
         "lance": Entry(
-            "etl.sources.lance:lance_source",
+            "etl.sources.kinds.lance:lance_source",
             "a Lance table whose rows hold images, or name them: TABLE or TABLE@VERSION",
             extra="lance",
             packages=("lance",),
             version_log="_versions",
         ),
-        "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines, Parquet or Arrow with a URI in each row"),
-        "coco": Entry("etl.sources.coco:CocoSource", "images with boxes, in annotation files of COCO's format"),
-        "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),
+        "table": Entry(
+            "etl.sources.kinds.table:TableSource", "CSV, JSON lines, Parquet or Arrow with a URI in each row"
+        ),
+        "coco": Entry("etl.sources.kinds.coco:CocoSource", "images with boxes, in annotation files of COCO's format"),
+        "several": Entry(
+            "etl.sources.kinds.several:SeveralSources", "several of these, each in a table source.parts.NAME"
+        ),
     },
     takes_own=True,
     point=ExtensionPoint("how images are listed and read", "etl.sources:Source"),

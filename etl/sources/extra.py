@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.boxes import BoxColumns
-from etl.sources.columns import is_there_once
-from etl.sources.labels import Target, class_names_of, text_of_value, value_texts
+from etl.sources.annotations import BoxColumns
+from etl.sources.columns import Target, class_names_of, is_there_once, text_of_value, value_texts
 from shardmill.errors import UsageError
 from shardmill.typed_columns import ARROW_TYPES, LABEL, MASK, MASK_TYPE, encode_values, parse_extra, scalar_of
 from shardmill.values import SourceLabelKind, Value

@@ -43,7 +43,6 @@ CIFAR_SUFFIXES = tuple(
 )
 PARQUET_SUFFIXES = (".parquet",)
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
-LANCE_SUFFIXES = (".lance",)
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 COCO_SUFFIXES = (".json",)
 TABLE_SUFFIXES = (
@@ -228,10 +227,7 @@ def alike_splits(names: Collection[str], *, are_classes: bool) -> tuple[str, ...
             frame = f"{name[: word.start()]}\0{name[word.end() :]}".lower()
             by_frame[frame].append((SPLIT_OF_NAME[word[0]], name))
     by_frame.pop("\0", None)
-    framed = [name for found in by_frame.values() if _has_train_and_another(found) for _, name in found]
+    # `train` and another one.
+    splits = [(found, {split for split, _ in found}) for found in by_frame.values()]
+    framed = [name for found, named in splits if "train" in named and len(named) > 1 for _, name in found]
     return tuple(sorted({*plain, *framed})[:_NUM_NAMED])
-
-
-def _has_train_and_another(found: Collection[tuple[str, str]]) -> bool:
-    splits = {split for split, _ in found}
-    return "train" in splits and len(splits) > 1

@@ -1,6 +1,6 @@
 """Reads rows of every kind of table: their keys, splits, groups, labels, boxes and masks; a kind gives a file's rows.
 
-The rows hold the images (`ImageRows`), or name them (`etl/sources/table.py`). A listing reads every column but the
+The rows hold the images (`ImageRows`), or name them (`kinds/table.py`). A listing reads every column but the
 images; a task reads these in the order of the file.
 """
 
@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.sources.annotations import ReaderOfMasks, in_column
 from etl.sources.columns import (
+    as_labels,
     as_names,
     as_splits,
     choose_column,
     choose_label_column,
+    class_names_of,
     file_columns,
     listed_rows,
     misspelt,
@@ -31,14 +33,12 @@ from etl.sources.columns import (
 )
 from etl.sources.containers import ContainerReader, Containers, damaged, gone, open_file, refused_if_large
 from etl.sources.extra import ExtraColumns
-from etl.sources.file_splits import splits_of, with_warnings
-from etl.sources.labels import as_labels, class_names_of
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.path_labels import splits_of, with_warnings
+from etl.sources.row_file import RowFile, RowFormat, bytes_leaf, image_column
 from etl.sources.unused_labels import column_signs
-from shardmill.errors import IntegrityError, ShardmillError, UsageError
-from shardmill.printable import printable
+from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -47,47 +47,7 @@ if TYPE_CHECKING:
     from etl.config import SourceConfig
     from etl.sources import SourceReader
 
-BATCH_ROWS = 65_536
 LABEL_COLUMNS = ("label", "labels", "class")
-
-
-class RowFile(Protocol):
-    """One opened file of a table. Whatever of it cannot be read is an IntegrityError, or an error of pyarrow's."""
-
-    schema: pa.Schema
-    num_rows: int
-    """What it claims to have, 0 if its library has counted them; more than it has bytes are refused."""
-
-    def batches(self, names: Sequence[str]) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
-        """Columns of all rows with the file's metadata, and each row's number in the file and block, int64.
-
-        A block is what one task reads. Without names, a batch still has its rows.
-        """
-        ...
-
-    def images(self, leaf: str) -> Callable[[int], bytes | None]:
-        """Reads the bytes of a row in a column (`image`, `image.bytes`); those of a block in their order only once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """How one kind of table is stored."""
-
-    name: str
-    suffixes: tuple[str, ...]
-    open: Callable[[BinaryIO, StoredFile], RowFile]
-
-    def holds_images(self, uri: str) -> bool:
-        """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
-        files = Containers(uri, self.suffixes)
-        try:
-            file = files.find().containers[0]
-            with open_file(files.store, file) as stream:
-                schema = self.open(stream, file).schema
-        except (pa.ArrowException, OSError, ShardmillError):
-            return False
-        return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +119,19 @@ def column_of(rows: pa.Table, name: str) -> pa.ChunkedArray:
 
 
 class ImageRows:
-    """Every row of files that hold the images, one in each row."""
+    """Every row of files that hold the images, one in each row; a kind of such files has its format."""
 
-    def __init__(self, config: SourceConfig, files: Containers, row_format: RowFormat) -> None:
+    row_format: RowFormat
+
+    def __init__(
+        self, config: SourceConfig, files: Containers | None = None, row_format: RowFormat | None = None
+    ) -> None:
+        """`files`: those of a table that `source.uri` names in another way than by their suffixes."""
         self._config = config.without_box_labels
-        self._files = files
-        self._format = row_format
+        self._format = row_format or self.row_format
+        self._files = files or Containers(config.uri, self._format.suffixes)
         self._extra = ExtraColumns.of_source(config)
-        self.uri = files.uri
+        self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> SourceReader:
         """Reads rows, each block once if they come in order."""
@@ -268,65 +233,3 @@ def _label_signs(file: RowFile, taken: Collection[str], where: str) -> tuple[str
     flat = [field.name for field in free if not pa.types.is_nested(field.type)]
     first = next(file.batches(flat), None) if flat else None
     return column_signs(schema, unused, pa.table({}) if first is None else first[0], where)
-
-
-# A group of rows is decoded from its beginning for each of its blocks: at most so many, so 4.5 times in all.
-_MAX_BLOCKS_OF_GROUP, _MIN_BLOCK_ROWS = 8, 1_024
-
-
-def blocks_of(places_N: np.ndarray, first_rows: Sequence[int], group: int) -> np.ndarray:
-    """The blocks of rows of one group: the number of the group, if it is one; those of further ones lie behind these.
-
-    `first_rows`: those of all groups that are stored as one (a row group, a record batch), and the end of the last one.
-    """
-    first, end = first_rows[group], first_rows[group + 1]
-    block_rows = max(_MIN_BLOCK_ROWS, -(-(end - first) // _MAX_BLOCKS_OF_GROUP))
-    return group + (places_N - first) // block_rows * (len(first_rows) - 1)
-
-
-def bytes_leaf(field: pa.Field) -> str | None:
-    """The name of a column of bytes, or of the bytes inside a struct, as Hugging Face writes images; else None."""
-    kind = field.type
-    if _is_bytes(kind):
-        return field.name
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return f"{field.name}.bytes" if _is_bytes(kind.field("bytes").type) else None
-    return None
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
-def image_column(schema: pa.Schema, configured: str, where: str, key: str = "image_field") -> str:
-    """The leaf that holds the bytes of images, or of what `source.KEY` names.
-
-    Raises UsageError if there is none, or several could be meant.
-    """
-    leaves = {field.name: leaf for field in schema if (leaf := bytes_leaf(field)) is not None}
-    found = choose_column(list(leaves), configured, ("image", "img"), key)
-    if found is None and len(leaves) == 1:
-        [found] = leaves
-    lists = [field.name for field in schema if holds_lists_of_bytes(field)]
-    if found is None and lists:
-        raise UsageError(
-            f"the column {printable(lists[0])!r} of {printable(where)} contains lists of images",
-            "expected one image in each row",
-            "write a row for each image, with the label of its list; or name another column with source.image_field",
-        )
-    if found is None:
-        raise UsageError(
-            f"{printable(where)} has the columns {', '.join(map(printable, schema.names[:20]))}",
-            "expected one with an image's bytes: binary, or a struct with a field `bytes`",
-            "name it with source.image_field; for a table of file names use source.kind=table",
-        )
-    return leaves[found]
-
-
-def holds_lists_of_bytes(field: pa.Field) -> bool:
-    """Whether a value of the column is a list of what may be images."""
-    kind = field.type
-    if not (pa.types.is_list(kind) or pa.types.is_map(kind)):
-        return False
-    inner = pa.field(field.name, kind.item_type if pa.types.is_map(kind) else kind.value_type)
-    return bytes_leaf(inner) is not None or holds_lists_of_bytes(inner)

@@ -1,4 +1,4 @@
-"""A table's rows in batches, from CSV and JSON lines in bounded memory.
+"""A table's rows in batches and bounded memory: CSV and JSON lines are read here, others as their kinds do.
 
 Texts may be in any Unicode encoding, others fail with a one-line error. How a CSV file is written is detected: its
 delimiter, its names, and spaces around its values.
@@ -10,6 +10,7 @@ delimiter, its names, and spaces around its values.
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import json
 import re
@@ -22,10 +23,13 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
-from etl.sources.columns import bad_row
-from etl.sources.labels import are_inexact, text_of_value
+from etl.sources import SOURCES
+from etl.sources.columns import are_inexact, bad_row, text_of_value
+from etl.sources.containers import is_named, open_file
+from etl.sources.row_file import RowFile, RowFormat, bytes_leaf
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
+from shardmill.storage import Store, StoredFile
+from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import ARROW_TYPES
 from shardmill.values import Rejection
 from shardmill.words import printable
@@ -157,6 +161,55 @@ def _stripped(texts: pa.ChunkedArray) -> pa.ChunkedArray:
 
 _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20
+
+
+def read_rows(
+    store: Store,
+    file: StoredFile,
+    wanted: Mapping[str, str] | None = None,
+    row_format: RowFormat | None = None,
+) -> Iterator[pa.Table | Rejection]:
+    """The columns of a table in its order, and a rejection for each line that is not a row.
+
+    Only `wanted` columns, in any case, may contain lists or bytes; their types, if given, help to parse them.
+    Raises IntegrityError if the file is damaged, because row boundaries after the damage are unknown.
+    """
+    name, kinds = file.path.lower(), wanted or {}
+    reads = row_format or _format_of(name)
+    # Readers of texts name the table themselves.
+    damage = (pa.ArrowException, EOFError, gzip.BadGzipFile, *(() if reads is None else (IntegrityError,)))
+    with open_file(store, file) as stream:
+        try:
+            with as_storage_error(file.path):
+                if reads is not None:
+                    yield from _columns_of(reads.open(stream, file), kinds)
+                    return
+                unpacked: Any = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
+                yield from TEXT_READERS[name.removesuffix(".gz").rpartition(".")[2]](unpacked, file.path, kinds)
+        except damage as error:
+            formats = row_format.name if row_format is not None else "Parquet, Arrow, CSV or JSON lines"
+            raise IntegrityError(
+                f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",
+                f"expected the format that its name indicates: {formats}",
+                "restore the file, or correct it",
+            ) from None
+
+
+def _columns_of(file: RowFile, wanted: Mapping[str, str]) -> Iterator[pa.Table]:
+    """The wanted columns, and all that may be texts."""
+    chosen = {name.strip().lower() for name in wanted}
+    names = [
+        field.name
+        for field in file.schema
+        if field.name.strip().lower() in chosen or not (pa.types.is_nested(field.type) or bytes_leaf(field) is not None)
+    ]
+    return (rows for rows, _, _ in file.batches(names))
+
+
+def _format_of(path: str) -> RowFormat | None:
+    """That of the kind of source with such files, None for texts."""
+    kinds = (kind for kind, entry in SOURCES.entries.items() if entry.suffixes and is_named(path, entry.suffixes))
+    return next((SOURCES[kind].row_format for kind in kinds if hasattr(SOURCES[kind], "row_format")), None)
 
 
 def first_rows(head: bytes, table: str) -> pa.Table | None:

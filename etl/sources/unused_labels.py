@@ -19,7 +19,7 @@ from contextlib import suppress
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.labels import as_labels, class_names_of
+from etl.sources.columns import as_labels, class_names_of
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IMAGE_SUFFIXES, TABLE_SUFFIXES, hidden_folder_of, is_split, names_splits
 from etl.sources.table_rows import first_rows

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from etl.sources.boxes import ANNOTATED_SIZE
-from etl.sources.mask_places import OUTLINES, mask_place
+from etl.sources.annotations import ANNOTATED_SIZE, OUTLINES, mask_place
 from etl.units.units import UnitTask
 from shardmill.images.annotations import (
     CLIPPED_NOTE,

@@ -22,8 +22,7 @@ from etl.boxes_config import BoxesConfig
 from etl.checks.version_warnings import version_warnings
 from etl.config import SourceConfig
 from etl.sources import SOURCES
-from etl.sources.boxes import ANNOTATED_SIZE, box_values
-from etl.sources.mask_places import mask_place
+from etl.sources.annotations import ANNOTATED_SIZE, box_values, mask_place
 from etl.units.move_annotations import Annotated
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset

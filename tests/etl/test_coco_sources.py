@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etl.config import SourceConfig
-from etl.sources.coco import read_coco
+from etl.sources.kinds.coco import read_coco
 from shardmill.errors import IntegrityError, UsageError
 from tests.etl.annotations import ROWS, STORED, as_coco, image_of, stored_in
 from tests.etl.building import build_source, images_of, list_images

@@ -385,7 +385,7 @@ def test_executors_with_another_working_directory_read_and_write_the_same_places
 
 
 SOURCE = """
-from etl.sources.folders import FolderSource
+from etl.sources.kinds.folders import FolderSource
 
 class Mine(FolderSource):
     def open(self, max_source_bytes):

@@ -21,9 +21,9 @@ from etl.listing.grouping import GroupBy, group_here
 from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
 from etl.sources.containers import Containers
-from etl.sources.file_splits import splits_of
-from etl.sources.folders import FolderSource
+from etl.sources.kinds.folders import FolderSource
 from etl.sources.names import expanded, is_pattern, matches
+from etl.sources.path_labels import splits_of
 from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill import ids
 from shardmill.errors import UsageError

@@ -19,8 +19,7 @@ from PIL import Image
 import shardmill
 from etl.boxes_config import BoxesConfig
 from etl.config import SourceConfig
-from etl.sources.boxes import ANNOTATED_SIZE
-from etl.sources.mask_places import OUTLINES
+from etl.sources.annotations import ANNOTATED_SIZE, OUTLINES
 from etl.units.move_annotations import Annotated
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections

@@ -20,8 +20,8 @@ import pytest
 from etl.config import SourceConfig
 from etl.listing.listing import Listing
 from etl.sources import SOURCES
+from etl.sources.kinds.zip import read_zip_member, zip_members
 from etl.sources.recognise import recognise
-from etl.sources.zip import read_zip_member, zip_members
 from tests.etl.building import build_source, images_of, list_images
 from tests.etl.source_files import add_member, labels, picture, samples, write_tar, zip_bytes, zip_source
 

@@ -12,7 +12,8 @@ import pyarrow.feather
 import pytest
 
 from etl.config import SourceConfig
-from etl.sources import SOURCES, arrow
+from etl.sources import SOURCES
+from etl.sources.kinds import arrow
 from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
 from tests.etl.building import build_source, images_of, list_images

@@ -11,8 +11,7 @@ import pytest
 
 from etl.config import SourceConfig
 from etl.sources import SOURCES
-from etl.sources.cifar import read_pickle
-from etl.sources.idx import as_png
+from etl.sources.kinds.raw_pixels import as_png, read_pickle
 from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
 from tests.cifar_files import FILES, NAMES, python2_batch, records, write_cifar10

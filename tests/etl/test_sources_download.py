@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from etl.download_config import DownloadConfig
-from etl.sources.download import Downloader, NotDownloaded, opt_out_of
+from etl.sources.uris import Downloader, NotDownloaded, opt_out_of
 from etl.units.read_ahead import read_ahead
 from shardmill.values import RejectReason, SourceImage
 from tests.etl.building import build_source

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from etl.sources import SOURCES
-from etl.sources.idx import as_png
+from etl.sources.kinds.raw_pixels import as_png
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
 from shardmill.images.png import decode_png

@@ -21,7 +21,7 @@ from etl.job import build_dataset
 from etl.listing.listing import Listing
 from etl.plan import plan_build
 from etl.sources import SOURCES
-from etl.sources.parquet import ParquetFile
+from etl.sources.kinds.parquet import ParquetFile
 from etl.sources.recognise import recognise
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import IntegrityError, UsageError

@@ -12,7 +12,7 @@ import pytest
 
 from etl.config import SourceConfig
 from etl.sources import SOURCES
-from etl.sources.webdataset import tar_members
+from etl.sources.kinds.webdataset import tar_members
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images

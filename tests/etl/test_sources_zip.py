@@ -12,7 +12,7 @@ import pytest
 
 from etl.config import SourceConfig
 from etl.sources import SOURCES
-from etl.sources.zip import read_zip_member, zip_members
+from etl.sources.kinds.zip import read_zip_member, zip_members
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images

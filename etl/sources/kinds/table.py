@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.arrow import ARROW
 from etl.sources.columns import (
+    are_inexact,
     as_texts,
     choose_column,
     choose_label_column,
@@ -25,38 +24,28 @@ from etl.sources.columns import (
     misspelt,
     or_else,
     unread_places,
+    value_texts,
+    whole_texts,
     with_constants,
 )
-from etl.sources.containers import Containers, is_named, open_file
+from etl.sources.containers import Containers, is_named
 from etl.sources.extra import ExtraColumns
-from etl.sources.file_splits import look_alikes, with_warnings
-from etl.sources.labels import are_inexact, value_texts, whole_texts
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
-from etl.sources.parquet import PARQUET
-from etl.sources.rows import (
-    LABEL_COLUMNS,
-    ChosenColumns,
-    ImageRows,
-    RowFile,
-    RowFormat,
-    bytes_leaf,
-    column_of,
-    row_columns,
-    usual_columns,
-)
-from etl.sources.table_rows import TEXT_READERS
+from etl.sources.path_labels import look_alikes, with_warnings
+from etl.sources.row_file import RowFormat, bytes_leaf
+from etl.sources.rows import LABEL_COLUMNS, ChosenColumns, ImageRows, column_of, row_columns, usual_columns
+from etl.sources.table_rows import read_rows
 from etl.sources.unused_labels import column_signs
 from etl.sources.uris import PathStyle, UriReader, beside, uri_problems, without_dots
-from shardmill.errors import IntegrityError, UsageError
-from shardmill.printable import printable
+from shardmill.errors import UsageError
 from shardmill.storage import Store, StoredFile
-from shardmill.storage_errors import as_storage_error
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection
 from shardmill.words import printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+
 
 URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
 _ID_HINT = "; image ids are not URIs: write paths with their suffixes, such as images/ID.jpg"
@@ -298,46 +287,3 @@ def source_of_rows(
     """Of a table whose rows hold the images, or name them; `schema` tells which."""
     holds = config.image_field or any(bytes_leaf(field) is not None for field in schema)
     return (ImageRows if holds else TableSource)(config, files, row_format)
-
-
-def read_rows(
-    store: Store,
-    file: StoredFile,
-    wanted: Mapping[str, str] | None = None,
-    row_format: RowFormat | None = None,
-) -> Iterator[pa.Table | Rejection]:
-    """The columns of a table in its order, and a rejection for each line that is not a row.
-
-    Only `wanted` columns, in any case, may contain lists or bytes; their types, if given, help to parse them.
-    Raises IntegrityError if the file is damaged, because row boundaries after the damage are unknown.
-    """
-    name, kinds = file.path.lower(), wanted or {}
-    reads = row_format or next((each for each in (PARQUET, ARROW) if name.endswith(each.suffixes)), None)
-    # Readers of texts name the table themselves.
-    damage = (pa.ArrowException, EOFError, gzip.BadGzipFile, *(() if reads is None else (IntegrityError,)))
-    with open_file(store, file) as stream:
-        try:
-            with as_storage_error(file.path):
-                if reads is not None:
-                    yield from _columns_of(reads.open(stream, file), kinds)
-                    return
-                unpacked: Any = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
-                yield from TEXT_READERS[name.removesuffix(".gz").rpartition(".")[2]](unpacked, file.path, kinds)
-        except damage as error:
-            formats = row_format.name if row_format is not None else "Parquet, Arrow, CSV or JSON lines"
-            raise IntegrityError(
-                f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",
-                f"expected the format that its name indicates: {formats}",
-                "restore the file, or correct it",
-            ) from None
-
-
-def _columns_of(file: RowFile, wanted: Mapping[str, str]) -> Iterator[pa.Table]:
-    """The wanted columns, and all that may be texts."""
-    chosen = {name.strip().lower() for name in wanted}
-    names = [
-        field.name
-        for field in file.schema
-        if field.name.strip().lower() in chosen or not (pa.types.is_nested(field.type) or bytes_leaf(field) is not None)
-    ]
-    return (rows for rows, _, _ in file.batches(names))

@@ -44,8 +44,10 @@ class CommittedSource:
 
     def list(self) -> Iterator[ListingBatch]:
         """One batch for each shard. Raises IntegrityError for a damaged record."""
-        for shard in _first_format(self._dataset):
-            yield ListingBatch(self._listed(shard))
+        for split in self._dataset.manifest.splits:
+            # Of the first format alone.
+            for shard in self._dataset.shards_of(split):
+                yield ListingBatch(self._listed(shard))
 
     def _listed(self, shard: ShardInfo) -> pa.Table:
         schema = self._dataset.manifest.row_schema
@@ -129,11 +131,6 @@ class StoredImages:
                     source_bytes=len(data),
                 ),
             )
-
-
-def _first_format(dataset: Dataset) -> Iterator[ShardInfo]:
-    for split in dataset.manifest.splits:
-        yield from dataset.shards_of(split)
 
 
 def _repeated(value: int | str, rows: pa.Table) -> pa.Array:

@@ -19,12 +19,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.boxes import ANNOTATED_SIZE, box_types, box_values, is_number
-from etl.sources.columns import listed_rows
+from etl.sources.annotations import (
+    ANNOTATED_SIZE,
+    MAX_VALUE,
+    OUTLINES,
+    box_types,
+    box_values,
+    is_number,
+    joined,
+    outline_text,
+)
+from etl.sources.columns import listed_rows, text_of_value
 from etl.sources.containers import Containers, open_file
-from etl.sources.labels import text_of_value
 from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
-from etl.sources.mask_places import MAX_VALUE, OUTLINES, joined, outline_text
 from etl.sources.names import COCO_SUFFIXES, SPLIT_OF_NAME
 from etl.sources.uris import UriReader, is_on_the_web, uri_problems
 from shardmill.errors import IntegrityError, UsageError
@@ -37,6 +44,7 @@ from shardmill.words import counted, printable
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+
 
 _LISTS = ("images", "annotations", "categories")
 _KEPT = frozenset({*_LISTS, "id", "file_name", "width", "height", "name", "image_id", "category_id", "bbox", "iscrowd"})

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of
 from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
+from etl.sources.path_labels import FolderRule, with_folder_labels
 from etl.sources.unused_labels import FilesBeside
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.stores import open_store
@@ -23,6 +23,7 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+
 
 # A request takes some 20 to 100 ms, of which the machine works one.
 _NUM_REMOTE_READS = 16

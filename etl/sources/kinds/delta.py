@@ -13,18 +13,19 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from etl.sources.containers import Containers, FoundFiles, files_of_version
+from etl.sources.kinds.parquet import PARQUET
+from etl.sources.kinds.table import TableSource, source_of_rows
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet import PARQUET
 from etl.sources.rows import ImageRows
-from etl.sources.table import TableSource, source_of_rows
 from shardmill.dataset.versions import split_version
 from shardmill.errors import StorageError, UsageError
-from shardmill.printable import printable
+from shardmill.words import printable
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
 
     from etl.config import SourceConfig
+
 
 # Of what a reader must know, what changes neither which rows there are nor the names of their columns.
 _HARMLESS_FEATURES = frozenset({"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck", "variantType"})

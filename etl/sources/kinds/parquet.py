@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.sources.columns import check_texts
-from etl.sources.containers import Containers
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.rows import BATCH_ROWS, ImageRows, RowFormat, blocks_of
+from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
+from etl.sources.rows import ImageRows
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 
 if TYPE_CHECKING:
-    from etl.config import SourceConfig
+    pass
+
 
 _MAGIC, _TAIL_BYTES = b"PAR1", 8
 _WRITERS_TYPES = b"ARROW:schema"
@@ -95,8 +96,7 @@ claims = PARQUET.holds_images
 class ParquetSource(ImageRows):
     """Every row of the Parquet files that `source.uri` names: a folder, one file, or a pattern."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        super().__init__(config, Containers(config.uri, PARQUET_SUFFIXES), PARQUET)
+    row_format = PARQUET
 
 
 def _read_footer(stream: BinaryIO) -> pq.FileMetaData:

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO
 
-from etl.sources.archives import FOLDER_LABELS, ArchiveFormat, ArchiveMember, Archives, TarLayout, detect_layout
-from etl.sources.boxes import SIZE_FIELDS
+from etl.sources.annotations import SIZE_FIELDS, ReaderOfMasks
 from etl.sources.containers import ContainerReader, Containers, refused_if_large, unpacked
 from etl.sources.extra import ExtraColumns
-from etl.sources.folder_labels import FolderRule
+from etl.sources.kinds.archives import FOLDER_LABELS, ArchiveFormat, ArchiveMember, Archives, TarLayout, detect_layout
 from etl.sources.listed import ListingBatch
-from etl.sources.mask_places import ReaderOfMasks
 from etl.sources.names import TAR_SUFFIXES
+from etl.sources.path_labels import FolderRule
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import StoredFile
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from etl.boxes_config import BoxesConfig
     from etl.config import SourceConfig
     from etl.sources import SourceReader
+
 
 _BLOCK = 512
 _EMPTY = bytes(_BLOCK)

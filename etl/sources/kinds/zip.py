@@ -17,16 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from etl.sources.archives import FOLDER_LABELS, ArchiveFormat, ArchiveMember, Archives, TarLayout
 from etl.sources.containers import ContainerReader, Containers
 from etl.sources.extra import ExtraColumns
-from etl.sources.folder_labels import FolderRule
+from etl.sources.kinds.archives import FOLDER_LABELS, ArchiveFormat, ArchiveMember, Archives, TarLayout
 from etl.sources.listed import ListingBatch
 from etl.sources.names import ZIP_SUFFIXES
+from etl.sources.path_labels import FolderRule
 from shardmill.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
+
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _HAS_LZMA_END, _HAS_DESCRIPTOR = 2, 8

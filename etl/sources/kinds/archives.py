@@ -16,14 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, BinaryIO
 
+from etl.sources.annotations import in_member
+from etl.sources.columns import class_of, text_of
 from etl.sources.containers import Containers, damaged, gone, open_file, reading
 from etl.sources.extra import ExtraColumns
-from etl.sources.file_splits import FileSplits, splits_of, with_warnings
-from etl.sources.folder_labels import FolderRule, with_folder_labels
-from etl.sources.labels import class_of, text_of
 from etl.sources.listed import ListingBatch, batches_of, listed_table
-from etl.sources.mask_places import in_member
 from etl.sources.names import is_image_name, is_utf8
+from etl.sources.path_labels import FileSplits, FolderRule, splits_of, with_folder_labels, with_warnings
 from etl.sources.unused_labels import FilesBeside
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
@@ -180,9 +179,9 @@ def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout)
         elif not images:
             yield TarReject(member, RejectReason.NOT_AN_IMAGE_NAME, "belongs to no image")
     texts = _Texts(sample)
-    # Of two of one name the first, as with texts.
+    # By the name of their image without its suffix; of two of one name the first, as with texts.
     masks = {
-        _mask_stem(member, layout): member
+        member.name[: -len(layout.mask_suffix) - 1]: member
         for member, _ in reversed(sample)
         if layout.is_mask(member) and member.is_file
     }
@@ -236,11 +235,6 @@ class _Texts:
         """The member beside an image; one that has the image's own name up to the last dot comes first."""
         stems = _stems(image)
         return next((self._texts[stem, suffix] for stem in stems if (stem, suffix) in self._texts), None)
-
-
-def _mask_stem(mask: ArchiveMember, layout: TarLayout) -> str:
-    """What is before its suffix: the name of its image without that one's."""
-    return mask.name[: -len(layout.mask_suffix) - 1]
 
 
 def _stems(image: str) -> tuple[str, str]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.boxes import SIZE_FIELDS
-from etl.sources.columns import choose_column
+from etl.sources.annotations import SIZE_FIELDS, ReaderOfMasks, in_column
+from etl.sources.columns import EXACT_FLOATS, choose_column, class_of, single_text, text_of, whole_text
 from etl.sources.containers import (
     ContainerReader,
     Containers,
@@ -29,11 +29,9 @@ from etl.sources.containers import (
     refused_if_large,
 )
 from etl.sources.extra import ExtraColumns
-from etl.sources.file_splits import splits_of, with_warnings
-from etl.sources.labels import EXACT_FLOATS, class_of, single_text, text_of, whole_text
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch, batches_of, in_two_passes
-from etl.sources.mask_places import ReaderOfMasks, in_column
 from etl.sources.names import TFRECORD_SUFFIXES
+from etl.sources.path_labels import splits_of, with_warnings
 from etl.sources.unused_labels import named_signs
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, FeatureList, decode_lists
@@ -46,6 +44,7 @@ from shardmill.words import printable
 if TYPE_CHECKING:
     from etl.config import BoxesConfig, SourceConfig
     from etl.sources import SourceReader
+
 
 _HEADER, _CRC = struct.Struct("<QI"), struct.Struct("<I")
 _MAX_RECORD_BYTES = 1 << 30
@@ -425,7 +424,8 @@ class TfrecordSource:
         if isinstance(entry, Rejection):
             return entry
         features, types = decode_lists(memoryview(data)), self._extra.types
-        own_names = {name: self._label_feature(features) if name == LABEL else name for name in self._extra.given}
+        label = self._config.label_field or next((name for name in LABEL_FEATURES if name in features), "")
+        own_names = {name: label if name == LABEL else name for name in self._extra.given}
         found = {
             name: _typed(features[own], self._extra.given[name] or types.get(name, ""))
             for name, own in own_names.items()
@@ -466,10 +466,6 @@ class TfrecordSource:
                 f"source.boxes.field = {field!r}, but no record of {self.uri} has a box there",
                 f"expected features {field}/xmin, /ymin, /xmax and /ymax", "correct source.boxes.field",
             )  # fmt: skip
-
-    def _label_feature(self, features: Mapping[str, FeatureList]) -> str:
-        usual = (name for name in LABEL_FEATURES if name in features)
-        return self._config.label_field or next(usual, "")
 
 
 def _typed(feature: FeatureList, known: str) -> tuple[Any, str]:

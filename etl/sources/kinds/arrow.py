@@ -19,14 +19,15 @@ import numpy as np
 import pyarrow as pa
 
 from etl.sources.columns import check_texts
-from etl.sources.containers import Containers
 from etl.sources.names import ARROW_SUFFIXES
-from etl.sources.rows import BATCH_ROWS, ImageRows, RowFormat, blocks_of
+from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
+from etl.sources.rows import ImageRows
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 
 if TYPE_CHECKING:
-    from etl.config import SourceConfig
+    pass
+
 
 _MAGIC, _OLD_MAGIC, _PREFIX = b"ARROW1\0\0", b"FEA1", struct.Struct("<Ii")
 _NEXT, _END = 0xFFFFFFFF, _PREFIX.pack(0xFFFFFFFF, 0)
@@ -247,5 +248,4 @@ claims = ARROW.holds_images
 class ArrowSource(ImageRows):
     """Every row of the Arrow files that `source.uri` names: a folder, one file, or a pattern."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        super().__init__(config, Containers(config.uri, ARROW_SUFFIXES), ARROW)
+    row_format = ARROW

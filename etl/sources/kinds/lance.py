@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from etl.sources.columns import check_texts
 from etl.sources.containers import Containers, FoundFiles, files_of_version
-from etl.sources.names import LANCE_SUFFIXES
-from etl.sources.rows import BATCH_ROWS, ImageRows, RowFormat, blocks_of
-from etl.sources.table import TableSource, source_of_rows
+from etl.sources.kinds.table import TableSource, source_of_rows
+from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
+from etl.sources.rows import ImageRows
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.storage import StoredFile
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from etl.config import SourceConfig
 
+
 _ADDRESS = "_rowaddr"
 # What the images that are read at once may become in memory, by their mean size.
 _MAX_DECODED_BYTES, _MAX_READ_ROWS = 64_000_000, 64
@@ -34,7 +35,7 @@ _MAX_DECODED_BYTES, _MAX_READ_ROWS = 64_000_000, 64
 def lance_source(config: SourceConfig) -> ImageRows | TableSource:
     """The rows of a Lance table, `TABLE` or `TABLE@VERSION`; the latest version is decided when this is called."""
     files = LanceFiles(config.uri)
-    return source_of_rows(config, files, RowFormat("Lance", LANCE_SUFFIXES, files.open_fragment), files.schema)
+    return source_of_rows(config, files, RowFormat("Lance", (), files.open_fragment), files.schema)
 
 
 class LanceFiles(Containers):
@@ -48,8 +49,19 @@ class LanceFiles(Containers):
 
     @property
     def schema(self) -> pa.Schema:
-        """The table's columns."""
-        return self._table.schema
+        """The table's columns, those of blobs as the bytes that they hold."""
+        own = self._table.schema
+        are_blobs = [getattr(field.type, "extension_name", "").startswith("lance.blob") for field in own]
+        fields = [
+            pa.field(field.name, pa.large_binary()) if blob else field
+            for field, blob in zip(own, are_blobs, strict=True)
+        ]
+        return pa.schema(fields, own.metadata)
+
+    def are_there(self) -> bool:
+        """Whether this host sees a fragment of it."""
+        first = next(iter(self._fragments), None)
+        return first is not None and self.store.stat(first) is not None
 
     @cached_property
     def _fragments(self) -> dict[str, LanceFragment]:
@@ -102,8 +114,14 @@ class FragmentRows:
                 raise IntegrityError(f"its fragment has no row {number}")
             if not start <= place < start + len(values):
                 start = place
-                places = range(place, min(place + rows_at_once, len(self._numbers_N)))
-                values = self._fragment.take(list(places), columns=[name]).column(0)
+                batches = self._fragment.to_batches(
+                    columns=[name],
+                    offset=place,
+                    limit=rows_at_once,
+                    batch_size=rows_at_once,
+                    blob_handling="all_binary",
+                )
+                values = pa.Table.from_batches(batches).column(0)
             value = values[place - start].as_py()
             return value["bytes"] if isinstance(value, dict) else value
 
