@@ -27,6 +27,7 @@ from pipeline.preflight import refuse_what_cannot_work
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, Run, dataset_of_run, open_run
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.jobs.redact import redacted_text
 from shardmill.jobs.run_files import (
     StageRecord,
     latest_run,
@@ -251,7 +252,11 @@ def named_uri(source_or_config: str, common: Common) -> str:
     if source_or_config.endswith(".toml") or not source_or_config:
         tree = load_pipeline(source_or_config or None, common.overrides, common.workdir)
         return tree.dataset.uri if source_or_config else ""
-    return split_version(absolute_uri(existing_path(source_or_config, "a source of images or a .toml file")))[0]
+    from etl.sources.names import is_pattern
+
+    if not is_pattern(source_or_config):
+        existing_path(source_or_config, "a source of images or a .toml file")
+    return split_version(absolute_uri(source_or_config))[0]
 
 
 def check_run_of(uri: str, workdir: str, run_id: str) -> None:
@@ -260,7 +265,9 @@ def check_run_of(uri: str, workdir: str, run_id: str) -> None:
         recorded = open_store(workdir).read(f"{run_folder(run_id)}/config.toml").decode()
     except FileNotFoundError:
         return
-    if uri and not re.search(f'"{re.escape(json.dumps(uri.rstrip("/"))[1:-1])}/?"', recorded):
+    # As the config was written: without secrets.
+    written = re.escape(json.dumps(redacted_text(uri).rstrip("/"))[1:-1])
+    if uri and not re.search(f'"{written}/?"', recorded):
         is_workdir = os.path.isdir(os.path.join(uri, "runs"))
         raise UsageError(
             f"run {run_id} below {workdir} did not work on {uri}",
