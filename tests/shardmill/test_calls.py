@@ -179,8 +179,8 @@ def test_what_is_imported_late_is_listed_and_a_decision_is_printed_as_rows():
     assert row.index("java") == head.index("subject")
 
 
-# `verify_dataset` returns what `verify` finds; `init` and `config` print a file.
-NO_CALL = {"verify", "init", "config"}
+# `verify_dataset` returns what `verify` finds; `init` and `config` print a file; `demo` is `run` on images of its own.
+NO_CALL = {"verify", "init", "config", "demo"}
 # A table for people, whole or as CSV; dry runs and memory tables of strategies; what `dataset.files` and DATASET@N say.
 NO_KEYWORD = {
     "source_or_config", "dataset", "models", "model", "images", "overrides", "json", "debug", "dry_run", "as_csv",
