@@ -27,7 +27,7 @@ from etl.checks.duplicates import count_copies, find_copies
 from etl.config import EtlConfig
 from etl.engines import ENGINES, EngineSettings
 from etl.listing.listing import NUM_BUCKETS, Listing
-from etl.units.finished import Finished
+from etl.units.results import Finished
 from shardmill.checksummed import ChecksummedFile
 from shardmill.dataset.build import SplitSums, UnitResult, decode_unit_result, encode_unit_result
 from shardmill.dataset.index import INDEX_SCHEMA, Layout, shards_of_table, write_index

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from etl.config import EtlConfig
 from etl.listing.list_source import list_source
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
-from etl.units.units import ListingPlace, plan_units, read_unit
+from etl.units.units import ListingLocation, plan_units, read_unit
 from shardmill.jobs.observer import SilentObserver
 from shardmill.registry import Entry
 from shardmill.stores import STORES
@@ -89,7 +89,7 @@ def _measure(num_rows: int) -> None:
     seconds, peak = time.monotonic() - started, _peak_rss_bytes()
     units = plan_units(listing, EtlConfig(image_size=256), "config")
     STORES.entries[_SCHEME] = Entry("benchmarks.listing_reads:FarStore", "counts its calls")
-    place = ListingPlace(f"{_SCHEME}://{listing.folder}", listing.segments)
+    place = ListingLocation(f"{_SCHEME}://{listing.folder}", listing.segments)
     num_read = sum(len(read_unit(place, unit, 0)) for unit in units)
     assert num_read == num_rows
     num_requests, num_bytes = CALLS.total(), sum(BYTES_READ.values())

@@ -24,8 +24,8 @@ import simplejpeg
 from workloads import find_photos
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.engines.unit_json import decode_task, decode_unit, encode_task, encode_unit
 from etl.plan import plan_build
+from etl.units.units import decode_task, decode_unit, encode_task, encode_unit
 from etl.units.write_unit import Decoders, write_unit
 from shardmill.images.annotations import MAKE_MASK
 from shardmill.images.sandbox import OwnProcessDecoder

@@ -7,27 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from etl.checks.boxes_left import check_boxes_left
-from etl.checks.drift import check_drift
 from etl.checks.duplicates import resolve_duplicates
-from etl.checks.limits import check_limits
-from etl.later_runs.append import append
-from etl.later_runs.carry import Copy, carry, changes_nothing
-from etl.later_runs.same_content import with_same_content
+from etl.checks.limits import check_boxes_left, check_drift, check_limits
+from etl.later_runs.carry import Copy, append, carry, changes_nothing
+from etl.later_runs.changes import with_same_content
 from etl.listing.grouping import Group, group_here
-from etl.units.pending import clear_pending, kept_results
-from etl.units.shard_rows import RowCopier
+from etl.units.copy_rows import RowCopier
+from etl.units.results import clear_pending, kept_results
 from shardmill.dataset.commit import commit_version
 from shardmill.dataset.index import has_all_files
 
 if TYPE_CHECKING:
     from etl.later_runs.changes import Changes
     from etl.plan import BuildPlan
-    from etl.units.finished import Finished
+    from etl.units.results import Finished
     from etl.units.units import CopyUnit, UnitTask
     from shardmill.dataset.build import Build, UnitResult
     from shardmill.dataset.manifest import Manifest
-    from shardmill.storage import Store
 
 
 def commit_results(
@@ -49,30 +45,28 @@ def commit_results(
         changes = with_same_content(changes, plan.work, finished.results)
         finished.rejections.add(changes.refused_before.marked())
     check_limits(plan, finished.rejections)
-    build, results, rejections = plan.build, finished.results, finished.rejections
+    build, results, manifest = plan.build, finished.results, None
     copier = RowCopier(plan.rows, plan.task.config)
     if changes is not None and plan.parent is not None:
         beside = _beside_parent(plan, plan.parent, changes, finished, copier, copy)
         if beside is None:
-            _clear_pending(plan, plan.parent, changes)
-            return plan.parent
-        build, results = beside
-    resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
+            manifest = plan.parent
+        else:
+            build, results = beside
 
     def check(draft: Manifest) -> None:
         check_boxes_left(draft)
         check_drift(plan.store, plan.task.config, draft)
         check_lease()
 
-    manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent, check)
-    _clear_pending(plan, manifest, changes)
-    return manifest
-
-
-def _clear_pending(plan: BuildPlan, latest: Manifest, changes: Changes | None) -> None:
+    if manifest is None:
+        rejections = finished.rejections
+        resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
+        manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent, check)
     # The commit itself may find the parent again, if what was read again is a copy that is dropped, say.
-    if latest.version > plan.parent_version or (changes is not None and changes.rereads):
-        clear_pending(plan.store, plan.units, latest.version)
+    if manifest.version > plan.parent_version or (changes is not None and changes.rereads):
+        clear_pending(plan.store, plan.units, manifest)
+    return manifest
 
 
 def _beside_parent(
@@ -91,19 +85,15 @@ def _beside_parent(
     same_ledger = finished.rejections.digest == parent.ledger_digest
     if has_its_rows and same_ledger and build.class_names == parent.class_names:
         return None
-    assert copy is not None, "changes need it"
-    return build, [*carry(parent, changes, copier, plan.task, _continued(copy, plan.store)), *results]
-
-
-def _continued(copy: Copy, store: Store) -> Copy:
-    """The same, but for what an interrupted run has copied already."""
 
     def copy_missing(units: Sequence[CopyUnit], task: UnitTask) -> Iterator[UnitResult]:
-        kept = list(kept_results(store, units))
+        """But for what an interrupted run has copied already."""
+        assert copy is not None, "changes need it"
+        kept = list(kept_results(plan.store, units))
         yield from kept
         done = {result.unit_index for result in kept}
         missing = [unit for unit in units if unit.index not in done]
         if missing:
             yield from copy(missing, task)
 
-    return copy_missing
+    return build, [*carry(parent, changes, copier, plan.task, copy_missing), *results]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from etl.boxes_config import KINDS_WITH, BoxesConfig
-from etl.download_config import DownloadConfig
-from etl.setting_kinds import EQUAL_IN_APPENDS, REBUILDS_NOTHING
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES, OWN_NAMES
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.kernel import resolve_kernel
@@ -19,6 +17,57 @@ from shardmill.registry import OneOf
 from shardmill.section import Section, SettingKind
 from shardmill.typed_columns import BOX_COLUMNS, MASK, names_places, parse_extra
 from shardmill.values import SourceLabelKind
+
+REBUILDS_NOTHING = SettingKind("changing it alone does not build stored images again")
+EQUAL_IN_APPENDS = SettingKind("an append needs the value that the dataset was built with")
+_WITH_FIELDS = ("table", "parquet", "arrow", "delta", "lance", "webdataset", "tfrecord")
+KINDS_WITH = {"boxes": _WITH_FIELDS, "mask_field": _WITH_FIELDS, "coco_images": ("coco",), "coco_masks": ("coco",)}
+"""For each setting of what moves with the pixels, the kinds of sources that have it."""
+
+
+class BoxesConfig(Section):
+    """The boxes of objects in each image, which move with its pixels (docs/boxes.md)."""
+
+    field: str = ""
+    """A column with a list of boxes in each row, four numbers each, in pixels of the upright source; empty: no boxes.
+    `objects.bbox` is a field of a struct, `json.boxes` one of a tar's JSON members, and `image/object/bbox` the
+    beginning of the names of four TFRecord features."""
+    labels_field: str = ""
+    """A column, field or feature with the class name of each box; empty: boxes without classes. An image then has the
+    classes of its boxes as labels."""
+    format: Literal["xyxy", "xywh"] = "xyxy"
+    """The four numbers: two corners, or a corner with width and height. Stored boxes are `xyxy`, as TFRecords have
+    them."""
+
+    @model_validator(mode="after")
+    def _labels_are_of_boxes(self) -> BoxesConfig:
+        if self.labels_field and not self.field:
+            raise ValueError("boxes.field beside boxes.labels_field: the column of the boxes")
+        return self
+
+
+class DownloadConfig(Section):
+    """How a task downloads images that a table names by `http://` or `https://`."""
+
+    timeout_seconds: float = Field(default=20.0, gt=0)
+    """Time limit of one attempt, including redirects."""
+    num_retries: int = Field(default=2, ge=0, le=20)
+    """Retries after a transient failure, with growing delays."""
+    num_parallel: int = Field(default=16, ge=1, le=256)
+    """Images that a task downloads at once; also applies to files and objects that a table names."""
+    num_parallel_per_host: int = Field(default=4, ge=1)
+    """Maximum number of simultaneous downloads from one host."""
+    allow_private_addresses: bool = False
+    """Also download from private networks and this machine; otherwise such URLs are rejected."""
+    allow_networks: tuple[str, ...] = ()
+    """Private networks that are allowed in any case, such as `10.1.0.0/16`."""
+
+    @field_validator("allow_networks")
+    @classmethod
+    def _are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ipaddress.ip_network(network)
+        return networks
 
 
 class SourceConfig(Section):

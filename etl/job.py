@@ -15,50 +15,87 @@ if __name__ == "__main__":
 
     put_applications_first()
 
+import itertools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from etl.checks.data_faults import fault_warnings
-from etl.checks.facts import (
+from etl.checks.limits import check_limits, check_redecoded, check_vanished, drift_of
+from etl.checks.listing import (
     check_classes,
     check_same_source,
+    current_version,
     emptied_splits,
     inferred_facts,
     inferred_warnings,
-    is_up_to_date,
 )
-from etl.checks.limits import check_limits
-from etl.checks.redecoded import check_redecoded
-from etl.checks.vanished import check_vanished
-from etl.checks.version_warnings import version_warnings
+from etl.checks.version import fault_warnings, version_warnings
 from etl.commit import commit_results
 from etl.config import EtlTree
-from etl.engines import ENGINES, EngineSettings
-from etl.engines.auto import engine_that_runs
-from etl.later_runs.carry import Copy
-from etl.listing.grouping import Group
-from etl.outcome import BuildOutcome, stage_record
-from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
-from etl.units.finished import Finished
-from etl.units.pending import clear_pending, kept_results
-from etl.units.units import ListingPlace
+from etl.engines import ENGINES, Engine, EngineSettings, engine_that_runs
+from etl.plan import BuildPlan, latest_manifest, plan_build, plan_changes
+from etl.units.results import Finished, clear_pending, kept_results
 from shardmill.dataset.card import refresh_card
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import RejectionLog, read_rejections
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
-from shardmill.errors import CommitConflict
+from shardmill.errors import CommitConflict, ShardmillError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
+from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_record import RunRecord, job_parser, run_job
 from shardmill.row_mapping import RowMapping
+from shardmill.stores import open_store
+from shardmill.values import DatasetPin
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from etl.listing.grouping import GroupBy
+    from etl.units.units import CopyUnit, UnitTask
+    from shardmill.dataset.build import UnitResult
 
 # Each is a version that another writer made, so that all of them together always get on.
 _MAX_LOST_COMMITS = 1_000
 SUMMARY_SECTIONS = ("dataset", "etl")
 """Sections that the ETL adds to a run's summary."""
+_WORK = ("engine", "seconds", "images_per_second", "num_units", "num_units_kept", "num_task_retries", "published")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOutcome:
+    """The version that holds the source's images now."""
+
+    pin: DatasetPin
+    manifest: Manifest
+    skipped: bool
+    """True if the latest version was made from the same inputs and config already."""
+    published: bool
+    """True if this run made the version, in this attempt or an earlier one."""
+    engine: str
+    """The engine that ran the units; of `auto`, the one that it chose."""
+    num_units: int
+    num_units_kept: int
+    """Units that an earlier, interrupted run had finished."""
+    num_task_retries: int
+    """Attempts at units that ended too early, and were followed by another one."""
+    num_images_read: int
+    """Images in the other units; 0 if nothing was left to do."""
+    seconds: float
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """What a build did, for a run's summary."""
+        return {name: getattr(self, name) for name in _WORK}
+
+    @property
+    def images_per_second(self) -> float:
+        """Images that this build itself read, per second; 0 if there was nothing to do."""
+        return self.num_images_read / max(self.seconds, 1e-9)
 
 
 def build_dataset(
@@ -78,130 +115,108 @@ def build_dataset(
     `check_labels` is given if a training follows: what it raises for the labels that the listing tells, and UsageError
     for a listing that no classifier can learn, is raised before any work. So is what `before_work` raises, if there is.
     """
-    started_seconds, observer = time.monotonic(), observer or SilentObserver()
-    with ENGINES[tree.etl.engine].opened(_settings(tree)):
-        plan = plan_build(tree, run_id=run_id, observer=observer, group=_group_on_engine(tree), mapping=mapping)
-        return _build(plan, tree, observer, check_labels, before_work, started_seconds, replace_source=replace_source)
+    started_seconds, observer, retries = time.monotonic(), observer or SilentObserver(), list[int]()
+    engine, settings = ENGINES[tree.etl.engine], EngineSettings(tree.spark, tree.etl.num_workers)
+
+    def group(asked: GroupBy) -> Iterator[pa.Table]:
+        return engine.group_rows(asked, settings)
+
+    def copy(units: Sequence[CopyUnit], task: UnitTask) -> Iterator[UnitResult]:
+        return engine.copy_rows(units, task, settings)
+
+    def warn(messages: Iterable[str], event: str = "etl.warning") -> None:
+        for message in messages:
+            observer.event(event, {WARNING: message})
+
+    def outcome(manifest: Manifest, kept: frozenset[int] | None = None) -> BuildOutcome:
+        """`kept`: the units of which an earlier run had left results; None if the build was skipped."""
+        num_images = 0 if kept is None else sum(unit.num_images for unit in plan.units if unit.index not in kept)
+        return BuildOutcome(
+            pin=pin_of(plan.store, manifest.version, read_manifest_bytes(plan.store, manifest.version)),
+            manifest=manifest,
+            skipped=kept is None,
+            published=manifest.run_id == run_id,
+            engine=engine_that_runs(tree.etl.engine, num_images, settings),
+            num_units=len(plan.units),
+            num_units_kept=len(kept or ()),
+            num_task_retries=sum(retries),
+            num_images_read=num_images,
+            seconds=time.monotonic() - started_seconds,
+        )
+
+    with engine.opened(settings):
+        # List and plan. What the listing alone refuses may be too much already.
+        plan = plan_build(tree, run_id=run_id, observer=observer, group=group, mapping=mapping)
+        listed = {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)}
+        observer.event("etl.listed", listed)
+        check_same_source(plan, replace_source=replace_source)
+        check_limits(plan, plan.build.list_rejections)
+        observer.event("etl.inferred" if mapping is None else "etl.predicting", inferred_facts(plan))
+        if check_labels is not None:
+            check_classes(plan)
+            check_labels(plan.row_schema)
+        current = current_version(plan)
+        warn(inferred_warnings(plan, current))
+
+        # Skip all of it if the latest version was made from the same listing and config.
+        if current is not None:
+            check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, current)))
+            record_if_missing(plan.store, current.version)
+            warn(version_warnings(plan.store, current))
+            # An earlier run may have been killed just behind its commit.
+            warn(refresh_card(plan.store, current))
+            clear_pending(plan.store, plan.units, current)
+            observer.event("etl.unchanged", {"version": current.version})
+            return outcome(current)
+
+        if before_work is not None:
+            called = time.monotonic()
+            before_work(plan.row_schema)
+            # No work of the ETL.
+            started_seconds += time.monotonic() - called
+
+        # From the units to the commit. An append that loses the race goes behind the winner; its finished units are
+        # kept.
+        for num_lost in itertools.count(1):
+            # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards. One under which a
+            # race was lost may have lapsed: what it protected is looked at again under another one.
+            try:
+                with writing(plan.store, f"etl, run {run_id},") as lease:
+                    # Leave out what the latest version holds already.
+                    plan, changes = plan_changes(plan, observer)
+                    if not replace_source:
+                        check_vanished(plan, changes)
+                    warn(check_redecoded(plan, changes))
+
+                    # Keep what an interrupted run has finished, and run the rest.
+                    counting = replace(settings, count_retries=retries.append)
+                    finished, kept = _run_units(plan, engine, counting, observer)
+
+                    # Commit: the limits, the accounting, then one manifest.
+                    manifest = commit_results(plan, finished, changes, lease.check, group, copy)
+                break
+            except CommitConflict:
+                may_follow = plan.is_append and num_lost < _MAX_LOST_COMMITS
+                behind = plan.behind(latest_manifest(plan.store)) if may_follow else plan
+                # Nobody has won: `gc` is at work, or the lease has lapsed.
+                if behind.parent_version == plan.parent_version:
+                    raise
+                plan = behind
+                observer.event("etl.rebased", {"version": plan.parent_version, "num_lost": num_lost})
+
+        # What the images themselves tell.
+        warn([*emptied_splits(plan, manifest), *version_warnings(plan.store, manifest)])
+        warn(fault_warnings(plan.rows, manifest), "etl.faults")
+        warn(refresh_card(plan.store, manifest))
+        if manifest.version == plan.parent_version:
+            observer.event("etl.nothing_new", {"version": manifest.version})
+        else:
+            observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
+        return outcome(manifest, kept)
 
 
-def _build(
-    plan: BuildPlan,
-    tree: EtlTree,
-    observer: Observer,
-    check_labels: Callable[[RowSchema], None] | None,
-    before_work: Callable[[RowSchema], object] | None,
-    started_seconds: float,
-    *,
-    replace_source: bool,
-) -> BuildOutcome:
-    # What the listing alone refuses may be too much already.
-    observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
-    check_same_source(plan, replace_source=replace_source)
-    check_limits(plan, plan.build.list_rejections)
-    if plan.task.mapping is None:
-        observer.event("etl.inferred", inferred_facts(plan))
-    else:
-        observer.event("etl.predicting", inferred_facts(plan))
-    if check_labels is not None:
-        check_classes(plan)
-        check_labels(plan.row_schema)
-    _warn(observer, inferred_warnings(plan))
-
-    # Skip all of it if the latest version was made from the same listing and config.
-    parent = plan.parent
-    if parent is not None and is_up_to_date(plan, parent):
-        check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
-        record_if_missing(plan.store, parent.version)
-        _warn(observer, version_warnings(plan.store, parent))
-        # An earlier run may have been killed just behind its commit.
-        _warn(observer, refresh_card(plan.store, parent))
-        clear_pending(plan.store, plan.units, parent.version)
-        observer.event("etl.unchanged", {"version": parent.version})
-        return _outcome(plan, tree, parent, time.monotonic() - started_seconds)
-
-    # Build what the latest version lacks, and commit it.
-    if before_work is not None:
-        called = time.monotonic()
-        before_work(plan.row_schema)
-        # No work of the ETL.
-        started_seconds += time.monotonic() - called
-    return _build_on_latest(plan, tree, observer, started_seconds, replace_source=replace_source)
-
-
-def _build_on_latest(
-    plan: BuildPlan, tree: EtlTree, observer: Observer, started_seconds: float, *, replace_source: bool
-) -> BuildOutcome:
-    """From the units to the commit; an append that loses the race begins again with the winner's version."""
-    retries: list[int] = []
-    num_lost = 0
-    while True:
-        try:
-            return _commit_once(plan, tree, observer, retries, started_seconds, replace_source=replace_source)
-        except CommitConflict:
-            num_lost += 1
-            behind = plan_again(plan, tree) if plan.is_append and num_lost < _MAX_LOST_COMMITS else plan
-            # Nobody has won: `gc` is at work, or the lease has lapsed.
-            if behind.parent_version == plan.parent_version:
-                raise
-        # An append goes behind the winner; its finished units are kept.
-        plan = behind
-        observer.event("etl.rebased", {"version": plan.parent_version, "num_lost": num_lost})
-
-
-def _commit_once(
-    plan: BuildPlan,
-    tree: EtlTree,
-    observer: Observer,
-    retries: list[int],
-    started_seconds: float,
-    *,
-    replace_source: bool,
-) -> BuildOutcome:
-    """The units of `plan` that are missing, and the commit. Raises CommitConflict if another writer was first."""
-    # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards. One under which a race
-    # was lost may have lapsed: what it protected is looked at again under another one.
-    with writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
-        # Leave out what the latest version holds already.
-        changed = plan_changes(plan, observer)
-        plan, changes = changed or (plan, None)
-        if not replace_source:
-            check_vanished(plan, changes)
-        _warn(observer, check_redecoded(plan, changes))
-
-        # Keep what an interrupted run has finished, and run the rest.
-        finished, kept = run_units(plan, tree, observer, retries.append)
-
-        # Commit: the limits, the accounting, then one manifest.
-        manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
-    _warn(observer, [*emptied_splits(plan, manifest), *version_warnings(plan.store, manifest)])
-    _warn(observer, fault_warnings(plan.rows, manifest), "etl.faults")
-    _warn(observer, refresh_card(plan.store, manifest))
-    observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
-    return _outcome(plan, tree, manifest, time.monotonic() - started_seconds, kept, sum(retries))
-
-
-def _outcome(
-    plan: BuildPlan, tree: EtlTree, manifest: Manifest, seconds: float, kept: frozenset[int] | None = None,
-    num_task_retries: int = 0,
-) -> BuildOutcome:  # fmt: skip
-    """`kept`: the units of which an earlier run had left results; None if the build was skipped."""
-    num_images = 0 if kept is None else sum(unit.num_images for unit in plan.units if unit.index not in kept)
-    return BuildOutcome(
-        pin=pin_of(plan.store, manifest.version, read_manifest_bytes(plan.store, manifest.version)),
-        manifest=manifest,
-        skipped=kept is None,
-        published=manifest.run_id == plan.build.run_id,
-        engine=engine_that_runs(tree.etl.engine, num_images, _settings(tree)),
-        num_units=len(plan.units),
-        num_units_kept=len(kept or ()),
-        num_task_retries=num_task_retries,
-        num_images_read=num_images,
-        seconds=seconds,
-    )
-
-
-def run_units(
-    plan: BuildPlan, tree: EtlTree, observer: Observer, count_retries: Callable[[int], object]
+def _run_units(
+    plan: BuildPlan, engine: Engine, settings: EngineSettings, observer: Observer
 ) -> tuple[Finished, frozenset[int]]:
     """Return the results of all units, and the positions of those that an earlier run had finished."""
     finished = Finished(plan.listing, kept_results(plan.store, plan.units))
@@ -210,9 +225,8 @@ def run_units(
     if kept:
         observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
     num_images = {unit.index: unit.num_images for unit in plan.units}
-    num_done = sum(num_images[place] for place in kept)
+    num_done, num_retried = sum(num_images[place] for place in kept), 0
     observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    engine, settings, num_retried = ENGINES[tree.etl.engine], replace(_settings(tree), count_retries=count_retries), 0
     for result in engine.run_units(missing, plan.task, settings) if missing else ():
         finished.add(result)
         num_retried += result.retried_requests
@@ -223,23 +237,23 @@ def run_units(
     return finished, kept
 
 
-def _group_on_engine(tree: EtlTree) -> Group:
-    return lambda group: ENGINES[tree.etl.engine].group_rows(group, _settings(tree))
-
-
-def _copy_on_engine(tree: EtlTree) -> Copy:
-    copy = ENGINES[tree.etl.engine].copy_rows
-    # None of these units reads the listing.
-    return lambda units, task: copy(units, replace(task, listing=ListingPlace("", ())), _settings(tree))
-
-
-def _settings(tree: EtlTree) -> EngineSettings:
-    return EngineSettings(tree.spark, tree.etl.num_workers)
-
-
-def _warn(observer: Observer, messages: Iterable[str], event: str = "etl.warning") -> None:
-    for message in messages:
-        observer.event(event, {WARNING: message})
+def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
+    """Return the part of a run's summary that the ETL adds."""
+    drift = None
+    # A build that has looked and found nothing new has drifted from nothing.
+    if outcome.published or outcome.skipped:
+        # A damaged older manifest must not fail a committed version; `verify` reports that.
+        with suppress(ShardmillError):
+            drift = drift_of(open_store(outcome.pin.uri), tree.etl, outcome.manifest)
+    return StageRecord(
+        stage="etl",
+        status="skipped" if outcome.skipped else "done",
+        sections={
+            "dataset": dataset_section(outcome.pin, outcome.manifest),
+            "etl": outcome.work,
+            "drift": None if drift is None else drift.model_dump(mode="json"),
+        },
+    )
 
 
 def main() -> int:

@@ -9,35 +9,35 @@ from functools import cache, partial
 
 import pyarrow as pa
 
-from etl.checks.drift import check_baseline
-from etl.checks.mask_folders import check_no_masks
-from etl.checks.places import check_places
 from etl.config import EtlTree, SourceConfig
-from etl.later_runs.appendable import check_appendable
-from etl.later_runs.changes import Changes, Compared
-from etl.later_runs.older_rows import OlderRows
-from etl.listing.corrections import corrected
+from etl.later_runs.carry import check_appendable
+from etl.later_runs.changes import Changes, Compared, OlderRows, row_ids
+from etl.listing.first_look import ImageSize, check_no_masks, choose_image_size
 from etl.listing.grouping import Group, GroupBy, group_here
-from etl.listing.judged_boxes import WithJudgedBoxes
-from etl.listing.label_map import WithKnownClasses, grown_label_map, read_label_map
-from etl.listing.list_source import list_source
+from etl.listing.labels import (
+    corrections_of,
+    grown_label_map,
+    read_label_map,
+    with_corrections,
+    with_judged_boxes,
+    with_known_classes,
+)
+from etl.listing.list_source import Listed, list_source
 from etl.listing.listing import Listing
-from etl.listing.splits import WithGroupSplits
-from etl.listing.stratify import KnownSplits, WithStratifiedSplits
+from etl.listing.splits import KnownSplits, with_group_splits, with_stratified_splits
 from etl.sources import COMMITTED, SOURCES, HasParts, Source
-from etl.units.image_size import ImageSize, choose_image_size
-from etl.units.map_rows import deciding, mapped_schema
-from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
+from etl.sources.listed import ListingBatch
+from etl.units.units import ListingLocation, UnitTask, WorkUnit, fingerprint_config, plan_units
 from etl.user_code import with_users_line
 from shardmill.dataset.build import Build
-from shardmill.dataset.index import check_files, files_of, in_all_formats, intact_shards, read_shards, stored_sizes
+from shardmill.dataset.index import check_files, files_of, in_all_formats, intact_shards, read_shards
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
-from shardmill.dataset.row_segments import RowReader, rows_file
+from shardmill.dataset.row_segments import RowReader
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import column_types
-from shardmill.formats.rows import RowSchema
+from shardmill.formats.rows import NO_IMAGES, VECTOR, RowSchema
 from shardmill.images.decoder_id import (
     BEFORE_COLOURS,
     EQUAL_SUFFIXES,
@@ -51,6 +51,7 @@ from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
 from shardmill.kernel import resolve_kernel
+from shardmill.options import NormalizeOptions
 from shardmill.row_mapping import RowMapping
 from shardmill.storage import Store
 from shardmill.stores import open_store
@@ -73,10 +74,16 @@ class BuildPlan:
     """Reads the row segments of the version that this run begins with, and of the one that it makes."""
     parent: Manifest | None
     """The latest version, if there is one."""
-    label_map: tuple[str, ...]
-    """What the config gives; empty for none."""
+    replaced: Manifest | None
+    """The same, if it is of this source and nothing is appended to it: images that it has alone are lost."""
+    extends_parent: bool
+    """Whether rows of the latest version may be reused, as far as settings and decoders tell."""
+    equal_suffixes: frozenset[str] | None
+    """What the names of files end with of which the parent has the pixels that they would have now; None for all."""
     size: ImageSize
     """Size of stored images, as in `task.config`."""
+    behind: Callable[[Manifest | None], BuildPlan]
+    """Plans the same listing on another latest version."""
 
     @property
     def store(self) -> Store:
@@ -104,11 +111,6 @@ class BuildPlan:
         return self.work.num_images
 
     @property
-    def extends_parent(self) -> bool:
-        """Whether rows of the latest version may be reused, as far as settings and decoders tell."""
-        return self.parent is not None and _extends(self, self.parent)
-
-    @property
     def digest(self) -> str:
         """Equal plans (listing, config and units) have equal digests, on any machine."""
         parts = [self.build.source.listing_fingerprint, self.build.config_fingerprint, self.build.source.key_sum]
@@ -131,58 +133,94 @@ def plan_build(
     `group` finds what is listed twice; one of Spark's may leave copies below the dataset while it does. `mapping`: what
     is stored in place of images.
     """
-    require_uri("dataset.uri", tree.dataset.uri)
+    dataset, key = require_uri("dataset.uri", tree.dataset.uri), "dataset.uri" if mapping is None else "--out"
+    if split_version(dataset)[1] is not None:
+        raise UsageError(
+            f"{key} = {dataset} names one version", "expected the dataset: a build creates a version",
+            f"set {key} to {split_version(dataset)[0]}",
+        )  # fmt: skip
     # `auto` is decided here: executors must not choose anew.
-    etl = tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
+    store, etl = open_store(dataset), tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
     for name, uri in tree.source.uris().items():
-        check_places(name, require_uri(name, uri), "dataset.uri" if mapping is None else "--out", tree.dataset.uri)
-    check_baseline(tree)
+        _check_apart(name, open_store(require_uri(name, uri)).uri, key, store.uri)
+    try:
+        if etl.drift_baseline:
+            read_manifest(store, etl.drift_baseline)
+    except UsageError as error:
+        what = f"etl.drift_baseline = {etl.drift_baseline}: {error.what}"
+        raise UsageError(what, error.expected, "set it to 0 for the latest version") from None
+
+    # From here on absolute: an executor has a working directory of its own.
     source = SOURCES[tree.source.kind](tree.source)
-    # From here on: an executor has a working directory of its own.
-    section = with_absolute_uris(tree.source, source)
-    label_map = read_label_map(tree.etl.label_map)
+    tree = tree.model_copy(update={"source": with_absolute_uris(tree.source, source), "etl": etl})
+    label_map = read_label_map(etl.label_map)
     # Asked once, as late as possible: splits that count the images of one version must not come to stand on another.
-    latest = cache(lambda: _latest(open_store(tree.dataset.uri)))
-    listing = _list(source, tree, label_map, latest, observer or SilentObserver(), group)
-    check_no_masks(listing, section, source, etl.max_source_bytes)
-    decided = tree.model_copy(update={"source": section, "etl": etl})
-    return _plan_behind(latest(), decided, run_id, listing, label_map, mapping)
+    latest = cache(lambda: latest_manifest(store))
+    listing = _list(source, tree, store, label_map, latest, observer or SilentObserver(), group)
+    check_no_masks(listing, tree.source, source, etl.max_source_bytes)
+    return _plan_behind(tree, store, run_id, listing, label_map, mapping, latest())
 
 
-def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
-    """The same listing, on what is the latest version by now."""
-    # A size that was chosen for want of a version gives way to that of the version.
-    etl = plan.task.config.model_copy(update={"image_size": tree.etl.image_size})
-    decided, latest = tree.model_copy(update={"source": plan.task.source, "etl": etl}), _latest(plan.store)
-    return _plan_behind(latest, decided, plan.build.run_id, plan.listing, plan.label_map, plan.task.mapping)
+def _check_apart(source_key: str, source: str, dataset_key: str, dataset: str) -> None:
+    """A dataset inside its own source would be listed by the next run."""
+    if f"{dataset}/".startswith(f"{source}/"):
+        # A dataset that no setting names is in the working directory.
+        moved = "dataset.uri or --workdir" if dataset_key == "dataset.uri" else dataset_key
+        raise UsageError(
+            f"{dataset_key} {dataset} is inside {source_key} {source}",
+            "expected separate folders, because the next run would list the shards as inputs",
+            f"set {moved} to a folder outside the source",
+        )
 
 
-def _latest(store: Store) -> Manifest | None:
+def latest_manifest(store: Store) -> Manifest | None:
+    """The latest version; None if there is none."""
     return read_manifest(store, latest) if (latest := latest_version(store)) else None
 
 
 def _plan_behind(
-    parent: Manifest | None,
     tree: EtlTree,
+    store: Store,
     run_id: str,
     listing: Listing,
     label_map: tuple[str, ...],
     mapping: RowMapping | None,
+    parent: Manifest | None,
 ) -> BuildPlan:
-    source, store = tree.source, open_store(tree.dataset.uri)
+    source = tree.source
     listed = {"listing_fingerprint": listing.fingerprint, "key_sum": listing.key_sum}
     found = place_of(source).model_copy(update={**listed, "names_splits": listing.has_splits})
-    is_continued = parent is not None and (tree.etl.write_mode == "append" or found.continues(parent.source))
-    size = choose_image_size(listing, source, tree.etl, parent if is_continued else None)
+    continued = parent if parent is not None and found.continues(parent.source) else None
+    is_append = tree.etl.write_mode == "append"
+    kept = parent if is_append else continued
+
+    # The rows: their size, their columns, and what decides their pixels.
+    size = choose_image_size(listing, source, tree.etl, kept)
     config = tree.etl.model_copy(update={"image_size": size.pixels})
     normalize = config.normalize_options()
-    fingerprint = normalization_fingerprint(normalize)
-    class_names = grown_label_map(parent if is_continued else None, label_map, listing.class_names)
+    decoder, fingerprint = decoder_id(normalize), normalization_fingerprint(normalize)
+    class_names = grown_label_map(kept, label_map, listing.class_names)
     extra = extra_columns(source.extra_entries(), listing.extra_types, found.uri)
     label_type = label_type_of(source.label_kinds(), listing.extra_types, found.uri)
-    stored = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra, label_type)
-    schema = mapped_schema(stored, mapping)
-    config_fingerprint = fingerprint_config(config, schema, deciding(fingerprint, mapping), source.image_fields())
+    schema = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra, label_type)
+    schema = schema if mapping is None else mapped_schema(schema, mapping)
+
+    def fingerprint_with(pixels: str, schema: RowSchema) -> str:
+        made_by = pixels if mapping is None else f"{pixels}\0{mapping.fingerprint}"
+        return fingerprint_config(config, schema, made_by, source.image_fields())
+
+    # Rows of the parent may be reused: same source, and config but for the label map; by the decoders of this machine,
+    # and rules since which the pixels of some files are equal. Splits that are named no more are decided by content:
+    # that of every image may be another one.
+    equal_suffixes, extends_parent = None, False
+    if parent is not None:
+        if parent.normalization_fingerprint != fingerprint:
+            equal_suffixes = _equal_suffixes(parent, normalize, source, is_mapped=mapping is not None)
+        before = fingerprint_with(parent.normalization_fingerprint, replace(schema, class_names=parent.class_names))
+        is_made_alike = parent.formats == config.formats and parent.config_fingerprint == before
+        names_splits = found.names_splits or not parent.source.names_splits
+        extends_parent = continued is not None and names_splits and is_made_alike and equal_suffixes != frozenset()
+
     build = Build(
         run_id=run_id,
         source=found,
@@ -193,9 +231,9 @@ def _plan_behind(
         formats=config.formats,
         normalize=normalize,
         normalization_fingerprint=fingerprint,
-        decoder_id=decoder_id(normalize),
+        decoder_id=decoder,
         config=redacted(config.model_dump(mode="json")),
-        config_fingerprint=config_fingerprint,
+        config_fingerprint=fingerprint_with(fingerprint, schema),
         predicted_by=None if mapping is None else mapping.predicted_by,
     )
     task = UnitTask(
@@ -203,18 +241,31 @@ def _plan_behind(
         dataset_uri=store.uri,
         config=config,
         row_schema=schema,
-        decoder_id=decoder_id(normalize),
-        listing=ListingPlace(str(listing.folder), listing.segments),
+        decoder_id=decoder,
+        listing=ListingLocation(str(listing.folder), listing.segments),
         probes=listing.probes,
         mapping=mapping,
     )
-    units = tuple(plan_units(listing, config, _unit_settings(build)))
-    return BuildPlan(build, listing, listing, units, task, RowReader(store, schema), parent, label_map, size)
+    return BuildPlan(
+        build=build,
+        listing=listing,
+        work=listing,
+        units=tuple(plan_units(listing, config, _unit_settings(build))),
+        task=task,
+        rows=RowReader(store, schema),
+        parent=parent,
+        replaced=None if is_append else continued,
+        extends_parent=extends_parent,
+        equal_suffixes=equal_suffixes,
+        size=size,
+        behind=partial(_plan_behind, tree, store, run_id, listing, label_map, mapping),
+    )
 
 
 def _list(
     source: Source,
     tree: EtlTree,
+    store: Store,
     label_map: tuple[str, ...],
     latest: Callable[[], Manifest | None],
     observer: Observer,
@@ -224,40 +275,39 @@ def _list(
 
     Asks for the latest version if the splits depend on it.
     """
-    config, dataset_uri = tree.etl, open_store(tree.dataset.uri).uri
+    config, corrections = tree.etl, corrections_of(tree)
+
+    def labelled() -> Iterator[ListingBatch]:
+        given = with_corrections(source, corrections, label_map, observer) if corrections else source.list()
+        batches = with_group_splits(with_judged_boxes(given, source.uri), config.split_fractions)
+        return with_known_classes(batches, label_map, config.unknown_class) if label_map else batches
 
     def group_listed(asked: GroupBy) -> Iterator[pa.Table]:
-        return group(replace(asked, dataset_uri=dataset_uri, scratch_dir=config.scratch_dir))
+        return group(replace(asked, dataset_uri=store.uri, scratch_dir=config.scratch_dir))
 
-    grouped = WithGroupSplits(WithJudgedBoxes(corrected(source, tree, label_map, observer)), config.split_fractions)
-    listed = WithKnownClasses(grouped, label_map, config.unknown_class)
+    listed = labelled
     if config.stratified_splits:
-        known = _known_splits(open_store(tree.dataset.uri), latest(), tree.source, source)
-        listed = WithStratifiedSplits(listed, config.split_fractions, known, observer)
+        # Of the latest version's images, those of lost shards included, if it is of this source.
+        parent, place = latest(), place_of(tree.source)
+        rows = row_ids(store, parent) if parent is not None and place.continues(parent.source) else ()
+        known = KnownSplits.of(rows)
+        listed = partial(with_stratified_splits, labelled, config.split_fractions, known, observer)
     return list_source(
-        listed, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer, group=group_listed
-    )
+        Listed(source.uri, listed), seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer,
+        group=group_listed,
+    )  # fmt: skip
 
 
-def _known_splits(store: Store, parent: Manifest | None, section: SourceConfig, source: Source) -> KnownSplits:
-    """Of the latest version's images, those of lost shards included, if it is of this source."""
-    if parent is None or not place_of(with_absolute_uris(section, source)).continues(parent.source):
-        return KnownSplits.of(store, ())
-    shards = read_shards(store, parent)
-    sizes = stored_sizes(store, [rows_file(shard) for shard in shards])
-    rows = (next((shard for shard in group if shard.rows_path in sizes), None) for group in in_all_formats(shards))
-    return KnownSplits.of(store, (shard for shard in rows if shard is not None))
-
-
-def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes] | None:
-    """The plan of only what has changed since the parent, or is to be appended to it; None if all must be done.
+def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes | None]:
+    """The plan of only what has changed since the parent, or is to be appended to it; all of it, and None, if all must
+    be done.
 
     It must be if the parent is of another source or config, or nothing is left of it. Rows of lost shards count as
     changed. Raises UsageError, or IntegrityError for a lost shard, if the parent is none to append to.
     """
     parent, build = plan.parent, plan.build
     if parent is None:
-        return None
+        return plan, None
     if plan.is_append:
         check_appendable(parent, build, is_labelled=bool(plan.listing.class_names))
         groups = in_all_formats(read_shards(plan.store, parent))
@@ -267,26 +317,25 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     elif plan.extends_parent:
         groups = intact_shards(plan.store, parent)
     else:
-        return None
-    refused, equal_suffixes = partial(read_rejections, plan.store, parent), None
-    if parent.normalization_fingerprint != build.normalization_fingerprint:
-        # By older rules, which may have refused what is accepted now.
-        refused, equal_suffixes = tuple, _equal_suffixes(plan, parent)
+        return plan, None
+    # Older rules may have refused what is accepted now.
+    is_same_rules = parent.normalization_fingerprint == build.normalization_fingerprint
+    refused = partial(read_rejections, plan.store, parent) if is_same_rules else tuple
     # Equal facts at another place may be other files; an append compares what it reads of them.
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
     config = plan.task.config
     rows = OlderRows(plan.rows, groups, parent.row_schema, plan.listing, plan.task)
     compared = Compared(
-        groups, rows, refused, plan.listing, is_same_source=is_same_source, equal_suffixes=equal_suffixes
+        groups, rows, refused, plan.listing, is_same_source=is_same_source, equal_suffixes=plan.equal_suffixes
     )
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
         may_be_empty=True,
     )  # fmt: skip
     changes = compared.changes()
-    if not changes.may_keep_rows and not plan.is_append:
-        return None
+    if not changes.num_unchanged and changes.rows is None and not plan.is_append:
+        return plan, None
     observer.event(
         "etl.changes",
         {
@@ -298,39 +347,42 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     if changes.num_to_compare:
         observer.event("etl.comparing", {"inputs": changes.num_to_compare})
     task = replace(
-        plan.task, listing=ListingPlace(str(work.folder), work.segments), probes=work.probes or plan.task.probes
+        plan.task, listing=ListingLocation(str(work.folder), work.segments), probes=work.probes or plan.task.probes
     )
     units = tuple(plan_units(work, config, _unit_settings(build))) if work.num_images else ()
     return replace(plan, build=replace(build, operation="incremental"), work=work, units=units, task=task), changes
 
 
-def _extends(plan: BuildPlan, parent: Manifest) -> bool:
-    """Whether rows of the parent may be reused in the new version: same source, and config but for the label map; by
-    the decoders of this machine, and rules since which the pixels of some files are equal.
-    """
-    build, before = plan.build, parent.normalization_fingerprint
-    has_equal_pixels = before == build.normalization_fingerprint or _equal_suffixes(plan, parent) != frozenset()
-    with_its_names = fingerprint_config(
-        plan.task.config,
-        replace(plan.row_schema, class_names=parent.class_names),
-        deciding(before, plan.task.mapping),
-        plan.task.source.image_fields(),
-    )
-    made_alike = parent.formats == build.formats and has_equal_pixels
-    # Splits that are named no more are decided by content: that of every image may be another one.
-    names_splits = build.source.names_splits or not parent.source.names_splits
-    is_same_source = build.source.continues(parent.source) and names_splits
-    return is_same_source and made_alike and parent.config_fingerprint == with_its_names
-
-
-def _equal_suffixes(plan: BuildPlan, parent: Manifest) -> frozenset[str] | None:
+def _equal_suffixes(
+    parent: Manifest, normalize: NormalizeOptions, source: SourceConfig, *, is_mapped: bool
+) -> frozenset[str] | None:
     """What the names of files end with of which `parent` has the pixels that they would have now; None for all."""
-    rules = rules_of(plan.build.normalize, parent.normalization_fingerprint) if plan.task.mapping is None else None
+    rules = None if is_mapped else rules_of(normalize, parent.normalization_fingerprint)
     suffixes = frozenset[str]() if rules is None else EQUAL_SUFFIXES[rules]
     if BEFORE_COLOURS in parent.decoder_id and parent.counts.by_note.get(CONVERTED_NOTE):
         suffixes = NOT_OF_JPEG if suffixes is None else suffixes & NOT_OF_JPEG
-    names_tell = not parent.counts.by_note.get("extension_mismatch") and not plan.task.source.has_key_fields()
+    names_tell = not parent.counts.by_note.get("extension_mismatch") and not source.has_key_fields()
     return suffixes if suffixes is None or names_tell else frozenset()
+
+
+def mapped_schema(schema: RowSchema, mapping: RowMapping) -> RowSchema:
+    """With the mapping's columns beside the source's, and no images. Raises UsageError if names clash."""
+    if schema.has_annotations:
+        raise UsageError(
+            "the source lists boxes or masks, and predictions no images that they could lie in",
+            "expected images alone",
+            "leave boxes and masks out of what your source lists if source.label_kind = 'none'",
+        )
+    ours = {column.name for column in mapping.columns} | ({VECTOR} if mapping.vector_size else set())
+    clash = next((column.name for column in schema.extra if column.name in ours), None)
+    if clash is not None:
+        raise UsageError(
+            f"the source's column {clash!r} is also one of the predictions",
+            "expected other names",
+            "leave it out of source.extra_columns",
+        )
+    extra = tuple(sorted((*schema.extra, *mapping.columns)))
+    return replace(schema, encoding=NO_IMAGES, extra=extra, vector_size=mapping.vector_size)
 
 
 def _unit_settings(build: Build) -> str:

@@ -20,11 +20,9 @@ if __name__ == "__main__":
 from collections.abc import Callable
 from dataclasses import replace
 
-from etl.boxes_config import BoxesConfig
-from etl.checks.drift import NO_LIMIT
-from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome, work_done
+from etl.checks.limits import NO_LIMIT
+from etl.config import BoxesConfig, EtlTree, SourceConfig, SplitFractions
+from etl.job import BuildOutcome, build_dataset
 from etl.sources import COMMITTED
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import UsageError
@@ -37,27 +35,45 @@ from shardmill.row_mapping import RowMapping
 
 # By its name: the ETL imports nothing of training.
 _MAPPING = "train.published.row_mapper:mapping_of"
-
-
 SUMMARY_SECTIONS = ("predictions",)
 """The section that a run's summary gets."""
 
 
 def predict_source(
-    tree: EtlTree,
-    mapping: RowMapping,
-    *,
-    run_id: str,
-    observer: Observer | None = None,
-    replace_source: bool = False,
+    tree: EtlTree, mapping: RowMapping, *, run_id: str, observer: Observer | None = None, replace_source: bool = False
 ) -> BuildOutcome:
     """The next version of the predictions in `dataset.uri`, or the latest one if nothing is new. Raises as
     `build_dataset` does.
     """
-    source = _source(tree.source)
+    source = _unlabelled(tree.source)
     if source.kind == COMMITTED:
-        source, mapping = _of_dataset(source, mapping)
-    decided = tree.model_copy(update={"source": source, "etl": _settings(tree.etl, mapping)})
+        # The version to read, and the mapping of its pixels.
+        dataset = open_dataset(source.uri)
+        dataset.require_images()
+        pin = dataset.pin
+        if dataset.manifest.normalization_fingerprint != mapping.normalization_fingerprint:
+            raise UsageError(
+                f"the images of {pin.uri}@{pin.version} were not normalized like those that {mapping.predicted_by} "
+                "learned",
+                "expected a dataset of the same settings and decoders",
+                "predict the images that it was built from: they are decoded as the model needs them",
+            )
+        source = source.model_copy(update={"uri": f"{pin.uri}@{pin.version}"})
+        mapping = replace(mapping, encoding="raw", predicted_by=replace(mapping.predicted_by, predicted=pin))
+    # The images that the model takes; and what makes sense of rows that nobody is going to train on.
+    settings = {
+        **dict(mapping.normalize),
+        "formats": ("parquet",),
+        "split_fractions": SplitFractions(train=0, validation=0, test=1),
+        "stratified_splits": False,
+        "label_map": (),
+        "corrections": "",
+        "duplicates": "report",
+        "write_mode": "overwrite",
+        "max_drift": NO_LIMIT,
+        "drift_baseline": 0,
+    }
+    decided = tree.model_copy(update={"source": source, "etl": tree.etl.model_copy(update=settings)})
     return build_dataset(decided, run_id=run_id, observer=observer, replace_source=replace_source, mapping=mapping)
 
 
@@ -70,13 +86,13 @@ def predictions_record(outcome: BuildOutcome) -> StageRecord:
         "model": str(made_by),
         "source": outcome.manifest.source.described,
         "num_predicted": outcome.num_images_read,
-        **work_done(outcome),
+        **outcome.work,
     }
     status = "skipped" if outcome.skipped else "done"
     return StageRecord(stage="predict", status=status, sections={"predictions": predictions})
 
 
-def _source(source: SourceConfig) -> SourceConfig:
+def _unlabelled(source: SourceConfig) -> SourceConfig:
     """Without labels, which nobody has to know; those that are asked for are kept beside the predictions.
 
     Without boxes and masks, too: predictions have no images that they could lie in.
@@ -87,45 +103,11 @@ def _source(source: SourceConfig) -> SourceConfig:
             "expected images that are named",
             'set source.mask_field = "" and source.image_field, such as "jpg;png"',
         )
-    parts = {name: _source(part) for name, part in source.parts.items()}
+    parts = {name: _unlabelled(part) for name, part in source.parts.items()}
     keeps = "label_kind" in source.model_fields_set or source.kind == COMMITTED
     kind = source.label_kind if keeps and not source.labels_are_of_boxes else "none"
     update = {"label_kind": kind, "parts": parts, "boxes": BoxesConfig(), "mask_field": "", "coco_masks": False}
     return source.model_copy(update=update)
-
-
-def _of_dataset(source: SourceConfig, mapping: RowMapping) -> tuple[SourceConfig, RowMapping]:
-    """The version to read, and the mapping of its pixels. Raises UsageError unless they are what the model takes."""
-    dataset = open_dataset(source.uri)
-    dataset.require_images()
-    manifest, pin = dataset.manifest, dataset.pin
-    if manifest.normalization_fingerprint != mapping.normalization_fingerprint:
-        raise UsageError(
-            f"the images of {pin.uri}@{pin.version} were not normalized like those that {mapping.predicted_by} learned",
-            "expected a dataset of the same settings and decoders",
-            "predict the images that it was built from: they are decoded as the model needs them",
-        )
-    pinned = replace(mapping.predicted_by, predicted=pin)
-    source = source.model_copy(update={"uri": f"{pin.uri}@{pin.version}"})
-    return source, replace(mapping, encoding="raw", predicted_by=pinned)
-
-
-def _settings(etl: EtlConfig, mapping: RowMapping) -> EtlConfig:
-    """The images that the model takes; and what makes sense of rows that nobody is going to train on."""
-    return etl.model_copy(
-        update={
-            **dict(mapping.normalize),
-            "formats": ("parquet",),
-            "split_fractions": SplitFractions(train=0, validation=0, test=1),
-            "stratified_splits": False,
-            "label_map": (),
-            "corrections": "",
-            "duplicates": "report",
-            "write_mode": "overwrite",
-            "max_drift": NO_LIMIT,
-            "drift_baseline": 0,
-        }
-    )
 
 
 def main() -> int:

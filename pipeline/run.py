@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from etl.config import EtlTree
-from etl.job import build_dataset
-from etl.outcome import stage_record
+from etl.job import build_dataset, stage_record
 from pipeline.cli_options import Common
 from pipeline.config import require
 from pipeline.preflight import FirstPlan, check_one_process, refuse_what_cannot_work, setting

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
-    from etl.engines import ENGINES, EngineSettings
-    from etl.engines.auto import engine_that_runs
+    from etl.engines import ENGINES, EngineSettings, engine_that_runs
     from train.launching import is_on_spark
     from train.planning.auto import resolve
 

@@ -33,7 +33,7 @@ EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.toml"
 PROMISES = (
     "shardmill/epoch_plan.py", "shardmill/mix.py", "shardmill/dataset/commit.py", "shardmill/dataset/manifest.py",
     "shardmill/dataset/leases.py", "shardmill/dataset/maintenance/gc.py", "etl/units/write_unit.py",
-    "shardmill/images/process.py", "etl/units/pending.py", "train/checkpoints/checkpoint.py",
+    "shardmill/images/process.py", "etl/units/results.py", "train/checkpoints/checkpoint.py",
     "train/checkpoints/checkpoint_writer.py", "train/rank/session.py", "train/launching/watchdog.py",
     "train/launching/messages.py", "shardmill/child_process.py", "train/strategies/torch_ddp.py",
     "train/strategies/horovod.py", "train/published/export.py", "train/published/gate.py",

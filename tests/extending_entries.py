@@ -12,7 +12,7 @@ from pydantic import Field
 from etl.engines import Engine, EngineSettings
 from etl.listing.grouping import group_here
 from etl.sources.kinds.folders import FolderSource
-from etl.units.copy_unit import copy_rows
+from etl.units.copy_rows import copy_rows
 from etl.units.units import CopyUnit, WorkUnit
 from etl.units.write_unit import UnitTask, write_unit
 from shardmill.dataset.build import UnitResult

@@ -222,7 +222,7 @@ SHIP = """
 import sys
 from shardmill.applications import OnExecutor, put_applications_first
 put_applications_first()
-from etl.listing.segments import read_cells
+from etl.listing.listing import read_cells
 from pyspark import cloudpickle
 sys.stdout.buffer.write(cloudpickle.dumps(OnExecutor(read_cells)))
 """

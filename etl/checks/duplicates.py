@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.config import EtlConfig
-from etl.listing.grouping import Group, GroupBy, Segment, group_here, with_equals
-from etl.listing.spill import SpilledRows
+from etl.listing.grouping import Group, GroupBy, Segment, SpilledRows, group_here, with_equals
 from etl.sources.listed import SPLITS
 from shardmill.dataset.build import UnitResult
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
@@ -33,7 +32,7 @@ from shardmill.values import Rejection, RejectReason, ShardInfo
 from shardmill.words import printable
 
 if TYPE_CHECKING:
-    from etl.units.shard_rows import RowCopier
+    from etl.units.copy_rows import RowCopier
 
 _NUM_EXAMPLES = 3
 # The copies of so many shards are in memory at once, while these shards are copied without them.
@@ -67,8 +66,15 @@ def resolve_duplicates(
     Raises RejectLimitExceeded if the config allows none.
     """
     shards = [copies[0] for result in results for copies in in_all_formats(result.shards)]
+
+    def group_kept(asked: GroupBy) -> Iterator[pa.Table]:
+        """As an engine would, with rows that have been read before."""
+        tables = copier.rows.read_each(shards, asked.schema.names)
+        picked = [asked.pick(table, place) for place, table in enumerate(tables)]
+        yield asked.fold(pa.concat_tables([asked.picked.empty_table(), *picked]))
+
     if sum(shard.num_rows for shard in shards) <= MAX_KEPT_ROWS:
-        group = partial(_group_kept, copier.rows, shards)
+        group = group_kept
     if config.duplicates == "report":
         return Resolved(results, count_copies(copier.store, shards, config, group))
     copies = find_copies(copier.store, shards, config, group)
@@ -76,13 +82,6 @@ def resolve_duplicates(
         _require_none(copies)
         return Resolved(results, _NO_DUPLICATES)
     return Resolved(list(_without(results, rejections, copies, config, copier)), _NO_DUPLICATES)
-
-
-def _group_kept(rows: RowReader, shards: Sequence[ShardInfo], asked: GroupBy) -> Iterator[pa.Table]:
-    """As an engine would, with rows that have been read before."""
-    tables = rows.read_each(shards, asked.schema.names)
-    picked = [asked.pick(table, place) for place, table in enumerate(tables)]
-    yield asked.fold(pa.concat_tables([asked.picked.empty_table(), *picked]))
 
 
 def count_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
@@ -150,7 +149,7 @@ def _require_none(copies: Iterable[pa.Table]) -> None:
     for found in copies:
         num_copies += found.num_rows
         smallest = found.sort_by("source").slice(0, _NUM_EXAMPLES).to_pylist()
-        examples = heapq.nsmallest(_NUM_EXAMPLES, [*examples, *smallest], key=_key_of)
+        examples = heapq.nsmallest(_NUM_EXAMPLES, [*examples, *smallest], key=lambda each: key_bytes(each["source"]))
     if num_copies:
         named = ", ".join(f"{printable(each['source'])} = {printable(each['original'])}" for each in examples)
         raise RejectLimitExceeded(
@@ -158,10 +157,6 @@ def _require_none(copies: Iterable[pa.Table]) -> None:
             'etl.duplicates = "error" allows no duplicates; nothing was published',
             'remove them, or set etl.duplicates = "drop" to keep the one with the smallest key',
         )
-
-
-def _key_of(record: dict[str, Any]) -> bytes:
-    return key_bytes(record["source"])
 
 
 def _without(

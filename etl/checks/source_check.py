@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from etl.checks.facts import inferred_facts, inferred_warnings
 from etl.checks.limits import Limit, broken_limit
-from etl.checks.version_warnings import lost_by_decoding
+from etl.checks.listing import inferred_facts, inferred_warnings
+from etl.checks.version import lost_by_decoding
 from etl.config import EtlTree
 from etl.engines import EngineSettings
 from etl.engines.local import run_locally
 from etl.plan import plan_build
 from etl.sources.listed import SPLITS
-from etl.units.finished import Finished
+from etl.units.results import Finished
 from shardmill.dataset.build import SplitSums, count_notes
 from shardmill.dataset.ledger import RejectionLog
 from shardmill.dataset.statistics import SizeCounts, add_sizes
@@ -101,19 +101,15 @@ def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> So
         finished.add(result)
         num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+    sums: dict[str, SplitSums] = {}
+    for part in (part for result in finished.results for part in result.splits):
+        sums[part.split] = sums[part.split].plus(part) if part.split in sums else part
     return SourceCheck(
         num_listed=plan.build.num_listed,
         class_names=plan.build.class_names,
         inferred=inferred_facts(plan),
         inferred_warnings=tuple(inferred_warnings(plan)),
-        accepted=_by_split(finished),
+        accepted=tuple(sums[split] for split in SPLITS if split in sums),
         finished=finished,
         limit=broken_limit(tree.etl, finished.rejections, plan.build.num_listed),
     )
-
-
-def _by_split(finished: Finished) -> tuple[SplitSums, ...]:
-    sums: dict[str, SplitSums] = {}
-    for part in (part for result in finished.results for part in result.splits):
-        sums[part.split] = sums[part.split].plus(part) if part.split in sums else part
-    return tuple(sums[split] for split in SPLITS if split in sums)

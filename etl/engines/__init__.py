@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardmill.jobs.config import is_local_master, is_under_spark_submit
 from shardmill.registry import Entry, ExtensionPoint, Registry
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ class EngineSettings:
     """Told how many attempts at units ended too early and were followed by another one."""
 
 
-def _copy_here(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
-    return ENGINES["local"].copy_rows(units, task, settings)
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """The interface of an engine, which runs a build's work. Results do not depend on the engine."""
@@ -41,8 +38,10 @@ class Engine:
     """Each unit's result once, as the units finish, in any order."""
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
     """The answer of each part of a group-by, in the order of the parts; `etl.listing.grouping.group_here` will do."""
-    copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] = _copy_here
-    """Like `run_units`, with `etl.units.copy_unit.copy_rows` for each unit; by default in processes of this machine."""
+    copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] = (
+        lambda units, task, settings: ENGINES["local"].copy_rows(units, task, settings)
+    )
+    """Like `run_units`, with `etl.units.copy_rows.copy_rows` for each unit; by default in processes of this machine."""
     opened: Callable[[EngineSettings], AbstractContextManager[None]] = lambda settings: nullcontext()
     """Entered before a build lists its source: what the parts of its work can share stays open inside."""
 
@@ -51,17 +50,43 @@ ENGINES: Registry[Engine] = Registry(
     "etl.engine",
     {
         "auto": Entry(
-            "etl.engines.auto:AUTO",
+            "etl.engines:AUTO",
             "local on one machine; spark under spark-submit, with a cluster's spark.master, or above 10 million images",
         ),
         "local": Entry("etl.engines.local:LOCAL", "processes on this machine; no Java, no Spark"),
         "spark": Entry(
-            "etl.engines.spark:SPARK",
-            "Spark tasks; local threads, or a cluster",
-            extra="spark",
-            packages=("pyspark",),
+            "etl.engines.spark:SPARK", "Spark tasks; local threads, or a cluster", extra="spark", packages=("pyspark",)
         ),
     },
     takes_own=True,
     point=ExtensionPoint("what runs the work units", "etl.engines:Engine"),
+)
+
+# About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_peers.md).
+MAX_LOCAL_IMAGES = 10_000_000
+
+
+def engine_that_runs(name: str, num_images: int, settings: EngineSettings) -> str:
+    """Of `etl.engine = NAME`: the named one; of `auto`, no JVM unless a cluster is configured or one machine would have
+    too many images.
+    """
+    return name if name != "auto" else "spark" if num_images > MAX_LOCAL_IMAGES else _likely(settings)
+
+
+def _likely(settings: EngineSettings) -> str:
+    """What `auto` runs with few images, and all group-bys and copies with, however many: nothing of it needs a JVM."""
+    has_cluster = is_under_spark_submit() or not is_local_master(settings.spark.master)
+    return "spark" if has_cluster else "local"
+
+
+def _run_automatically(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    engine = engine_that_runs("auto", sum(unit.num_images for unit in units), settings)
+    return ENGINES[engine].run_units(units, task, settings)
+
+
+AUTO = Engine(
+    _run_automatically,
+    lambda group, settings: ENGINES[_likely(settings)].group_rows(group, settings),
+    lambda units, task, settings: ENGINES[_likely(settings)].copy_rows(units, task, settings),
+    lambda settings: ENGINES[_likely(settings)].opened(settings),
 )

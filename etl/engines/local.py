@@ -10,11 +10,9 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 
 from etl.engines import Engine, EngineSettings
-from etl.engines.unit_json import encode_task, encode_unit
-from etl.engines.unit_runner import UnitRunner
-from etl.engines.worker_process import ForkServer
+from etl.engines.unit_runner import ForkServer, UnitRunner
 from etl.listing.grouping import group_here
-from etl.units.units import CopyUnit, UnitTask, WorkUnit
+from etl.units.units import CopyUnit, UnitTask, WorkUnit, encode_task, encode_unit
 from shardmill.dataset.build import UnitResult, decode_unit_result
 
 # Processes for each worker: while one of them stores a unit, another decodes the next one. What a mapping stores is

@@ -19,11 +19,10 @@ from typing import IO, Any
 import pyarrow as pa
 
 from etl.config import EtlConfig, SourceConfig
-from etl.engines.unit_json import decode_task, decode_unit
-from etl.engines.worker_process import END, KILLED
+from etl.engines.unit_runner import END, KILLED
 from etl.sources import SOURCES
-from etl.units.copy_unit import copy_rows
-from etl.units.units import CopyUnit
+from etl.units.copy_rows import copy_rows
+from etl.units.units import CopyUnit, decode_task, decode_unit
 from etl.units.write_unit import Decoder, Decoders, sandboxes_of_process, write_unit
 from etl.user_code import own_error
 from shardmill.child_process import begin_child, die_with_parent, own_pipes, pack_message, read_message
@@ -51,7 +50,11 @@ def serve() -> None:
     begin_child()
     os.dup2(2, 1)
     gc.disable()
-    _load_usual_entries()
+    # The registry entries that most tasks use; each worker loads further ones when its task names them.
+    _ = SOURCES[SourceConfig().kind], [SHARD_FORMATS[name] for name in EtlConfig().formats]
+    open_store(os.getcwd())
+    # Arrow imports pandas, if it is here, when it first makes a table: once is enough for all workers.
+    pa.table({"": [0]})
     # What there is now is never freed: looking at it would only copy the pages that all workers share.
     gc.freeze()
     gc.enable()
@@ -72,14 +75,6 @@ def serve() -> None:
             answer = _ended(int(process_id), float(seconds)) if is_ours else None
             forked.discard(int(process_id))
         asked.send(KILLED if answer is None else str(answer).encode())
-
-
-def _load_usual_entries() -> None:
-    """Load the registry entries that most tasks use; each worker loads further ones when its task names them."""
-    _ = SOURCES[SourceConfig().kind], [SHARD_FORMATS[name] for name in EtlConfig().formats]
-    open_store(os.getcwd())
-    # Arrow imports pandas, if it is here, when it first makes a table: once is enough for all workers.
-    pa.table({"": [0]})
 
 
 def _fork(work: Callable[[], None], asked: socket.socket) -> int:
@@ -123,7 +118,12 @@ def _work(requests: int, answers: int) -> None:
         if first is None:
             return
         task = decode_task(first[1])
-        decoders = _decoders(task.config, pipe, is_careful=first[0]["is_careful"])
+        limits = task.config.decode_limits()
+        decoders = Decoders(OwnProcessDecoder(limits), OwnProcessDecoder(limits, MAKE_MASK))
+        if first[0]["is_careful"]:
+            decoders = sandboxes_of_process(task.config)
+            announcing = _AnnouncingDecoder(decoders.images, lambda key: _answer(pipe, {"begun": key}))
+            decoders = replace(decoders, images=announcing)
         while (request := read_message(waiting)) is not None:
             try:
                 unit = decode_unit(request[1])
@@ -135,23 +135,16 @@ def _work(requests: int, answers: int) -> None:
             except MemoryError:
                 raise  # ends this process, as the kernel does when it is out of memory
             except Exception as error:
-                _answer(pipe, _refusal(error, json.loads(request[1])["index"]))
-
-
-def _decoders(config: EtlConfig, pipe: IO[bytes], *, is_careful: bool) -> Decoders:
-    if is_careful:
-        found = sandboxes_of_process(config)
-        return replace(found, images=_AnnouncingDecoder(found.images, lambda key: _answer(pipe, {"begun": key})))
-    limits = config.decode_limits()
-    return Decoders(OwnProcessDecoder(limits), OwnProcessDecoder(limits, MAKE_MASK))
-
-
-def _refusal(error: Exception, unit_index: int) -> dict[str, Any]:
-    """The answer that raises an error in the parent. No image was the cause of an ordinary one: it raises again."""
-    own = error if isinstance(error, ShardmillError) else own_error(f"work unit {unit_index}", error)
-    parts = [own.what, own.expected, own.fix]
-    note = "" if own is error else "".join(traceback.format_exception(error))
-    return {"error": type(own).__name__, "parts": parts, "detail": own.detail, "note": note}
+                # No image was the cause of an ordinary error: it raises again in the parent.
+                unit_index = json.loads(request[1])["index"]
+                own = error if isinstance(error, ShardmillError) else own_error(f"work unit {unit_index}", error)
+                refusal = {
+                    "error": type(own).__name__,
+                    "parts": [own.what, own.expected, own.fix],
+                    "detail": own.detail,
+                }
+                note = "" if own is error else "".join(traceback.format_exception(error))
+                _answer(pipe, {**refusal, "note": note})
 
 
 class _AnnouncingDecoder:

@@ -1,7 +1,8 @@
 """Converts a source's batches to a `Listing`: images stream into segments on disk, and only sums stay in memory.
 
 The segments are ordered by ranges of cells, so that a work unit reads only its own images. A build fails here if its
-source has no image at all, or no labels although it has some.
+source has no image at all, or no labels although it has some. Sample ids are made unique: a key that is listed twice is
+rejected once, and two keys with one id get two ids; both are asked of an engine's group-by.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -10,30 +11,37 @@ source has no image at all, or no labels although it has some.
 from __future__ import annotations
 
 import heapq
+import io
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from etl.listing.grouping import Group, GroupBy, Segment, group_here
-from etl.listing.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
-from etl.listing.segments import (
+from etl.listing.grouping import Group, GroupBy, Segment, SpilledRows, group_here, with_equals
+from etl.listing.listing import (
+    NUM_BUCKETS,
     SEGMENT_ROWS,
     SEGMENT_SCHEMA,
+    Listing,
     ListingSegment,
     fact_limbs,
+    find_sorted,
     key_digests,
+    limbs,
     sample_ids,
-    segment_table,
+    sum_limbs,
+    write_rows,
     write_segment,
 )
-from etl.listing.unique_ids import Correction, make_unique
 from etl.sources import Lists
 from etl.sources.listed import ListingBatch
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
@@ -41,113 +49,31 @@ from shardmill.checksummed import checksum_file
 from shardmill.dataset.ledger import RejectionLog
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
-from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
+from shardmill.ids import add_digests, format_digest, key_hash, next_sample_id, sample_id_of
 from shardmill.jobs.observer import Observer
-from shardmill.jobs.process import Scratch
+from shardmill.jobs.process import Scratch, scratch_folder
 from shardmill.mix import mix64_array
 from shardmill.storage_errors import as_storage_error
-from shardmill.typed_columns import LABEL, names_of
+from shardmill.typed_columns import BOXES, LABEL, names_of
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
 from shardmill.words import printable
 
-# A group-by divides its rows by the first column: into ranges, so that each of its parts is a segment.
-_BY_CELL = pa.schema([SEGMENT_SCHEMA.field("cell"), *(field for field in SEGMENT_SCHEMA if field.name != "cell")])
-
-
-def by_cells(folder: Path, runs: Sequence[ListingSegment], group: Group) -> tuple[ListingSegment, ...]:
-    """Segments in `folder` of which each holds a range of cells, in the order of the ranges.
-
-    `runs` are sorted, each by itself. Those of a listing that came in the order of its cells stay as they are: so does
-    one alone, and what has changed since an earlier version. Others are brought together by the engine's group-by.
-    """
-    if all(run.last_cell <= following.first_cell for run, following in itertools.pairwise(runs)):
-        return tuple(runs)
-    files = tuple(Segment(checksum_file(run.path, (folder / run.path).read_bytes()), run.num_rows) for run in runs)
-    asked = GroupBy(
-        str(folder), files, _BY_CELL, _as_they_are, _BY_CELL, _in_order, _BY_CELL, rows_per_part=SEGMENT_ROWS
-    )
-    segments = [
-        write_segment(folder, f"cells-{number:05d}.parquet", rows.select(SEGMENT_SCHEMA.names))
-        for number, rows in enumerate(group(asked))
-        if rows.num_rows
-    ]
-    for run in runs:
-        (folder / run.path).unlink()
-    return tuple(segments)
-
-
-def _as_they_are(rows: pa.Table, place: int) -> pa.Table:
-    return rows
-
-
-def _in_order(rows: pa.Table) -> pa.Table:
-    return rows.take(pa.array(np.argsort(rows.column("cell").to_numpy(), kind="stable")))
-
-
-_NUM_REASONS = 3
-_UNLABELLED_ON_PURPOSE = 'set source.label_kind = "none" for a dataset without labels'
-
-
-def check_has_images(listing: Listing, uri: str) -> None:
-    """Raise UsageError if no image is left, with the reasons for which the inputs were refused."""
-    if listing.num_images:
-        return
-    refused = listing.rejections
-    if set(refused.by_reason) <= {RejectReason.NOT_AN_IMAGE_NAME}:
-        raise UsageError(
-            f"no images below {uri} ({len(refused)} other files)",
-            "expected image files, preferably in one folder per class",
-            "check source.uri",
-        )
-    raise UsageError(
-        f"no images below {uri}: all {len(refused)} inputs were rejected ({_reasons(refused)})",
-        "expected at least one input that can be used",
-        "fix the causes (docs/rejects.md explains the reasons), or correct the keys of the section source",
-    )
-
-
-def _reasons(refused: RejectionLog) -> str:
-    """The most frequent reasons, each with its first input."""
-    reasons = [reason for reason, _ in refused.by_reason.most_common(_NUM_REASONS)]
-    first: dict[RejectReason, Rejection] = {}
-    for rejection in refused:
-        first.setdefault(rejection.reason, rejection)
-        if len(first) == len(refused.by_reason):
-            break
-    return "; ".join(
-        f"{refused.by_reason[reason]} {reason}, such as {printable(first[reason].key)}: {first[reason].detail}"
-        for reason in reasons
-    )
-
-
-def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None:
-    """Raise UsageError if no image has a label although the source has labels, or if only some images have one.
-
-    `label_signs`: where the source seems to hold labels that it does not take, a phrase each.
-    """
-    by_label = listing.images_by_label
-    num_unlabelled = sum(times for (_, label), times in by_label.items() if label is None)
-    if num_unlabelled and num_unlabelled == listing.num_images and label_signs:
-        others = f" (and {len(label_signs) - 1} more)" if len(label_signs) > 1 else ""
-        raise UsageError(
-            f"the dataset would have no labels, and {uri} seems to have some: {label_signs[0]}{others}",
-            "expected labels under source.label_field or a usual name (docs/sources.md)",
-            "name them with source.label_field (those of boxes: source.boxes.field and source.boxes.labels_field), or "
-            f"{_UNLABELLED_ON_PURPOSE}",
-        )
-    if 0 < num_unlabelled < listing.num_images:
-        signs = f": {label_signs[0]}" if label_signs else ""
-        splits = sorted({str(split) for (split, label), times in by_label.items() if label is None and split and times})
-        of_splits = f", those of {', '.join(splits)}" if splits else ""
-        raise UsageError(
-            f"{num_unlabelled} of {listing.num_images} images of {uri} have no label{of_splits}{signs}",
-            "expected a label for each image, or for none",
-            f"exclude the files without labels with a pattern in source.uri, or {_UNLABELLED_ON_PURPOSE}",
-        )
+if TYPE_CHECKING:
+    from shardmill.dataset.ledger import RejectionLog
 
 
 _BUCKET_SHIFT = np.uint64(48)
 _NUM_PROBES = 8
+_NUM_REASONS = 3
+_UNLABELLED_ON_PURPOSE = 'set source.label_kind = "none" for a dataset without labels'
+
+
+@dataclass(slots=True)
+class Listed:
+    """A source's batches, by the rules of a build."""
+
+    uri: str
+    list: Callable[[], Iterator[ListingBatch]]
 
 
 def list_source(
@@ -223,7 +149,14 @@ class _Segments:
     def add(self, batch: ListingBatch) -> None:
         self.warnings += batch.warnings
         self.label_signs.update(dict.fromkeys(batch.label_signs))
-        self._add_types(batch.extra_types)
+        for name, kind in batch.extra_types.items():
+            before = self.extra_types.setdefault(name, kind)
+            if before != kind:
+                raise UsageError(
+                    f"the extra column {name!r} is {before} in one part of the source and {kind} in another",
+                    "expected one type in all parts",
+                    f'give its type in each part: extra_columns = ["{name}:{kind}"]',
+                )
         self.rejections.add(batch.rejections)
         images = batch.images.combine_chunks()
         self.num_listed += images.num_rows + len(batch.rejections)
@@ -233,29 +166,22 @@ class _Segments:
         hashes_N = sample_ids(keys_N32)
         cells_N = _cells(images, hashes_N, self.seed)
         self._are_unique &= batch.ids_N is not None
-        rows = segment_table(images, hashes_N if batch.ids_N is None else batch.ids_N, cells_N)
+        ids_N = hashes_N if batch.ids_N is None else batch.ids_N
+        rows = pa.table([*images.columns, pa.array(ids_N), pa.array(cells_N)], schema=SEGMENT_SCHEMA)
         self.key_sum += sum_limbs(limbs(keys_N32))
         self.source_bytes += pc.sum(pc.max_element_wise(images.column("size_bytes"), 0)).as_py()
         self.has_all_sizes &= pc.min(images.column("size_bytes")).as_py() != UNKNOWN_SIZE
-        self._count(images)
+        for row in images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist():
+            self.images_by_label[row["split"], row["label"]] += row["count_all"]
         if batch.extra_types.get(LABEL) == "list<string>":
-            self._count_multi_labels(images)
+            for split, text in zip(*(images.column(name).to_pylist() for name in ("split", "extra")), strict=True):
+                self.multi_labels.update((split, label) for label in names_of(text))
         self._choose_probes(images, cells_N)
         self._tables.append(rows)
         self._facts.append(fact_limbs(keys_N32, rows))
         self._num_waiting += rows.num_rows
         if self._num_waiting >= SEGMENT_ROWS:
             self._flush()
-
-    def _add_types(self, types: Mapping[str, str]) -> None:
-        for name, kind in types.items():
-            before = self.extra_types.setdefault(name, kind)
-            if before != kind:
-                raise UsageError(
-                    f"the extra column {name!r} is {before} in one part of the source and {kind} in another",
-                    "expected one type in all parts",
-                    f'give its type in each part: extra_columns = ["{name}:{kind}"]',
-                )
 
     def finish(self) -> Listing:
         if self._num_waiting:
@@ -292,15 +218,6 @@ class _Segments:
             if self.multi_labels:
                 self.multi_labels.subtract((image["split"], label) for label in names_of(image["extra"]))
             self.rejections.add([correction.rejection])
-
-    def _count(self, images: pa.Table) -> None:
-        counted = images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist()
-        for row in counted:
-            self.images_by_label[row["split"], row["label"]] += row["count_all"]
-
-    def _count_multi_labels(self, images: pa.Table) -> None:
-        for split, text in zip(images.column("split").to_pylist(), images.column("extra").to_pylist(), strict=True):
-            self.multi_labels.update((split, label) for label in names_of(text))
 
     def _choose_probes(self, images: pa.Table, cells_N: np.ndarray) -> None:
         """Keep the files of the smallest cells: the same ones for any order of the listing."""
@@ -340,42 +257,257 @@ def _cells(images: pa.Table, ids_N: np.ndarray, seed: int) -> np.ndarray:
 
 def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
     """Refuse by size and by label, before any byte is read."""
-    images = batch.images
-    bad_labels = [
-        label
-        for label in pc.unique(images.column("label")).to_pylist()
-        if label is not None and not is_class_name(label)
-    ]
+    images, labels = batch.images, pc.unique(batch.images.column("label")).to_pylist()
+    bad_labels = [label for label in labels if label is not None and not is_class_name(label)]
     is_too_large = pc.greater(images.column("size_bytes"), max_source_bytes)
     if not bad_labels and not pc.any(is_too_large).as_py():
         return batch
-    is_bad_label = pc.is_in(images.column("label"), pa.array(bad_labels, pa.string()))
-    refused = [
-        _refused_row(row, bad_label, max_source_bytes)
-        for row, bad_label in _marked(images, is_bad_label, pc.or_(is_bad_label, is_too_large))
-    ]
-    is_kept = pc.invert(pc.or_(is_bad_label, is_too_large))
-    ids_N = None if batch.ids_N is None else batch.ids_N[is_kept.to_numpy()]
+    is_refused = pc.or_(pc.is_in(images.column("label"), pa.array(bad_labels, pa.string())), is_too_large)
+    refused: list[Rejection] = []
+    for row in images.filter(is_refused).to_pylist():
+        reason = RejectReason.TOO_LARGE_BYTES
+        detail = f"{row['size_bytes']} bytes; etl.max_source_bytes is {max_source_bytes}"
+        if row["label"] in bad_labels:
+            is_long = len(row["label"].encode()) > MAX_CLASS_NAME_BYTES
+            reason, detail = RejectReason.BAD_LABEL, "too long" if is_long else f"{row['label']!r} is no class name"
+        facts = (row["size_bytes"], row["mtime_ns"], row["etag"])
+        refused.append(Rejection(row["key"], reason, detail, *facts, stage="list"))
+    is_kept = pc.invert(is_refused)
     return replace(
         batch,
         images=images.filter(is_kept),
         rejections=(*batch.rejections, *refused),
         groups=None,
         keys_N32=None,
-        ids_N=ids_N,
+        ids_N=None if batch.ids_N is None else batch.ids_N[is_kept.to_numpy()],
     )
 
 
-def _marked(images: pa.Table, mark: pa.ChunkedArray, chosen: pa.ChunkedArray) -> Iterator[tuple[dict, bool]]:
-    yield from zip(images.filter(chosen).to_pylist(), mark.filter(chosen).to_pylist(), strict=True)
-
-
-def _refused_row(row: dict, has_bad_label: bool, max_source_bytes: int) -> Rejection:
-    reason, detail = (
-        RejectReason.TOO_LARGE_BYTES,
-        f"{row['size_bytes']} bytes; etl.max_source_bytes is {max_source_bytes}",
+def check_has_images(listing: Listing, uri: str) -> None:
+    """Raise UsageError if no image is left, with the reasons for which the inputs were refused."""
+    if listing.num_images:
+        return
+    refused = listing.rejections
+    if set(refused.by_reason) <= {RejectReason.NOT_AN_IMAGE_NAME}:
+        raise UsageError(
+            f"no images below {uri} ({len(refused)} other files)",
+            "expected image files, preferably in one folder per class",
+            "check source.uri",
+        )
+    # The most frequent reasons, each with its first input.
+    first: dict[RejectReason, Rejection] = {}
+    for rejection in refused:
+        first.setdefault(rejection.reason, rejection)
+        if len(first) == len(refused.by_reason):
+            break
+    reasons = "; ".join(
+        f"{times} {reason}, such as {printable(first[reason].key)}: {first[reason].detail}"
+        for reason, times in refused.by_reason.most_common(_NUM_REASONS)
     )
-    if has_bad_label:
-        is_long = len(row["label"].encode()) > MAX_CLASS_NAME_BYTES
-        reason, detail = RejectReason.BAD_LABEL, "too long" if is_long else f"{row['label']!r} is no class name"
-    return Rejection(row["key"], reason, detail, row["size_bytes"], row["mtime_ns"], row["etag"], stage="list")
+    raise UsageError(
+        f"no images below {uri}: all {len(refused)} inputs were rejected ({reasons})",
+        "expected at least one input that can be used",
+        "fix the causes (docs/rejects.md explains the reasons), or correct the keys of the section source",
+    )
+
+
+def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None:
+    """Raise UsageError if no image has a label although the source has labels, or if only some images have one.
+
+    `label_signs`: where the source seems to hold labels that it does not take, a phrase each.
+    """
+    by_label = listing.images_by_label
+    num_unlabelled = sum(times for (_, label), times in by_label.items() if label is None)
+    if num_unlabelled and num_unlabelled == listing.num_images and label_signs:
+        others = f" (and {len(label_signs) - 1} more)" if len(label_signs) > 1 else ""
+        raise UsageError(
+            f"the dataset would have no labels, and {uri} seems to have some: {label_signs[0]}{others}",
+            "expected labels under source.label_field or a usual name (docs/sources.md)",
+            "name them with source.label_field (those of boxes: source.boxes.field and source.boxes.labels_field), or "
+            f"{_UNLABELLED_ON_PURPOSE}",
+        )
+    if 0 < num_unlabelled < listing.num_images:
+        signs = f": {label_signs[0]}" if label_signs else ""
+        splits = sorted({str(split) for (split, label), times in by_label.items() if label is None and split and times})
+        of_splits = f", those of {', '.join(splits)}" if splits else ""
+        raise UsageError(
+            f"{num_unlabelled} of {listing.num_images} images of {uri} have no label{of_splits}{signs}",
+            "expected a label for each image, or for none",
+            f"exclude the files without labels with a pattern in source.uri, or {_UNLABELLED_ON_PURPOSE}",
+        )
+
+
+# A group-by divides its rows by the first column: into ranges, so that each of its parts is a segment.
+_BY_CELL = pa.schema([SEGMENT_SCHEMA.field("cell"), *(field for field in SEGMENT_SCHEMA if field.name != "cell")])
+
+
+def by_cells(folder: Path, runs: Sequence[ListingSegment], group: Group) -> tuple[ListingSegment, ...]:
+    """Segments in `folder` of which each holds a range of cells, in the order of the ranges.
+
+    `runs` are sorted, each by itself. Those of a listing that came in the order of its cells stay as they are: so does
+    one alone, and what has changed since an earlier version. Others are brought together by the engine's group-by.
+    """
+    if all(run.last_cell <= following.first_cell for run, following in itertools.pairwise(runs)):
+        return tuple(runs)
+    files = tuple(Segment(checksum_file(run.path, (folder / run.path).read_bytes()), run.num_rows) for run in runs)
+    asked = GroupBy(
+        str(folder), files, _BY_CELL, _as_they_are, _BY_CELL, _in_order, _BY_CELL, rows_per_part=SEGMENT_ROWS
+    )
+    segments = [
+        write_segment(folder, f"cells-{number:05d}.parquet", rows.select(SEGMENT_SCHEMA.names))
+        for number, rows in enumerate(group(asked))
+        if rows.num_rows
+    ]
+    for run in runs:
+        (folder / run.path).unlink()
+    return tuple(segments)
+
+
+def _in_order(rows: pa.Table) -> pa.Table:
+    return rows.take(pa.array(np.argsort(rows.column("cell").to_numpy(), kind="stable")))
+
+
+def _as_they_are(rows: pa.Table, place: int) -> pa.Table:
+    return rows
+
+
+_IDS = pa.schema([SEGMENT_SCHEMA.field("sample_id")])
+# What tells the rows of one id apart, in the order in which they are asked; and where each row is.
+_ORDER = ("key", "place", "size_bytes", "mtime_ns")
+_PLACED = pa.schema(
+    [*_IDS, *(SEGMENT_SCHEMA.field(name) for name in _ORDER), ("segment", pa.int64()), ("row", pa.int64())]
+)
+# `time` counts how often the row's key was listed before and with it; `new_id` is the id of a key that stays.
+_CHANGED = pa.schema([("segment", pa.int64()), ("row", pa.int64()), ("time", pa.int64()), ("new_id", pa.int64())])
+_STAYS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """An image that was counted, and is refused now or has another sample id."""
+
+    image: dict[str, Any]
+    """The image's row of the segment."""
+    limbs_before: np.ndarray
+    """Its `fact_limbs` as counted before."""
+    limbs_after: np.ndarray
+    """Its `fact_limbs` now; zeros for a rejected image."""
+    rejection: Rejection | None
+
+
+def make_unique(folder: Path, segments: Sequence[str], group: Group) -> Iterator[Correction]:
+    """Rewrite those of the segments in `folder` in which a sample id occurs that another image has.
+
+    Of the keys with one id the smallest keeps it, and the others take their next 8 bytes, until all ids differ: so they
+    follow from the set of keys alone. A key that is listed twice is refused the second time, under a key of its own,
+    because a ledger names no input twice.
+    """
+    while True:
+        ids = (pq.read_table(folder / segment, columns=_IDS.names, use_threads=False) for segment in segments)
+        with _grouped(folder, ids) as (files, _):
+            asked = GroupBy(str(folder), files, _IDS, _as_they_are, _IDS, _repeated, _IDS)
+            found = [each.column("sample_id").to_numpy() for each in group(asked)]
+        repeated_N = np.sort(np.concatenate([np.empty(0, np.int64), *found]))
+        if not len(repeated_N):
+            return
+        has_moved = False
+        placed = (_placed_rows(folder / segment, number, repeated_N) for number, segment in enumerate(segments))
+        with _grouped(folder, placed) as (files, scratch):
+            asked = GroupBy(str(folder), files, _PLACED, _as_they_are, _PLACED, _changed, _CHANGED)
+            changed = SpilledRows(scratch, _CHANGED)
+            for each in group(asked):
+                changed.add(each, each.column("segment").to_numpy())
+            # One segment after the other.
+            for number, segment in enumerate(segments):
+                rows = changed.read(number)
+                for correction in _rewrite(folder / segment, rows.sort_by("row")) if rows.num_rows else ():
+                    has_moved |= correction.rejection is None
+                    yield correction
+        if not has_moved:
+            return
+
+
+@contextmanager
+def _grouped(folder: Path, tables: Iterable[pa.Table]) -> Iterator[tuple[tuple[Segment, ...], Path]]:
+    """Tables that a group-by reads, in a folder of their own inside `folder`, which goes at the end; and its path."""
+    segments: list[Segment] = []
+    with scratch_folder(str(folder)) as scratch:
+        for table in (each for each in tables if each.num_rows):
+            file = scratch / f"rows-{len(segments):05d}.parquet"
+            # Plain: thousands of rows with one id would shrink to less than a byte for each, which readers refuse.
+            out = io.BytesIO()
+            pq.write_table(table, out, compression="none", use_dictionary=False)
+            data = out.getvalue()
+            with as_storage_error(file, len(data)):
+                file.write_bytes(data)
+            segments.append(Segment(checksum_file(str(file.relative_to(folder)), data), table.num_rows))
+        yield tuple(segments), scratch
+
+
+def _placed_rows(file: Path, number: int, repeated_N: np.ndarray) -> pa.Table:
+    """The rows of a segment that have one of these ids, and where they are."""
+    table = pq.read_table(file, columns=[*_IDS.names, *_ORDER], use_threads=False)
+    _, is_repeated_N = find_sorted(repeated_N, table.column("sample_id").to_numpy())
+    places_N = np.flatnonzero(is_repeated_N)
+    found = table.take(pa.array(places_N))
+    return pa.table([*found.columns, np.full(len(places_N), number), places_N], schema=_PLACED)
+
+
+def _repeated(rows: pa.Table) -> pa.Table:
+    return pa.table([np.unique(with_equals(rows).column("sample_id").to_numpy())], schema=_IDS)
+
+
+def _changed(rows: pa.Table) -> pa.Table:
+    """Of all rows with the same ids, those that do not stay as they are."""
+    # The first one stays, in an order that does not depend on how the source was listed.
+    rows = rows.sort_by([(name, "ascending") for name in ("sample_id", *_ORDER, "segment", "row")])
+    ids_N = rows.column("sample_id").to_numpy()
+    keys = rows.column("key").combine_chunks().dictionary_encode().indices.to_numpy()
+    is_first_of_id_N = np.diff(ids_N, prepend=ids_N[:1] - 1) != 0
+    is_first_of_key_N = is_first_of_id_N | (np.diff(keys, prepend=-1) != 0)
+    places_N = np.arange(len(ids_N))
+    times_N = places_N - np.maximum.accumulate(np.where(is_first_of_key_N, places_N, 0)) + 1
+    new_ids_N = ids_N.copy()
+    # These are as rare as colliding hashes of 64 bits.
+    for place in np.flatnonzero(is_first_of_key_N & ~is_first_of_id_N).tolist():
+        new_ids_N[place] = next_sample_id(rows.column("key")[place].as_py(), int(ids_N[place]))
+    is_changed = pa.array((times_N > _STAYS) | (new_ids_N != ids_N))
+    columns = [rows.column("segment"), rows.column("row"), times_N, new_ids_N]
+    return pa.table(columns, schema=_CHANGED).filter(is_changed)
+
+
+def _rewrite(file: Path, changed: pa.Table) -> Iterator[Correction]:
+    """Write a segment anew, and tell what became of the rows of `changed`, which are in row order."""
+    table = pq.read_table(file, schema=SEGMENT_SCHEMA)
+    rows_N, times_N = (changed.column(name).to_numpy() for name in ("row", "time"))
+    place = SEGMENT_SCHEMA.get_field_index("sample_id")
+    new_ids_N = table.column(place).to_numpy().copy()
+    new_ids_N[rows_N] = changed.column("new_id").to_numpy()
+    renewed = table.set_column(place, SEGMENT_SCHEMA.field(place), pa.array(new_ids_N))
+    is_kept_N = np.ones(table.num_rows, bool)
+    is_kept_N[rows_N] = times_N == _STAYS
+    write_rows(file, renewed.filter(pa.array(is_kept_N)))  # still sorted, and in the same range
+    before, after = (each.take(pa.array(rows_N)) for each in (table, renewed))
+    before_N8, after_N8 = (fact_limbs(key_digests(each), each) for each in (before, after))
+    for number, (image, time) in enumerate(zip(before.to_pylist(), times_N.tolist(), strict=True)):
+        is_refused = time > _STAYS
+        yield Correction(
+            image,
+            before_N8[number],
+            np.zeros_like(after_N8[number]) if is_refused else after_N8[number],
+            _rejection(image, time) if is_refused else None,
+        )
+
+
+def _rejection(image: dict[str, Any], time: int) -> Rejection:
+    """Raises UsageError if it would lose boxes, as of a table with a row for each of them."""
+    if f'"{BOXES}":' in image["extra"]:
+        raise UsageError(
+            f"{printable(image['key'])} is listed {time} times or more, with boxes each time",
+            "expected one row, or one annotation file, with all boxes of an image",
+            "join its boxes, or select the files with a pattern in source.uri",
+        )
+    return Rejection(
+        f"{image['key']}\0{time}", RejectReason.DUPLICATE_KEY, "listed before under the same key",
+        image["size_bytes"], image["mtime_ns"], image["etag"], stage="list",
+    )  # fmt: skip

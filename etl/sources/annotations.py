@@ -1,6 +1,6 @@
 """What moves with the pixels: the boxes of rows and records, and where an image's mask lies.
 
-A listing carries both in coordinates of the source; `etl/units/move_annotations.py` moves them, and a task reads the
+A listing carries both in coordinates of the source; `etl/units/after_decoding.py` moves them, and a task reads the
 mask behind its image: from a file of its own, or beside the image in its row, record or archive.
 """
 

@@ -32,7 +32,7 @@ from shardmill.values import OTHER_SIZE, UNKNOWN_SIZE, Rejection, RejectReason, 
 from shardmill.words import printable
 
 if TYPE_CHECKING:
-    from etl.download_config import DownloadConfig
+    from etl.config import DownloadConfig
 
 
 HTTP_SCHEMES = ("http", "https")

@@ -1,22 +1,30 @@
-"""Writes rows of a work unit to shards while later ones are decoded, so that memory does not grow with the unit."""
+"""Writes rows of a work unit to shards while later ones are decoded, so that memory does not grow with the unit; rows
+that were read in another order than the unit's wait first, those that do not fit in memory in a file.
+"""
 
 from __future__ import annotations
 
 import itertools
+import socket
+import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import IO
 
 from etl.units.units import UnitTask
 from shardmill.dataset.build import SplitSums
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.statistics import ImageSizes, count_sizes
+from shardmill.errors import StorageError
 from shardmill.formats.rows import ChunkCutter, RowSchema, StoredRow
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.storage import Store
-from shardmill.values import ImageSample, ShardInfo
+from shardmill.storage_errors import as_storage_error
+from shardmill.values import ShardInfo
 
 
 @dataclass(slots=True)
@@ -86,55 +94,121 @@ class UnitShards:
         """Publish the shards of these splits at once, because what takes time here is a disk that syncs, or a distant
         store. Count their rows.
         """
+        task = self._task
+
+        def publish(split: str) -> list[ShardInfo]:
+            """A split's shard in every format, one after the other: their bytes are in memory."""
+            shard = self._open[split]
+            name = f"{self._unit_index:06d}-{shard.number:03d}-{self._attempt}"
+            return [
+                publish_shard(self._store, split, name, format_name, shard.chunks, schema=task.row_schema)
+                for format_name in (() if task.is_check else task.config.formats)
+            ]
+
         with ThreadPoolExecutor(max(1, len(splits)), "shardmill-publish") as pool:
-            for split, published in zip(splits, pool.map(self._publish, splits), strict=True):
+            for split, published in zip(splits, pool.map(publish, splits), strict=True):
                 self._published.setdefault(split, []).extend(published)
         for shard, split in ((self._open[split], split) for split in splits):
-            self._count(split, [row for chunk in shard.chunks for row in chunk])
+            rows = [row for chunk in shard.chunks for row in chunk]
+            sums = _split_sums(split, rows, task.row_schema)
+            self._sums[split] = self._sums[split].plus(sums) if split in self._sums else sums
+            self.accepted_key_sum = add_digests(self.accepted_key_sum, *(key_hash(row.source.key) for row in rows))
+            self.note_counts.update(note for row in rows for note in row.sample.notes)
             shard.chunks, shard.num_bytes = [], 0
             shard.number += 1
 
-    def _publish(self, split: str) -> list[ShardInfo]:
-        """A split's shard in every format, one after the other: their bytes are in memory."""
-        task, shard = self._task, self._open[split]
-        name = f"{self._unit_index:06d}-{shard.number:03d}-{self._attempt}"
-        return [
-            publish_shard(self._store, split, name, format_name, shard.chunks, schema=task.row_schema)
-            for format_name in (() if task.is_check else task.config.formats)
-        ]
-
-    def _count(self, split: str, rows: Sequence[StoredRow]) -> None:
-        sums = _split_sums(split, rows, self._task.row_schema)
-        self._sums[split] = self._sums[split].plus(sums) if split in self._sums else sums
-        self.accepted_key_sum = add_digests(self.accepted_key_sum, *(key_hash(row.source.key) for row in rows))
-        self.note_counts.update(note for row in rows for note in row.sample.notes)
-
 
 def _split_sums(split: str, rows: Sequence[StoredRow], schema: RowSchema) -> SplitSums:
+    samples = [row.sample for row in rows]
+    sources = ([each.source_height for each in samples], [each.source_width for each in samples])
+    stored = ([each.height for each in samples], [each.width for each in samples])
+    image_bytes = sum(row.image_bytes for row in rows)
     return SplitSums(
         split=split,
         num_rows=len(rows),
-        image_bytes=sum(row.image_bytes for row in rows),
+        image_bytes=image_bytes,
         class_counts=schema.class_counts((row.label_id for row in rows), (row.source.extra for row in rows)),
         row_digest_sum=format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows))),
-        num_pixels=sum(row.sample.height * row.sample.width for row in rows),
-        channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
-        channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),
-        sizes=_sizes([row.sample for row in rows]),
-    )
-
-
-def _sizes(samples: Sequence[ImageSample]) -> ImageSizes:
-    heights, widths = [each.source_height for each in samples], [each.source_width for each in samples]
-    return ImageSizes(
-        source=count_sizes(heights, widths, sum(each.source_bytes for each in samples)),
-        stored=count_sizes(
-            [each.height for each in samples],
-            [each.width for each in samples],
-            sum(len(each.image) for each in samples),
+        num_pixels=sum(each.height * each.width for each in samples),
+        channel_sums=_sum_columns(each.channel_sums for each in samples),
+        channel_square_sums=_sum_columns(each.channel_square_sums for each in samples),
+        sizes=ImageSizes(
+            source=count_sizes(*sources, sum(each.source_bytes for each in samples)),
+            stored=count_sizes(*stored, sum(len(each.image) for each in samples)),
         ),
     )
 
 
 def _sum_columns(rows: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*rows, strict=True))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A row whose turn has not come."""
+
+    split: str
+    row: StoredRow
+    """Without its image, if that is in the file."""
+    start: int = 0
+    """Offset of its image in the file."""
+    num_bytes: int = 0
+
+
+def in_unit_order(
+    rows: Iterable[tuple[str, StoredRow]], order: Iterable[str], max_bytes: int, folder: str
+) -> Iterator[tuple[str, StoredRow]]:
+    """Each row, with the name of its split, in the `order` of its keys. All of `rows` are taken before the first comes.
+
+    Images of `max_bytes` are in memory; more of them are in an unnamed file in `folder`, the system's temporary folder
+    if it is empty. Raises StorageError if that is full.
+    """
+    folder = folder or tempfile.gettempdir()
+    waiting: dict[str, _Waiting] = {}
+    in_memory: list[_Waiting] = []
+    num_bytes = 0
+    # Nobody else sees the file, and it ends with this process.
+    file: IO[bytes] | None = None
+    with ExitStack() as stack:
+        for split, row in rows:
+            waiting[row.source.key] = _Waiting(split, row)
+            in_memory.append(waiting[row.source.key])
+            num_bytes += row.image_bytes
+            if num_bytes > max_bytes:
+                file = file or stack.enter_context(_unnamed_file(folder))
+                _move_images(in_memory, file, folder)
+                in_memory, num_bytes = [], 0
+        if file is not None:
+            # What the caller collects takes as much memory again.
+            _move_images(in_memory, file, folder)
+        del in_memory
+        for key in order:
+            if key not in waiting:
+                continue
+            found = waiting.pop(key)
+            if file is not None:
+                with as_storage_error(folder):
+                    file.seek(found.start)
+                    image = file.read(found.num_bytes)
+                found.row = replace(found.row, sample=replace(found.row.sample, image=image))
+            yield found.split, found.row
+
+
+def _unnamed_file(folder: str) -> IO[bytes]:
+    try:
+        with as_storage_error(folder):
+            return tempfile.TemporaryFile(dir=folder)
+    except FileNotFoundError:
+        raise StorageError(
+            f"{folder} does not exist on host {socket.gethostname()}",
+            "expected etl.scratch_dir on every host that writes shards",
+            "create it there, or set etl.scratch_dir to another folder",
+        ) from None
+
+
+def _move_images(rows: Iterable[_Waiting], file: IO[bytes], folder: str) -> None:
+    """To the end of the file."""
+    with as_storage_error(folder):
+        for each in rows:
+            each.start, each.num_bytes = file.tell(), file.write(each.row.sample.image)
+            each.row = replace(each.row, sample=replace(each.row.sample, image=b""))

@@ -1,20 +1,29 @@
-"""Divides a listing into work units by arithmetic alone; they do not depend on the size of the cluster."""
+"""Divides a listing into work units by arithmetic alone; they do not depend on the size of the cluster. To other
+processes they go as JSON.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-import pyarrow as pa
+from pydantic import TypeAdapter
 
-from etl.config import EtlConfig, SourceConfig, etl_settings_of
-from etl.listing.listing import CELLS_PER_BUCKET, NUM_BUCKETS, Listing, sum_limbs
-from etl.listing.segments import ListingSegment, fact_limbs, key_digests, read_cells
-from etl.setting_kinds import REBUILDS_NOTHING
+from etl.config import REBUILDS_NOTHING, EtlConfig, SourceConfig, etl_settings_of
+from etl.listing.listing import (
+    CELLS_PER_BUCKET,
+    NUM_BUCKETS,
+    Listing,
+    ListingSegment,
+    fact_limbs,
+    images_of_table,
+    key_digests,
+    read_cells,
+    sum_limbs,
+)
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes
@@ -64,7 +73,7 @@ class CopyUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class ListingPlace:
+class ListingLocation:
     """Location of the listing's segments, for tasks."""
 
     uri: str
@@ -80,7 +89,7 @@ class UnitTask:
     config: EtlConfig
     row_schema: RowSchema
     decoder_id: str
-    listing: ListingPlace
+    listing: ListingLocation
     probes: tuple[str, ...] = ()
     """Paths of a few listed files. If none of them is left, the source is absent, and not only one file."""
     reach: Nonce | None = None
@@ -115,7 +124,7 @@ def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> 
     return units
 
 
-def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceImage, ...]:
+def read_unit(listing: ListingLocation, unit: WorkUnit, seed: int) -> tuple[SourceImage, ...]:
     """The unit's images in a seeded hash order: it mixes classes and folders, so chunk-level reads are mixed already.
 
     Raises IntegrityError if the segments do not hold what was planned.
@@ -162,13 +171,6 @@ def fingerprint_config(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
-    """The rows of a segment's table."""
-    # By way of NumPy: `to_pylist` alone makes an object of Arrow's for each value, and takes 20 times as long.
-    columns = [table.column(each.name).to_numpy().tolist() for each in fields(SourceImage)]
-    return itertools.starmap(SourceImage, zip(*columns, strict=True))
-
-
 def stored_image_bytes(listing: Listing, config: EtlConfig) -> int:
     """Estimate the average size of a stored image in one format; it balances work units and limits nothing."""
     num_values = config.image_size**2 * config.num_channels
@@ -191,3 +193,34 @@ def _num_units(listing: Listing, config: EtlConfig) -> int:
     fitting = max(1, config.shard_max_bytes // stored_image_bytes(listing, config))
     images_per_unit = min(fitting, max(least_images, -(-num_images // _TARGET_NUM_UNITS)))
     return min(NUM_BUCKETS, 1 << max(0, -(-num_images // images_per_unit) - 1).bit_length())
+
+
+def encode_task(task: UnitTask) -> bytes:
+    """A task as JSON."""
+    return _tasks().dump_json(task)
+
+
+def decode_task(data: bytes) -> UnitTask:
+    """The task that `encode_task` wrote."""
+    return _tasks().validate_json(data)
+
+
+def encode_unit(unit: WorkUnit | CopyUnit) -> bytes:
+    """A work unit as JSON."""
+    return _units().dump_json(unit)
+
+
+def decode_unit(data: bytes) -> WorkUnit | CopyUnit:
+    """The work unit that `encode_unit` wrote."""
+    return _units().validate_json(data)
+
+
+# Made once: making one takes longer than sending ten units.
+@cache
+def _tasks() -> TypeAdapter[UnitTask]:
+    return TypeAdapter(UnitTask)
+
+
+@cache
+def _units() -> TypeAdapter[WorkUnit | CopyUnit]:
+    return TypeAdapter(WorkUnit | CopyUnit)

@@ -13,14 +13,19 @@ from typing import Any, Protocol
 from etl.config import EtlConfig
 from etl.listing.splits import split_of
 from etl.sources import SOURCES, SourceReader, Unpacks
-from etl.units.decoders import check_decoders, decoders_here
-from etl.units.map_rows import map_rows
-from etl.units.move_annotations import MaskReader, with_annotations
-from etl.units.pending import keep_result
-from etl.units.read_ahead import read_ahead
-from etl.units.read_source import check_source, in_reading_order, is_reading_order, places_of, read_source
-from etl.units.unit_order import in_unit_order
-from etl.units.unit_shards import UnitShards
+from etl.units.after_decoding import MaskReader, map_rows, with_annotations
+from etl.units.read_source import (
+    check_decoders,
+    check_source,
+    decoders_here,
+    in_reading_order,
+    is_reading_order,
+    places_of,
+    read_ahead,
+    read_source,
+)
+from etl.units.results import keep_result
+from etl.units.unit_shards import UnitShards, in_unit_order
 from etl.units.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.build import UnitResult, encode_sample_ids
 from shardmill.errors import IntegrityError
@@ -121,11 +126,7 @@ class _Ended:
 
 
 def _rows(
-    sources: Sequence[SourceImage],
-    task: UnitTask,
-    reader: SourceReader,
-    decoders: Decoders,
-    ended: _Ended,
+    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoders: Decoders, ended: _Ended
 ) -> Iterator[tuple[str, StoredRow]]:
     """The rows, each with its split, as their sources are read; adds the other sources to `ended`."""
     label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}

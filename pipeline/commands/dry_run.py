@@ -80,9 +80,8 @@ class DryRun:
 
 def dry_run(source_or_config: str, common: Common, *, replace_source: bool = False) -> DryRun:
     """Raises what the ETL would raise for this source, config and dataset before its first work unit."""
-    from etl.checks.facts import check_same_source, inferred_facts, inferred_warnings
-    from etl.checks.redecoded import check_redecoded
-    from etl.checks.vanished import check_vanished
+    from etl.checks.limits import check_redecoded, check_vanished
+    from etl.checks.listing import check_same_source, current_version, inferred_facts, inferred_warnings
     from etl.config import EtlTree
     from etl.plan import plan_build, plan_changes
 
@@ -91,10 +90,10 @@ def dry_run(source_or_config: str, common: Common, *, replace_source: bool = Fal
     require(tree, "source", "dataset")
     with RunProgress(SilentObserver(), num_epochs=0) as progress:
         plan = plan_build(tree.part(EtlTree), run_id="dry-run", observer=progress)
-        for warning in inferred_warnings(plan):
+        for warning in inferred_warnings(plan, current_version(plan)):
             progress.say(f"etl: WARNING: {warning}")
         check_same_source(plan, replace_source=replace_source)
-        work, changes = plan_changes(plan, SilentObserver()) or (plan, None)
+        work, changes = plan_changes(plan, SilentObserver())
         if not replace_source:
             check_vanished(plan, changes)
         for warning in check_redecoded(plan, changes):

@@ -70,8 +70,7 @@ def etl(
     ] = False,
 ) -> None:
     from etl.config import EtlTree
-    from etl.job import build_dataset
-    from etl.outcome import stage_record
+    from etl.job import build_dataset, stage_record
     from pipeline.commands import dry_run as planning
 
     common: Common = context.obj

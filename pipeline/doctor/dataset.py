@@ -53,7 +53,7 @@ def listing_findings(tree: PipelineTree, train: TrainConfig | None, plan: BuildP
 
     None of an append, whose version has older rows, too, and of a training that cannot run (`train` is None).
     """
-    from etl.checks.facts import images_by_split
+    from etl.checks.listing import images_by_split
     from train.planning.preflight import follows_plan, row_shares
 
     if train is None or plan.is_append or not follows_plan(train):

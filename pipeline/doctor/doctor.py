@@ -259,8 +259,8 @@ def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator
 
     Raises what the ETL and the training would raise for this listing.
     """
-    from etl.checks.facts import check_classes, inferred_facts, inferred_warnings
     from etl.checks.limits import check_limits
+    from etl.checks.listing import check_classes, inferred_facts, inferred_warnings
     from etl.config import EtlTree
     from etl.plan import plan_build
     from train.planning.preflight import check_schema

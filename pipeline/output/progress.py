@@ -199,6 +199,7 @@ SENTENCES = {
     ),
     "etl.comparing": "etl: of these, inputs with another size or time, compared by content: {inputs:,}",
     "etl.rebased": "etl: another writer has committed version {version}; appending to it",
+    "etl.nothing_new": "etl: nothing new: version {version} stays the latest",
     "etl.units_kept": "etl: work units reused from an interrupted run: {kept:,}; remaining: {missing:,}",
     "train.verdict": "train: {sentence}",
     "train.resumed": "train: resuming at epoch {epoch}, step {step}",

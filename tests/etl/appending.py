@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome
+from etl.job import BuildOutcome, build_dataset
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue

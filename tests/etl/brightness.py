@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.outcome import BuildOutcome
+from etl.job import BuildOutcome
 from etl.predict_job import predict_source
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.decoder_id import normalization_fingerprint

@@ -7,17 +7,16 @@ from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import BuildOutcome
 from etl.listing.grouping import Group, group_here
 from etl.listing.list_source import list_source
-from etl.listing.listing import Listing
-from etl.listing.segments import read_cells
-from etl.outcome import BuildOutcome
+from etl.listing.listing import Listing, images_of_table, read_cells
 from etl.plan import plan_build
 from etl.sources import SOURCES
 from etl.sources.listed import ListingBatch, listed_table
-from etl.units.finished import Finished
-from etl.units.move_annotations import Annotated, move_annotations
-from etl.units.units import images_of_table, plan_units
+from etl.units.after_decoding import Annotated, move_annotations
+from etl.units.results import Finished
+from etl.units.units import plan_units
 from etl.units.write_unit import write_unit
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import Manifest

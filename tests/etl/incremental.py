@@ -11,8 +11,7 @@ import cv2
 import numpy as np
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome
+from etl.job import BuildOutcome, build_dataset
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.config import DatasetConfig

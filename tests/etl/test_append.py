@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks.version_warnings import version_warnings
+from etl.checks.version import version_warnings
+from etl.config import EtlConfig, EtlTree
+from etl.job import stage_record
 from etl.later_runs import carry
 from shardmill.dataset.dataset import Dataset, open_dataset
-from shardmill.dataset.index import read_shards, rows_file, stored_sizes
-from shardmill.dataset.row_segments import read_rows
+from shardmill.dataset.index import read_shards, stored_sizes
+from shardmill.dataset.row_segments import read_rows, rows_file
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
 from shardmill.stores import STORES
@@ -78,6 +80,17 @@ def test_what_is_appended_equals_one_build_of_all_sources(tmp_path: Path):
         os.utime(path, ns=(1, 1))
     for source in ("monday", "tuesday", "wednesday"):
         assert build(tmp_path, source).manifest.version == 3
+
+
+def test_an_append_that_finds_nothing_new_says_so_and_tells_no_drift(tmp_path: Path):
+    for source in ("monday", "tuesday"):
+        write_source(tmp_path, source)
+        build(tmp_path, source)
+    seen = At("etl.nothing_new", lambda: None)
+    outcome = build(tmp_path, "tuesday", run_id="again", observer=seen)
+    assert (outcome.manifest.version, outcome.published) == (2, False)
+    assert seen.events[-1] == "etl.nothing_new" and "etl.committed" not in seen.events
+    assert stage_record(outcome, EtlTree(etl=EtlConfig(write_mode="append"))).sections["drift"] is None
 
 
 def test_one_class_may_be_appended_and_says_nothing_of_the_others(tmp_path: Path):

@@ -18,12 +18,11 @@ import pytest
 from PIL import Image
 
 import shardmill
-from etl.boxes_config import BoxesConfig
-from etl.checks.version_warnings import version_warnings
-from etl.config import SourceConfig
+from etl.checks.version import version_warnings
+from etl.config import BoxesConfig, SourceConfig
 from etl.sources import SOURCES
 from etl.sources.annotations import ANNOTATED_SIZE, box_values, mask_place
-from etl.units.move_annotations import Annotated
+from etl.units.after_decoding import Annotated
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.shard import read_stored_rows

@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome, stage_record
+from etl.job import BuildOutcome, build_dataset, stage_record
 from etl.plan import plan_build
 from etl.units.write_unit import Decoders, write_unit
 from shardmill.data_faults.drift import Drift

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
+from etl.job import BuildOutcome, build_dataset
 from etl.listing import list_source as listing_module
-from etl.listing import segments
+from etl.listing import listing as segments
 from etl.listing.grouping import group_here
 from etl.listing.listing import Listing
-from etl.outcome import BuildOutcome
-from etl.units.units import ListingPlace, plan_units, read_unit
+from etl.units.units import ListingLocation, plan_units, read_unit
 from shardmill import ids
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.row_segments import read_rows
@@ -197,7 +196,7 @@ def test_a_few_images_that_are_listed_thousands_of_times_are_refused_each_time_b
 def units_of(listing: Listing) -> list[object]:
     """Every unit's fingerprint; that its images can be read shows that their facts were counted as they are."""
     units = plan_units(listing, EtlConfig(unit_min_images=10), "config")
-    read = [read_unit(ListingPlace(str(listing.folder), listing.segments), unit, 0) for unit in units]
+    read = [read_unit(ListingLocation(str(listing.folder), listing.segments), unit, 0) for unit in units]
     assert sum(map(len, read)) == listing.num_images
     return [unit.fingerprint for unit in units]
 

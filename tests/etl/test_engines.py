@@ -21,26 +21,21 @@ import pyarrow as pa
 import pytest
 from pyspark import SparkContext
 
+from etl import engines
 from etl.checks.duplicates import count_copies, find_copies
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.engines import ENGINES, EngineSettings, auto, spark
-from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
+from etl.engines import AUTO, ENGINES, MAX_LOCAL_IMAGES, EngineSettings, engine_that_runs, spark
 from etl.engines.local import run_locally
-from etl.engines.spark import group_on_spark
-from etl.engines.spark_jobs import start_job, until_done
-from etl.engines.unit_json import encode_task, encode_unit
-from etl.engines.unit_runner import UnitRunner, end_warm_process, run_in_warm_process
-from etl.engines.worker_process import ForkServer
+from etl.engines.spark import group_on_spark, start_job, until_done
+from etl.engines.unit_runner import ForkServer, UnitRunner, end_warm_process, run_in_warm_process
 from etl.job import build_dataset
 from etl.listing import list_source
-from etl.listing.grouping import Group, GroupBy, group_here
-from etl.listing.spill import SpilledRows
+from etl.listing.grouping import Group, GroupBy, SpilledRows, group_here
 from etl.plan import plan_build
-from etl.units.finished import Finished
-from etl.units.pending import finished_units
-from etl.units.shard_rows import RowCopier
-from etl.units.units import WorkUnit
+from etl.units.copy_rows import RowCopier
+from etl.units.results import Finished, finished_units
+from etl.units.units import WorkUnit, encode_task, encode_unit
 from shardmill.dataset.build import UnitResult, decode_unit_result
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.duplicates import DuplicateCounts
@@ -270,8 +265,9 @@ def children(parent: int) -> list[str]:
 
 def test_auto_takes_spark_for_a_cluster_and_for_very_many_images():
     local, cluster = (EngineSettings(SparkConfig(master=master), 0) for master in ("local[*]", "spark://host:7077"))
-    assert (choose_engine(1000, local), choose_engine(1000, cluster)) == ("local", "spark")
-    assert (choose_engine(MAX_LOCAL_IMAGES, local), choose_engine(MAX_LOCAL_IMAGES + 1, local)) == ("local", "spark")
+    assert [engine_that_runs("auto", 1000, each) for each in (local, cluster)] == ["local", "spark"]
+    chosen = [engine_that_runs("auto", number, local) for number in (MAX_LOCAL_IMAGES, MAX_LOCAL_IMAGES + 1)]
+    assert chosen == ["local", "spark"]
 
 
 CLASS_NAMES = ("a", "b")
@@ -384,7 +380,7 @@ def test_spark_gives_what_one_machine_gives_and_leaves_no_file(rows: list[Stored
 
 
 def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("etl.listing.spill.ROWS_PER_PART", 10)
+    monkeypatch.setattr("etl.listing.grouping.ROWS_PER_PART", 10)
     spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
     numbers = pa.array(range(95))
     spilled.add(pa.table([numbers[:0]], names=["number"]), np.empty(0, np.int64))
@@ -398,13 +394,13 @@ def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path
 
 
 def test_without_a_cluster_auto_groups_any_number_of_rows_here(rows: list[StoredRow], tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(auto, "MAX_LOCAL_IMAGES", 1)
+    monkeypatch.setattr(engines, "MAX_LOCAL_IMAGES", 1)
     monkeypatch.setattr(spark, "MIN_ROWS", 0)
     monkeypatch.setattr(spark, "spark_context", None)
     store = open_store(tmp_path / "dataset")
     shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)
-    counts = count_copies(store, shards, CONFIG, lambda asked: auto.group_automatically(asked, settings))
+    counts = count_copies(store, shards, CONFIG, lambda asked: AUTO.group_rows(asked, settings))
     assert counts == counted_by_hand(rows)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etl.checks.facts import inferred_warnings
+from etl.checks.listing import inferred_warnings
 from etl.config import EtlTree, SourceConfig
 from etl.plan import plan_build
 from shardmill.errors import UsageError

@@ -17,13 +17,11 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import SourceConfig
-from etl.job import build_dataset
+from etl.job import BuildOutcome, build_dataset
 from etl.later_runs.carry import carry
-from etl.outcome import BuildOutcome
 from etl.plan import plan_build, plan_changes
-from etl.units.copy_unit import copy_rows
-from etl.units.finished import Finished
-from etl.units.shard_rows import RowCopier
+from etl.units.copy_rows import RowCopier, copy_rows
+from etl.units.results import Finished
 from etl.units.units import CopyUnit, UnitTask
 from shardmill.dataset.build import UnitResult
 from shardmill.dataset.index import read_shards
@@ -46,9 +44,8 @@ def test_what_an_interrupted_run_has_copied_is_not_copied_again(tmp_path: Path):
     build(tmp_path)
     for file in sorted((tmp_path / "images").rglob("*.png"))[::40]:
         file.unlink()
-    planned = plan_changes(plan_build(tree_for(tmp_path), run_id="second"), SilentObserver())
-    assert planned is not None
-    plan, changes = planned
+    plan, changes = plan_changes(plan_build(tree_for(tmp_path), run_id="second"), SilentObserver())
+    assert changes is not None
     copied: list[int] = []
 
     def copy(units: Sequence[CopyUnit], task: UnitTask) -> Iterator[UnitResult]:
@@ -70,9 +67,8 @@ def test_a_version_that_stays_whole_is_added_up_without_reading_a_row(tmp_path: 
     write_images(tmp_path / "images", num_images=90)
     parent = build(tmp_path, unit_min_images=64).manifest
     paint(tmp_path / "images" / "class_0" / "new.png", random.Random(0))
-    planned = plan_changes(plan_build(tree_for(tmp_path, unit_min_images=64), run_id="second"), SilentObserver())
-    assert planned is not None
-    plan, changes = planned
+    plan, changes = plan_changes(plan_build(tree_for(tmp_path, unit_min_images=64), run_id="second"), SilentObserver())
+    assert changes is not None
     shards = read_shards(plan.store, parent)
     for file in (tmp_path / "dataset" / "rows").rglob("*.parquet"):
         file.unlink()

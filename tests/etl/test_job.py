@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks.facts import emptied_splits, inferred_facts, inferred_warnings
-from etl.checks.version_warnings import version_warnings
+from etl.checks.listing import current_version, emptied_splits, inferred_facts, inferred_warnings
+from etl.checks.version import version_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome
+from etl.job import BuildOutcome, build_dataset
 from etl.plan import BuildPlan, plan_build
 from etl.units.write_unit import write_unit
 from etl.user_code import own_error
@@ -163,6 +162,17 @@ def test_planned_splits_that_are_small_or_lack_a_class_are_warned_of_before_any_
     plan = plan_build(planned_tree(tmp_path / "images", tmp_path / "dataset"), run_id="a")
     assert list(inferred_warnings(plan)) == [
         f"the split {split} will have fewer than 3 images of 1 of 4 classes (rare: about 1)"
+        for split in ("validation", "test")
+    ]
+
+
+def test_splits_that_the_latest_version_holds_already_are_not_estimated(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=144)
+    tree = planned_tree(tmp_path / "images", tmp_path / "dataset")
+    splits = build_dataset(tree, run_id="a").manifest.splits
+    plan = plan_build(tree, run_id="b")
+    assert list(inferred_warnings(plan, current_version(plan))) == [
+        f"the split {split} has {splits[split].num_rows} images, fewer than 30: metrics on it are not reliable"
         for split in ("validation", "test")
     ]
 

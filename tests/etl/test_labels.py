@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.checks.facts import inferred_warnings
+from etl.checks.listing import inferred_warnings
 from etl.config import SourceConfig
-from etl.listing.label_map import read_label_map
+from etl.listing.labels import read_label_map
 from etl.plan import plan_build
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.inspection import describe

@@ -20,10 +20,9 @@ import pytest
 from etl.checks.limits import LIMITS
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset
-from etl.outcome import BuildOutcome
+from etl.job import BuildOutcome, build_dataset
 from etl.plan import plan_build
-from etl.units.finished import Finished
+from etl.units.results import Finished
 from etl.units.write_unit import write_unit
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.inspection import failed_ledger, list_rejections

@@ -24,7 +24,7 @@ from etl.sources.containers import Containers
 from etl.sources.kinds.folders import FolderSource
 from etl.sources.names import expanded, is_pattern, matches
 from etl.sources.path_labels import splits_of
-from etl.units.units import ListingPlace, plan_units, read_unit
+from etl.units.units import ListingLocation, plan_units, read_unit
 from shardmill import ids
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash
@@ -68,7 +68,7 @@ def test_a_unit_reads_the_segments_of_its_own_range_of_cells(monkeypatch: pytest
     units = plan_units(found, EtlConfig(unit_min_images=20), "config")
     assert len(units) == 64
     CALLS.clear()
-    place = ListingPlace(f"{SCHEME}://{found.folder}", found.segments)
+    place = ListingLocation(f"{SCHEME}://{found.folder}", found.segments)
     read = [image.key for unit in units for image in read_unit(place, unit, 0)]
     assert sorted(read) == sorted(image.key for image in images(2_000))
     # Each opens one, and one more for each border between two segments inside its range.
@@ -94,7 +94,7 @@ def test_a_segment_of_which_all_rows_are_listed_elsewhere_is_empty(monkeypatch: 
     found = listed(images(10), images(10)[3:5], images(30)[10:])
     assert len(images_of(found)) == 30 and len(found.rejections) == 2
     units = plan_units(found, EtlConfig(unit_min_images=5), "config")
-    place = ListingPlace(str(found.folder), found.segments)
+    place = ListingLocation(str(found.folder), found.segments)
     assert sum(len(read_unit(place, unit, 0)) for unit in units) == 30
 
 

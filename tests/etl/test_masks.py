@@ -17,10 +17,9 @@ from matplotlib.path import Path as Polygon
 from PIL import Image
 
 import shardmill
-from etl.boxes_config import BoxesConfig
-from etl.config import SourceConfig
+from etl.config import BoxesConfig, SourceConfig
 from etl.sources.annotations import ANNOTATED_SIZE, OUTLINES
-from etl.units.move_annotations import Annotated
+from etl.units.after_decoding import Annotated
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.maintenance.compact import compact_dataset

@@ -18,8 +18,15 @@ from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
-from etl.units.finished import Finished
-from etl.units.pending import clear_pending, finished_units, keep_result, kept_result, kept_results, pending_path
+from etl.units.results import (
+    Finished,
+    clear_pending,
+    finished_units,
+    keep_result,
+    kept_result,
+    kept_results,
+    pending_path,
+)
 from etl.units.units import WorkUnit
 from etl.units.write_unit import write_unit
 from shardmill.dataset.build import PENDING, UnitResult
@@ -206,8 +213,8 @@ def test_records_go_several_at_once(folder: Path, faulty: dict[str, Any]):
         store.sound.delete(path)
 
     shutil.copytree(folder / "dataset" / PENDING, folder / "left")
-    commit_results(plan, Finished(plan.listing, finished_units(plan.store, plan.units)))
+    manifest = commit_results(plan, Finished(plan.listing, finished_units(plan.store, plan.units)))
     shutil.copytree(folder / "left", folder / "dataset" / PENDING)
     faulty["delete"] = together
-    clear_pending(open_store(f"faulty://{folder}/dataset"), plan.units, 1)
+    clear_pending(open_store(f"faulty://{folder}/dataset"), plan.units, manifest)
     assert pending(folder) == []

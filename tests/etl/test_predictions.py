@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig, SourceConfig
-from etl.outcome import BuildOutcome
+from etl.job import BuildOutcome
 from etl.sources import COMMITTED
 from shardmill.calls.predictions import Predictions
 from shardmill.dataset.dataset import open_dataset

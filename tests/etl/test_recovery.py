@@ -25,8 +25,7 @@ from etl.config import EtlConfig
 from etl.engines import ENGINES
 from etl.job import build_dataset
 from etl.plan import plan_build
-from etl.units.finished import Finished
-from etl.units.pending import kept_result
+from etl.units.results import Finished, kept_result
 from etl.units.write_unit import write_unit
 from shardmill.dataset.build import PENDING
 from shardmill.dataset.dataset import open_dataset

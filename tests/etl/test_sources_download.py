@@ -15,9 +15,9 @@ from urllib.parse import unquote
 import pytest
 from pydantic import ValidationError
 
-from etl.download_config import DownloadConfig
+from etl.config import DownloadConfig
 from etl.sources.uris import Downloader, NotDownloaded, opt_out_of
-from etl.units.read_ahead import read_ahead
+from etl.units.read_source import read_ahead
 from shardmill.values import RejectReason, SourceImage
 from tests.etl.building import build_source
 from tests.etl.source_files import picture, write_table

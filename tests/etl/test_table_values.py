@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import SourceConfig, SplitFractions
-from etl.listing.list_source import list_source
-from etl.listing.splits import WithGroupSplits
+from etl.listing.list_source import Listed, list_source
+from etl.listing.splits import with_group_splits
 from etl.sources import SOURCES, table_rows
 from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, UsageError
@@ -484,7 +484,8 @@ def test_all_frames_of_a_video_are_in_one_split(tmp_path: Path):
     make_table.main(["frames", str(tmp_path / "frames"), str(tmp_path / "frames.csv")])
     split_of: dict[str, set[str | None]] = {}
     config = SourceConfig(uri=str(tmp_path / "frames.csv"), kind="table")
-    grouped = WithGroupSplits(SOURCES[config.kind](config), SplitFractions())
+    source = SOURCES[config.kind](config)
+    grouped = Listed(source.uri, lambda: with_group_splits(source.list(), SplitFractions()))
     listing = list_source(grouped, seed=0, max_source_bytes=1_000, observer=SilentObserver())
     for image in images_of(listing):
         video = image.key.rpartition("/")[0]

@@ -20,16 +20,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions, etl_settings_of
+from etl.config import EQUAL_IN_APPENDS, EtlConfig, EtlTree, SourceConfig, SplitFractions, etl_settings_of
 from etl.job import build_dataset
 from etl.listing.list_source import list_source
 from etl.listing.listing import Listing
-from etl.listing.splits import split_of
-from etl.listing.stratify import share_out, whole_quotas
+from etl.listing.splits import share_out, split_of, whole_quotas
 from etl.plan import BuildPlan, plan_build
-from etl.setting_kinds import EQUAL_IN_APPENDS
 from etl.sources.listed import ListingBatch, batches_of, listed_table
-from etl.units.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
+from etl.units.units import ListingLocation, WorkUnit, fingerprint_config, plan_units, read_unit
 from etl.units.write_unit import write_unit
 from shardmill.dataset.build import UnitResult
 from shardmill.dataset.dataset import Dataset, open_dataset
@@ -67,7 +65,7 @@ def listing_of(num_images: int, seed: int = 0) -> Listing:
 
 
 def sources_of(listing: Listing, unit: WorkUnit, seed: int = 0) -> tuple[SourceImage, ...]:
-    return read_unit(ListingPlace(str(listing.folder), listing.segments), unit, seed)
+    return read_unit(ListingLocation(str(listing.folder), listing.segments), unit, seed)
 
 
 @given(st.integers(1, 120), st.integers(1, 40), st.integers(1, 200_000), st.integers(0, 5))

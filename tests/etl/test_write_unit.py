@@ -22,15 +22,14 @@ import numpy as np
 import pytest
 
 from benchmarks.driver_memory import unit_result
-from etl.checks.facts import inferred_facts
+from etl.checks.listing import inferred_facts
 from etl.checks.source_check import check_source_images
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build, plan_changes
-from etl.units.decoders import check_decoders, decoders_here
-from etl.units.finished import Finished
-from etl.units.pending import kept_result
+from etl.units.read_source import check_decoders, decoders_here
+from etl.units.results import Finished, kept_result
 from etl.units.units import WorkUnit
 from etl.units.write_unit import Decoders, sandboxes_of_process, write_unit
 from pipeline.cli_options import Common
@@ -178,9 +177,8 @@ def committed(plan: BuildPlan) -> None:
 
 def later(folder: Path, source: SourceConfig | None = None) -> UnitResult:
     """What the next run makes of what it finds to be listed otherwise; its sources are compared by their bytes."""
-    changed = plan_changes(planned(folder, source, detect_changes="content"), SilentObserver())
-    assert changed is not None
-    plan, _ = changed
+    plan, changes = plan_changes(planned(folder, source, detect_changes="content"), SilentObserver())
+    assert changes is not None
     results = [write_unit(unit, plan.task) for unit in plan.units]
     assert len(results) == 1
     return results[0]

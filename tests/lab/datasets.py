@@ -15,8 +15,8 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.engines import Engine, EngineSettings
 from etl.listing.grouping import group_here
 from etl.plan import plan_build
-from etl.units.copy_unit import copy_rows
-from etl.units.finished import Finished
+from etl.units.copy_rows import copy_rows
+from etl.units.results import Finished
 from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from etl.units.write_unit import write_unit
 from shardmill.dataset.build import UnitResult

@@ -20,7 +20,7 @@ from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
-from etl.units.finished import Finished
+from etl.units.results import Finished
 from etl.units.write_unit import write_unit
 from shardmill.checksummed import checksum_file, read_checksummed, verified_body, verify_file, with_checksum
 from shardmill.dataset.commit import commit_version, publish

@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 import pytest
 
-from etl.checks.data_faults import fault_warnings
+from etl.checks.version import fault_warnings
 from etl.config import EtlConfig
 from shardmill.data_faults.drift import Aspect, AspectDrift, amount_words, measure_drift, previous_content
 from shardmill.data_faults.near_duplicates import connect, find_near_duplicates

@@ -26,8 +26,7 @@ from shardmill.values import Rejection, SourceImage
 from shardmill.words import printable
 
 if TYPE_CHECKING:
-    from etl.boxes_config import BoxesConfig
-    from etl.config import SourceConfig
+    from etl.config import BoxesConfig, SourceConfig
     from etl.sources import SourceReader
 
 

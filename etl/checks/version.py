@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
+import pyarrow as pa
+
+from shardmill.data_faults.quality import find_faults
+from shardmill.data_faults.row_looks import LOOKED_AT, looks_of_rows
 from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.row_segments import MAX_KEPT_ROWS, RowReader
 from shardmill.errors import ShardmillError
 from shardmill.images.annotations import DROPPED_NOTE, OUTSIDE_NOTE
 from shardmill.options import IMAGE_SIZES
 from shardmill.storage import Store
-from shardmill.words import name_some, printable
+from shardmill.words import counted, name_some, printable
 
 # A build of few images makes up to 64 in each of three splits.
 _MANY_SHARDS = 256
@@ -33,7 +40,11 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     yield from _many_small_shards(store, manifest)
     if not counts.conflicting_label and not counts.leaked_content:
         return
-    examples = _examples(store, manifest)
+    examples = DuplicateExamples()
+    # The version is committed: a warning without names is better than a failed build; `verify` reports damage.
+    with suppress(ShardmillError, FileNotFoundError):
+        shards = [shard for shard in read_shards(store, manifest) if shard.format == manifest.formats[0]]
+        examples = find_examples(store, shards)
     if counts.conflicting_label:
         yield (
             f"{counts.conflicting_label} accepted images have the same bytes as one of another class"
@@ -133,10 +144,26 @@ def _such_as(names: Iterable[str]) -> str:
     return f", such as {listed}" if listed else ""
 
 
-def _examples(store: Store, manifest: Manifest) -> DuplicateExamples:
+def fault_warnings(reader: RowReader, manifest: Manifest) -> Iterator[str]:
+    """One sentence or none, from the row segments alone."""
+    if manifest.predicted_by is not None or not 0 < manifest.counts.accepted <= MAX_KEPT_ROWS:
+        return
+    of_splits: dict[str, list[pa.Table]] = {split: [] for split in manifest.splits}
     try:
-        shards = [shard for shard in read_shards(store, manifest) if shard.format == manifest.formats[0]]
-        return find_examples(store, shards)
+        shards = [each for each in read_shards(reader.store, manifest) if each.format == manifest.formats[0]]
+        for shard, rows in zip(shards, reader.read_each(shards, LOOKED_AT), strict=True):
+            of_splits[shard.split].append(rows)
     except (ShardmillError, FileNotFoundError):
-        # The version is committed: a warning without names is better than a failed build; `verify` reports damage.
-        return DuplicateExamples()
+        # The version is committed; `verify` reports damage.
+        return
+    found = find_faults(looks_of_rows(manifest, [pa.concat_tables(parts) for parts in of_splits.values() if parts]))
+    sentences = [each.words for each in found.telltales]
+    if found.suspects:
+        num_images = len({(each.split, each.row_in_split) for each in found.suspects})
+        by_fault = Counter(each.fault for each in found.suspects)
+        named = ", ".join(f"{fault} {times:,}" for fault, times in by_fault.items())
+        verb = "differs" if num_images == 1 else "differ"
+        sentences.append(f"{counted(num_images, 'accepted image')} {verb} from the others as faults often do ({named})")
+    if sentences:
+        place = shlex.quote(f"{reader.store.uri}@{manifest.version}")
+        yield f"{'; '.join(sentences)}: `shardmill inspect {place} --quality` names them"

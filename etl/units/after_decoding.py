@@ -1,11 +1,15 @@
-"""Moves the boxes and the mask of an image that was decoded, by the geometry that its pixels followed."""
+"""What becomes of a decoded image before it is stored: what a `RowMapping` makes of it in place of its pixels, a batch
+at a time, and its boxes and its mask, moved by the geometry that its pixels followed.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from etl.sources.annotations import ANNOTATED_SIZE, OUTLINES, mask_place
 from etl.units.units import UnitTask
@@ -22,13 +26,55 @@ from shardmill.images.annotations import (
 from shardmill.images.normalize import Geometry, plan_geometry
 from shardmill.images.pixels import Refused
 from shardmill.options import NormalizeOptions
+from shardmill.registry import load_object
+from shardmill.row_mapping import RowMapper, RowMapping
 from shardmill.typed_columns import BOX_LABELS, BOXES, LABEL, MASK, decode_values, encode_values
 from shardmill.values import ANNOTATION_REASONS, ImageSample, Rejection, RejectReason, SourceImage, Value
 
-Read = Callable[[SourceImage], bytes | Rejection]
 Outcome = tuple[SourceImage, ImageSample | Rejection]
+Read = Callable[[SourceImage], bytes | Rejection]
 MakeMasks = Callable[[Iterable[tuple[SourceImage, bytes]]], Iterator[Outcome]]
 """Makes the masks of images, in their order, of the bytes of their `MaskTask`s."""
+
+
+def map_rows(outcomes: Iterator[Outcome], mapping: RowMapping) -> Iterator[Outcome]:
+    """The same images and rejections in the same order: an image has its vector for pixels, and its values beside
+    the source's.
+
+    Batches are cut by the order alone, so that another attempt at the unit gives the mapper the same ones.
+    """
+    mapper = _opened(os.getpid(), mapping.opener, mapping.options, mapping.encoding)
+    waiting: list[Outcome] = []
+    num_samples = 0
+    for image, outcome in outcomes:
+        waiting.append((image, outcome))
+        num_samples += isinstance(outcome, ImageSample)
+        if num_samples == mapper.batch_size:
+            yield from _mapped(waiting, mapper)
+            waiting, num_samples = [], 0
+    yield from _mapped(waiting, mapper)
+
+
+def _mapped(outcomes: list[Outcome], mapper: RowMapper) -> Iterator[Outcome]:
+    samples = [outcome for _, outcome in outcomes if isinstance(outcome, ImageSample)]
+    rows = iter(mapper.map(samples) if samples else ())
+    for image, outcome in outcomes:
+        if isinstance(outcome, Rejection):
+            yield image, outcome
+            continue
+        row = next(rows)
+        values = encode_values({**decode_values(image.extra), **row.values})
+        yield replace(image, extra=values), replace(outcome, image=row.vector)
+
+
+@cache
+def _opened(process_id: int, opener: str, options: str, encoding: str) -> RowMapper:
+    """Opened once in each process: a fork must not use its parent's framework, so the process is part of the key.
+
+    Raises what the opener raises: IntegrityError for an altered model.
+    """
+    open_mapper: Callable[[str, str], RowMapper] = load_object(opener)
+    return open_mapper(options, encoding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
-"""Copies some rows of a published shard into new shards, and sums them as a work unit would have."""
+"""Copies some rows of a published shard into new shards, without decoding any image, and sums them as a work unit would
+have.
+"""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +17,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.config import EtlConfig
-from etl.listing.listing import limbs, sum_limbs
-from etl.listing.segments import key_digests
+from etl.listing.listing import key_digests, limbs, sum_limbs
+from etl.units.results import keep_result
+from etl.units.units import CopyUnit, UnitTask
 from shardmill.dataset.build import SplitSums, UnitResult
 from shardmill.dataset.index import ROWS, in_all_formats
 from shardmill.dataset.row_segments import SOURCE_COLUMNS, RowReader, count_pixels, put_segment, read_rows, sizes_of
 from shardmill.dataset.shard import Copies, publish_rows, read_stored_rows
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.ids import format_digest
+from shardmill.stores import open_store
 from shardmill.values import ShardInfo
 
 # Of a row segment, what a version adds up.
@@ -150,3 +155,20 @@ def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema)
 def _sum_lists(column: pa.ChunkedArray) -> tuple[int, ...]:
     """Exact: a shard's sums of squares stay far below 2^63."""
     return tuple(pc.list_flatten(column).to_numpy().reshape(len(column), -1).sum(axis=0).tolist())
+
+
+def copy_rows(unit: CopyUnit, task: UnitTask) -> UnitResult:
+    """New shards with the rows that stay, and a record as `write_unit` leaves one. Safe to run twice, also at once.
+
+    Raises IntegrityError if the shard or its row segment does not match the older version's record.
+    """
+    store = open_store(task.dataset_uri)
+    bits = np.frombuffer(base64.b64decode(unit.kept), np.uint8)
+    is_kept_N = np.unpackbits(bits, count=unit.copies[0].num_rows).astype(bool)
+    restated = pa.ipc.open_stream(base64.b64decode(unit.restated)).read_all() if unit.restated else None
+    copier = RowCopier(RowReader(store, task.row_schema), task.config)
+    result = copier.result_of(unit.index, unit.copies, is_kept_N, restated)
+    assert result is not None, "a unit has rows that stay"
+    result = replace(result, fingerprint=unit.fingerprint)
+    keep_result(store, unit, result)
+    return result
