@@ -20,7 +20,6 @@ from shardmill.dataset.dataset import read_shards
 from shardmill.dataset.index import INDEXES, ROWS, SHARDS
 from shardmill.dataset.leases import (
     LEASES,
-    HeldLease,
     LeaseKind,
     collecting,
     lapsed_writers,
@@ -40,6 +39,37 @@ from shardmill.values import ShardInfo
 _COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, PENDING, "listings", "reach")
 _ALL_FOLDERS = (*_COLLECTED_FOLDERS, MANIFESTS, COMMITTED, LEASES)
 _NUM_DELETERS = 8
+
+
+UNPUBLISHED = "unpublished"
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One file that nothing names."""
+
+    kind: str
+    """The folder that it is in, or `unpublished` for one that a killed writer left."""
+    file: StoredFile
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The versions and files that `gc` must keep."""
+
+    keep: int | None = None
+    """The newest so many versions never expire; None: none expires. Versions with the very same files count as one."""
+    older_than_seconds: float = 7 * 86_400.0
+    """Minimum age: no younger version expires, and no younger file is deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A version that has not expired."""
+
+    manifest: Manifest
+    committed: float
+    """Time of the commit by the store's clock, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +94,9 @@ def plan_gc(store: Store, retention: Retention, now: float) -> GcReport:
     """
     versions, leases = _unexpired(store), list_leases(store, now)
     expired = choose_expired(versions, retention, now, leased_versions(leases))
-    retained = [each for each in versions if each.manifest.version not in expired]
-    garbage = _find_garbage(store, _manifests(retained), retention.older_than_seconds, now, lapsed_writers(leases))
-    return _report(expired, retained, garbage)
+    manifests = [each.manifest for each in versions if each.manifest.version not in expired]
+    garbage = _find_garbage(store, manifests, retention.older_than_seconds, now, lapsed_writers(leases))
+    return GcReport(expired, tuple(each.version for each in manifests), tuple(garbage))
 
 
 def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport:
@@ -90,20 +120,19 @@ def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport
             publish(store, draft, lease.check)
 
         # Delete, by what is committed now: of a version whose reader has just ended nothing goes before it expires.
-        retained = _unexpired(store)
+        manifests = [each.manifest for each in _unexpired(store)]
         now, age_seconds = lease.renew(), retention.older_than_seconds
-        garbage = _find_garbage(store, _manifests(retained), age_seconds, now, collector.fenced)
-        report = _report(expired, retained, garbage)
-        _delete(store, lease, report.garbage)
-    return report
+        garbage = tuple(_find_garbage(store, manifests, age_seconds, now, collector.fenced))
 
+        def delete(each: Garbage) -> None:
+            # Once the lease has lapsed a writer may have started, and may publish an index under this very name.
+            lease.check()
+            failpoint("gc_delete")
+            (store.delete_unpublished(each.file) if each.kind == UNPUBLISHED else store.delete(each.file.path))
 
-def _report(expired: tuple[int, ...], retained: list[CommittedVersion], garbage: Iterable[Garbage]) -> GcReport:
-    return GcReport(expired, tuple(each.manifest.version for each in retained), tuple(garbage))
-
-
-def _manifests(versions: list[CommittedVersion]) -> list[Manifest]:
-    return [each.manifest for each in versions]
+        with ThreadPoolExecutor(_NUM_DELETERS, "shardmill-gc") as pool:
+            list(pool.map(delete, garbage))
+    return GcReport(expired, tuple(each.version for each in manifests), garbage)
 
 
 def _unexpired(store: Store) -> list[CommittedVersion]:
@@ -180,48 +209,6 @@ def _names_of_record(store: Store, path: str) -> set[str]:
     except (FileNotFoundError, IntegrityError):
         return set()
     return {path for shard in record.shards for path in (shard.path, shard.rows_path)}
-
-
-def _delete(store: Store, lease: HeldLease, garbage: tuple[Garbage, ...]) -> None:
-    def delete(each: Garbage) -> None:
-        # Once the lease has lapsed a writer may have started, and may publish an index under this very name.
-        lease.check()
-        failpoint("gc_delete")
-        (store.delete_unpublished(each.file) if each.kind == UNPUBLISHED else store.delete(each.file.path))
-
-    with ThreadPoolExecutor(_NUM_DELETERS, "shardmill-gc") as pool:
-        list(pool.map(delete, garbage))
-
-
-UNPUBLISHED = "unpublished"
-
-
-@dataclass(frozen=True, slots=True)
-class Garbage:
-    """One file that nothing names."""
-
-    kind: str
-    """The folder that it is in, or `unpublished` for one that a killed writer left."""
-    file: StoredFile
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """The versions and files that `gc` must keep."""
-
-    keep: int | None = None
-    """The newest so many versions never expire; None: none expires. Versions with the very same files count as one."""
-    older_than_seconds: float = 7 * 86_400.0
-    """Minimum age: no younger version expires, and no younger file is deleted."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedVersion:
-    """A version that has not expired."""
-
-    manifest: Manifest
-    committed: float
-    """Time of the commit by the store's clock, in seconds since the epoch."""
 
 
 def choose_expired(
