@@ -17,6 +17,7 @@ from shardmill.errors import UsageError
 from shardmill.ids import format_sample_id
 from shardmill.loader.batch import NAMES, BatchDevice, InMemory, LoaderBatch
 from shardmill.mix import mix64
+from shardmill.words import name_some
 
 if TYPE_CHECKING:
     from shardmill.loader.row_source import Origins
@@ -117,9 +118,8 @@ def _named_row(batch: Batch, row: int, source: str) -> str:
 
 def _named_rows(batch: Batch, sources: list[str]) -> str:
     real = [row for row, weight in enumerate(batch.weights_N.tolist()) if weight]
-    named = [f"{format_sample_id(int(batch.sample_ids_N[row]))} ({sources[row]!r})" for row in real[:_NAMED]]
-    more = f" and {len(real) - _NAMED} more" if len(real) > _NAMED else ""
-    return f"epoch {batch.epoch}, step {batch.step}, in samples {', '.join(named)}{more}"
+    named = [f"{format_sample_id(int(batch.sample_ids_N[row]))} ({sources[row]!r})" for row in real]
+    return f"epoch {batch.epoch}, step {batch.step}, in samples {name_some(named, _NAMED)}"
 
 
 _SAMPLE_DRAWS = 5
