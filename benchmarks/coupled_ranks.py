@@ -41,7 +41,8 @@ from train.contracts.task import WorkerTask
 from train.contracts.values import ModelIdentity, Reporter, TimeShares, TrainResult
 from train.contracts.world import World
 from train.launching import LAUNCHERS
-from train.planning.make import plan_training
+from train.planning.checks import check
+from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 
@@ -251,7 +252,7 @@ def _config(settings: Mapping[str, object], num_microbatches: int) -> TrainConfi
             "global_batch_size": 2 * LOCAL_BATCH_SIZE * num_microbatches, "accumulation_steps": num_microbatches,
         }
     )  # fmt: skip
-    plan_training(config, SparkConfig())
+    check(resolve(config, SparkConfig()))
     return config
 
 

@@ -39,7 +39,8 @@ from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, TrainResult
 from train.contracts.world import World
 from train.launching import LAUNCHERS
-from train.planning.make import plan_training
+from train.planning.checks import check
+from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 
@@ -158,7 +159,7 @@ def run(strategy: str, model: str, num_ranks: int, batch_size: int) -> Figures:
             "global_batch_size": batch_size,
         }
     )  # fmt: skip
-    plan = plan_training(config, SparkConfig())
+    plan = check(resolve(config, SparkConfig()))
     figures = Figures()
     with tempfile.TemporaryDirectory() as scratch:
         task = WorkerTask(plan.config, DatasetPin(Path(scratch).as_uri(), 1, ""), scratch, "t", "")

@@ -32,7 +32,8 @@ from train.contracts.task import WorkerTask
 from train.contracts.values import Reporter, TrainResult
 from train.contracts.world import World
 from train.launching import LAUNCHERS
-from train.planning.make import plan_training
+from train.planning.checks import check
+from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 
@@ -140,7 +141,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     seen = Seen()
     with tempfile.TemporaryDirectory() as scratch:
-        config = plan_training(config, SparkConfig()).config
+        config = check(resolve(config, SparkConfig())).config
         task = WorkerTask(config, DatasetPin(Path(scratch).as_uri(), 1, ""), scratch, "t", "")
         LAUNCHERS["local"].launch(task, SparkConfig(), seen, worker="benchmarks.parallelism_pictures:measure")
     return seen.document()

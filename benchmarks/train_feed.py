@@ -31,7 +31,7 @@ from train.contracts.task import WorkerTask
 from train.contracts.values import StepReport
 from train.contracts.world import World
 from train.models.user import source_sha256
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.rank.worker import run_worker
 
 NUM_THREADS, BATCH_SIZE = 2, 256

@@ -25,9 +25,7 @@ from shardmill.words import counted
 if TYPE_CHECKING:
     from etl.config import SourceConfig
     from pipeline.tree import PipelineTree
-    from shardmill.jobs.config import SparkConfig
-    from train.config import TrainConfig
-    from train.planning.plan import TrainingPlan
+    from train.planning.setup import Setup
 
 APPLICATIONS = ("etl", "train")
 _FRAMEWORKS = {"keras": "Keras", "torch": "PyTorch"}
@@ -41,25 +39,26 @@ class Check:
     look: Callable[[], str]
 
 
-class FirstPlan:
-    """The plan of a training as long as nobody knows its dataset: made once, when it is first needed."""
+class FirstSetup:
+    """The setup of a training as long as nobody knows its dataset: made once, when it is first needed."""
 
     def __init__(self, tree: PipelineTree) -> None:
         self._tree = tree
 
     @cached_property
-    def plan(self) -> TrainingPlan:
-        """Raises as `plan_training` does, each time."""
-        from train.planning.make import plan_training
+    def setup(self) -> Setup:
+        """Raises UsageError for what cannot run, each time."""
+        from train.planning.checks import check
+        from train.planning.setup import resolve
 
-        return plan_training(self._tree.train, self._tree.spark)
+        return check(resolve(self._tree.train, self._tree.spark))
 
 
 def checks(
-    tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS, first: FirstPlan | None = None
+    tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS, first: FirstSetup | None = None
 ) -> list[Check]:
     """All checks of the ETL, training or both, in execution order. Write checks are cleaned up."""
-    first = first or FirstPlan(tree)
+    first = first or FirstSetup(tree)
     found = [Check("--workdir", partial(check_place, workdir))]
     if "etl" in applications:
         found += [
@@ -84,13 +83,13 @@ def checks(
     return found
 
 
-def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> FirstPlan:
+def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> FirstSetup:
     """Raise all at once what is wrong already, as one error: UsageError if the user must change something.
 
-    Returns the plan that was checked.
+    Returns the setup that was checked.
     """
     errors: list[ShardmillError] = []
-    first = FirstPlan(tree)
+    first = FirstSetup(tree)
     for check in checks(tree, workdir, applications, first):
         try:
             check.look()
@@ -212,46 +211,42 @@ def _look_at_master(tree: PipelineTree) -> str:
     return f"{tree.spark.master}, whose settings were found"
 
 
-def _look_at_launch(first: FirstPlan) -> str:
-    train = first.plan.config
+def _look_at_launch(first: FirstSetup) -> str:
+    train = first.setup.config
     return (
         f"{counted(train.num_workers, 'rank')} by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
     )
 
 
-def _look_at_initial(first: FirstPlan) -> str:
+def _look_at_initial(first: FirstSetup) -> str:
     from train.backends.rules import never_unfrozen
     from train.initialization.initial import check_initial
 
-    config = first.plan.config
+    config = first.setup.config
     check_initial(config)
     return (
         never_unfrozen(config) or f"{config.init_from or 'fresh weights'}, frozen: {', '.join(config.freeze) or 'none'}"
     )
 
 
-def setting(tree: PipelineTree, first: FirstPlan, workdir: str) -> str:
+def setting(tree: PipelineTree, first: FirstSetup, workdir: str) -> str:
     """Describe the values inferred before anything is listed: sizes, model, ranks, device, and output locations."""
-    train = first.plan.config
+    train = first.setup.config
     ranks = "1 process" if train.launcher == "inline" else f"{counted(train.num_workers, 'rank')} by {train.launcher}"
     augment = train.augmentation
     photographs = "" if augment.flips else " (photographs? --set train.augment.images=photographs)"
     return (
         f"run: images at {tree.etl.described_size}; {train.model} ({_FRAMEWORKS.get(train.backend, train.backend)}), "
-        f"{counted(train.epochs, 'epoch')}, {ranks}, {_devices(train, tree.spark)}; "
+        f"{counted(train.epochs, 'epoch')}, {ranks}, {_devices(first.setup)}; "
         f"augmentation: {augment.in_words}{photographs}; "
         f"dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 
 
-def _devices(train: TrainConfig, spark: SparkConfig) -> str:
+def _devices(setup: Setup) -> str:
     """CPU or GPU, as far as this machine knows; no framework is imported."""
-    from train.launching import LAUNCHERS
     from train.launching.devices import check_devices_here
-    from train.strategies import roles_of
 
-    launcher = LAUNCHERS[train.launcher]
-    num_ranks_here = launcher.ranks_here(len(roles_of(train)), spark)
-    if launcher.assigns_devices(spark) or not num_ranks_here:
+    if setup.launcher.assigns_devices(setup.spark) or not setup.num_ranks_here:
         return "devices of the executors"
-    return check_devices_here(train, num_ranks_here)
+    return check_devices_here(setup.config, setup.num_ranks_here)

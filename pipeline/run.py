@@ -15,7 +15,7 @@ from etl.config import EtlTree
 from etl.job import build_dataset, stage_record
 from pipeline.cli_options import Common
 from pipeline.config import require
-from pipeline.preflight import FirstPlan, check_one_process, refuse_what_cannot_work, setting
+from pipeline.preflight import FirstSetup, check_one_process, refuse_what_cannot_work, setting
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, verify_record
 from shardmill.dataset.dataset import open_dataset
@@ -23,8 +23,8 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
-from train.planning.changes import AS_USUAL, Again
-from train.planning.preflight import check_schema
+from train.planning.checks import check_schema
+from train.planning.resume import AS_USUAL, Again
 from train.planning.trial_build import try_build
 from train.published.announce import announce
 from train.published.evaluation import evaluate_on, evaluation_record
@@ -95,10 +95,10 @@ def _promote(run: Run, models_uri: str, export: Export) -> Promotion:
     return announce(promote_export(models_uri, export, gate, run.id), gate, run.progress)
 
 
-def _try_build(run: Run, first: FirstPlan, schema: RowSchema) -> None:
+def _try_build(run: Run, first: FirstSetup, schema: RowSchema) -> None:
     """Whether the training's model builds for these images; the ETL calls it, and takes no longer for it."""
     with run.record.aside():
-        try_build(first.plan.config, schema, RunLog(run.progress))
+        try_build(first.setup, schema, RunLog(run.progress))
 
 
 @contextmanager

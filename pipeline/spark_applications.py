@@ -15,7 +15,7 @@ def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
     from etl.engines import ENGINES, EngineSettings, engine_that_runs
     from train.launching import is_on_spark
-    from train.planning.auto import resolve
+    from train.planning.setup import resolve
 
     found: dict[str, dict[str, str]] = {}
     engine = engine_that_runs(tree.etl.engine, 0, EngineSettings(tree.spark, 0))

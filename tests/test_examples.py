@@ -38,8 +38,8 @@ from tests.lab.commands import BIN, ENVIRONMENT, ROOT
 from tests.lab.datasets import build_here, write_images
 from tests.lab.scale import exhaustive
 from tests.train.training import train_here
-from train.planning.make import plan_training
-from train.planning.preflight import check_trainable
+from train.planning.checks import check
+from train.planning.setup import resolve
 from train.planning.trial_build import try_build
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -219,10 +219,9 @@ def test_every_recipe_trains_on_a_stand_in(name: str, tmp_path: Path):
     dataset = open_dataset(build_here(tree.source, tree.dataset.uri, tree.etl))
     # CIFAR's folder holds a page, too.
     assert set(dataset.manifest.counts.by_reason) <= {"not_an_image_name"} and "train" in dataset.manifest.splits
-    plan = plan_training(tree.train, tree.spark, dataset)
-    check_trainable(plan.config, dataset, tree.gate)
+    setup = check(resolve(tree.train, tree.spark, dataset, tree.gate))
     if name in NOT_RUN:
-        assert try_build(plan.config, dataset.manifest.row_schema, Observer()) is not None
+        assert try_build(setup, dataset.manifest.row_schema, Observer()) is not None
         return
     config: dict[str, Any] = tree.train.model_dump() | {"epochs": 1, "global_batch_size": 64, "warmup_steps": 0}
     result = train_here(tree.dataset.uri, tree.models.uri, **config)

@@ -7,6 +7,7 @@ its registry entry names (`options`), those of memory, reading, checkpoints, met
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -172,20 +173,26 @@ class TrainConfig(_WithOptions):
     `horovod_spark`, Horovod chooses). If several are given, `horovod_spark` uses all of them, other launchers the
     first."""
 
-    def plan_spec(self, dataset: Dataset) -> PlanSpec:
+    def plan_spec(self, dataset: Dataset, streams_of_ranks: Sequence[range] = ()) -> PlanSpec:
         """The plan of every epoch: the same at every world size, because its streams and its window are decided once.
-        Raises ValueError as long as nothing has decided how many streams there are."""
+
+        `streams_of_ranks`: as the mesh shares them out, from which the window follows as long as it is open. Raises
+        ValueError as long as nothing has decided how many streams there are."""
         if not self.num_streams:
             raise ValueError("train.num_streams is still open: plan the training first")
-        streams_of_ranks = load_object("train.strategies:mesh_of")(self).streams
+        window_chunks = self.reading.window_chunks
+        if not window_chunks and not streams_of_ranks:
+            streams_of_ranks = load_object("train.strategies:mesh_of")(self).streams
         spec = dataset.plan_spec(
             "train",
             seed=self.seed,
             global_batch_size=self.global_batch_size,
             num_streams=self.num_streams,
-            window_bytes=window_bytes_within(self.reading.window_budget_bytes, streams_of_ranks),
+            window_bytes=0
+            if window_chunks
+            else window_bytes_within(self.reading.window_budget_bytes, streams_of_ranks),
         )
-        return replace(spec, window_chunks=self.reading.window_chunks or spec.window_chunks)
+        return replace(spec, window_chunks=window_chunks or spec.window_chunks)
 
     def num_streams_at(self, num_readers: int) -> int:
         """Return the configured number of streams, or the default for so many ranks that read their own rows (0: for

@@ -25,7 +25,7 @@ from shardmill.jobs.run_record import RunRecord, job_parser, run_job
 from shardmill.jobs.spark import as_submitted
 from shardmill.values import DatasetPin
 from train.launching.spark_slots import SLOT_SETTINGS
-from train.planning.changes import Again
+from train.planning.resume import Again
 from train.published.export import export_record, export_training
 from train.published.gate import promote_export, promotion_record
 from train.stage_record import train_record

@@ -15,12 +15,10 @@ from shardmill.jobs.process import Terminated, was_signalled
 from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
 from shardmill.words import counted
-from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.contracts.world import Role
 from train.launching.rank_failures import RankLost
 from train.reporting.observer import TrainObserver
-from train.strategies import find_strategy, mesh_of, roles_of
 
 if TYPE_CHECKING:
     from train.planning.plan import TrainingPlan
@@ -53,7 +51,7 @@ def launch_until_done(
     launch: Callable[[TrainingPlan], TrainResult],
     plan: TrainingPlan,
     observer: TrainObserver,
-    check: Callable[[TrainConfig], object],
+    check: Callable[[TrainingPlan], object],
 ) -> Launched:
     """`launch(plan)`; after a loss of ranks without those, up to `train.max_restarts` times.
 
@@ -82,9 +80,12 @@ def launch_until_done(
             except UsageError as refusal:
                 lost.add_note(f"it could not continue with {refusal}")
                 raise lost from refusal
-            num_ranks = smaller.config.num_workers
+            before, num_ranks = plan.config.num_workers, smaller.config.num_workers
             restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), num_ranks))
-            _report(restarts, plan.config, smaller.config, observer)
+            number = f"restart {len(restarts)} of at most {plan.config.max_restarts}"
+            how = f"resumes from the last complete checkpoint, {before} -> {num_ranks} ranks ({number})"
+            fields = {"rank": min(lost.ranks, default=-1), "restart": len(restarts), "world_size": num_ranks}
+            observer.event("restarted", {**fields, WARNING: f"{lost.what}; {how}"})
             plan = smaller
 
 
@@ -94,52 +95,35 @@ def _stop_if_asked() -> None:
         raise Terminated("terminated by SIGTERM; the ranks had ended already")
 
 
-def _without(plan: TrainingPlan, lost_ranks: frozenset[int], check: Callable[[TrainConfig], object]) -> TrainingPlan:
+def _without(plan: TrainingPlan, lost_ranks: frozenset[int], check: Callable[[TrainingPlan], object]) -> TrainingPlan:
     """The plan for the ranks that are left, or for as many of them as can hold the model; at least one, because the
     driver's own host is there. A lost chief or server is replaced: `train.num_workers` does not count them.
 
     Raises UsageError, which names the numbers of ranks that are allowed.
     """
-    roles, num_before = roles_of(plan.config), plan.config.num_workers
+    roles, num_before = plan.setup.roles, plan.config.num_workers
     num_lost = sum(roles[rank] in (Role.MEMBER, Role.WORKER) for rank in lost_ranks)
     most = max(1, num_before - num_lost)
     refusals: list[UsageError] = []
     for num_ranks in range(most, 0, -1):
-        smaller = plan.after_loss(num_ranks)
         try:
-            _check_layout(smaller.config)
-            check(smaller.config)
+            smaller = plan.after_loss(num_ranks)
+            check(smaller)
         except UsageError as refusal:
             refusals.append(refusal)
         else:
             return smaller
-    allowed = ", ".join(
-        str(each) for each in range(most + 1, num_before + 1) if _has_layout(plan.after_loss(each).config)
-    )
+    allowed = ", ".join(str(each) for each in range(most + 1, num_before + 1) if _divides(plan, each))
     raise UsageError(
         f"{counted(most, 'rank')}{' or fewer' if most > 1 else ''}: {refusals[0]}",
         f"it can have these numbers of ranks: {allowed}",
     )
 
 
-def _check_layout(config: TrainConfig) -> None:
-    """Raises UsageError if so many ranks cannot divide the training, with the sizes of `train.mesh` that were set."""
-    find_strategy(config.strategy, config.num_workers)
-    mesh_of(config)
-
-
-def _has_layout(config: TrainConfig) -> bool:
+def _divides(plan: TrainingPlan, num_ranks: int) -> bool:
+    """Whether so many ranks can, with the sizes of `train.mesh` that were set."""
     try:
-        _check_layout(config)
+        plan.after_loss(num_ranks)
     except UsageError:
         return False
     return True
-
-
-def _report(restarts: list[Restart], before: TrainConfig, after: TrainConfig, observer: TrainObserver) -> None:
-    last = restarts[-1]
-    ranks = f"{before.num_workers} -> {after.num_workers} ranks"
-    number = f"restart {len(restarts)} of at most {before.max_restarts}"
-    fields = {"rank": min(last.lost_ranks, default=-1), "restart": len(restarts), "world_size": after.num_workers}
-    warning = f"{last.cause}; resumes from the last complete checkpoint, {ranks} ({number})"
-    observer.event("restarted", {**fields, WARNING: warning})

@@ -75,4 +75,4 @@ def _reason(outcome: TrainOutcome) -> str:
     size = model_size(open_store(outcome.models_uri), outcome.result.checkpoint)
     available = outcome.plan.fitted.available if outcome.plan.fitted else ""
     within = f"; a rank may use {available}" if available else ""
-    return f"{outcome.plan.reason}; {size}{within}" if size else outcome.plan.reason
+    return f"{outcome.plan.setup.reason}; {size}{within}" if size else outcome.plan.setup.reason

@@ -7,31 +7,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardmill.dataset.dataset import Dataset, first_alike, open_dataset, open_pinned
 from shardmill.dataset.leases import reading
 from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.reach import planted
 from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
-from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.backends.rules import never_unfrozen
-from train.config import TrainConfig
 from train.contracts.values import TrainResult
-from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
-from train.launching import LAUNCHERS, is_on_spark
-from train.planning.changes import AS_USUAL, Again, BegunTraining, resolve_resume
-from train.planning.divide import check_undivided, with_room
-from train.planning.host_memory import input_bytes
-from train.planning.make import keep_plan, plan_of_finished, plan_training, read_plan
-from train.planning.memory import look_at_memory
-from train.planning.plan import TrainingPlan
-from train.planning.preflight import WindowMemory, check_ranks, check_spread, check_trainable, window_memory
-from train.planning.trainings import TrainingChoice, choose_training
+from train.planning.checks import check, window_memory
+from train.planning.plan import TrainingPlan, keep_plan, plan_training
+from train.planning.resume import AS_USUAL, Again, BegunTraining
+from train.planning.trainings import FoundTraining, TrainingChoice, as_carried_out, find_training
 from train.planning.trial_build import try_build
 from train.readers import reader_of
 from train.reporting.observer import TrainObserver
@@ -42,7 +32,7 @@ from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import FirstSteps, StepTimes, Verdict
 from train.restarts import Restart, launch_until_done
 from train.results import read_result
-from train.strategies import less_work_in, mesh_of
+from train.strategies import less_work_in
 from train.tree import TrainTree
 
 
@@ -81,112 +71,45 @@ def train_model(
     settings. `planned` gets the plan of a training that begins or is resumed, before its ranks start. Raises UsageError
     (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
     """
-    # What can be said before anything starts: names, numbers, places.
-    first = plan_training(tree.train, tree.spark)
-    check_initial(first.config)
-    init_from = pinned(first.config).init_from
-    models = open_store(require_uri("models.uri", tree.models.uri))
-
-    # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
-    choice = _choose(tree, first.with_first_weights(init_from), version, fresh_for)
-    choice.report(tree.train, observer)
-    dataset = open_pinned(choice.dataset)
-    begun = read_plan(models, choice.folders)
-    if choice.result is not None:
-        plan = plan_of_finished(tree.train, tree.spark, dataset, begun)
-        return TrainOutcome(choice.result, models.uri, plan, skipped=True)
+    # What is unfinished on another version stays as it is.
+    found = find_training(tree, version, fresh_for)
+    found.choice.report(tree.train, observer)
+    if found.choice.result is not None:
+        return _skipped(found, found.choice.result)
 
     # It resumes as it was begun, and must be trainable in the memory that there is.
-    plan = plan_training(tree.train, tree.spark, dataset, begun).with_first_weights(init_from)
-    is_new = begun is None and not choice.has_steps(models)
-    plan = with_room(plan, tree.spark, dataset) if is_new else plan
-    windows = _check(plan, tree, dataset)
-    plan = plan.with_window(windows.window_chunks)
-    _try_build(plan, tree.spark, choice, models, dataset, observer)
-    memory = look_at_memory(
-        plan.config,
-        dataset,
-        tree.spark,
-        partial(input_bytes, dataset=dataset),
-        begun=begun.memory if begun else None,
-        has_begun=choice.has_steps(models),
-    )
-    plan = plan.with_memory(memory)
-    check_undivided(plan, is_new=is_new)
-    choice, plan = resolve_resume(models, choice, plan, dataset, again)
-    if choice.resumes:
-        # It may have the streams of that training.
-        check_spread(plan.config, tree.spark)
-        windows = _check(plan, tree, dataset)
+    choice, plan = plan_training(found, again, observer)
+    models, dataset, launcher = found.models, plan.setup.of_dataset, plan.setup.launcher
     again.begin(models.uri, choice.training_dir)
     planned(plan)
-    return _launched(_Settled(plan, tree.spark, models, dataset, choice, windows), observer)
-
-
-def _check(plan: TrainingPlan, tree: TrainTree, dataset: Dataset) -> WindowMemory:
-    """Raises UsageError if the dataset cannot be trained on, or its windows exceed the memory budget."""
-    check_trainable(plan.config, dataset, tree.gate)
-    return window_memory(plan.config, dataset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    """The settings with which the ranks are launched."""
-
-    plan: TrainingPlan
-    spark: SparkConfig
-    models: Store
-    dataset: Dataset
-    choice: TrainingChoice
-    windows: WindowMemory
-
-
-def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
-    """The ranks train, however often they have to be launched. Raises as `train_model` does."""
-    plan, models, dataset, choice = settled.plan, settled.models, settled.dataset, settled.choice
-    launcher = LAUNCHERS[plan.config.launcher]
-    keep_plan(models, choice.training_dir, plan, settled.spark)
+    keep_plan(models, choice.training_dir, plan)
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        _report_plan(choice, plan, dataset, settled.windows, observer)
-        _report_memory(plan, observer)
+        _report(choice, plan, observer)
+        # The ranks train, however often they have to be launched.
         done = launch_until_done(
-            lambda plan: launcher.launch(choice.task(plan.config, nonce), settled.spark, observer),
+            lambda plan: launcher.launch(choice.task(plan.config, nonce), tree.spark, observer),
             plan,
             observer,
-            check=partial(check_fewer, dataset, observer),
+            check=partial(check_fewer, observer=observer),
         )
     _check_published(models, choice)
     return TrainOutcome(done.result, models.uri, plan, skipped=False, restarts=done.restarts)
 
 
-def check_fewer(dataset: Dataset, observer: TrainObserver, config: TrainConfig) -> None:
+def _skipped(found: FoundTraining, result: TrainResult) -> TrainOutcome:
+    plan = TrainingPlan(as_carried_out(found.setup, found.begun))
+    return TrainOutcome(result, found.models.uri, plan, skipped=True)
+
+
+def check_fewer(plan: TrainingPlan, observer: TrainObserver) -> None:
     """Before ranks that were lost are done without. Raises UsageError if the others cannot train: their windows are too
     large, or they cannot divide the model."""
-    check_ranks(config, dataset)
-    if mesh_of(config).num_ranks > mesh_of(config).data_size:
-        try_build(config, dataset.manifest.row_schema, observer)
-
-
-def _try_build(
-    plan: TrainingPlan,
-    spark: SparkConfig,
-    choice: TrainingChoice,
-    models: Store,
-    dataset: Dataset,
-    observer: TrainObserver,
-) -> None:
-    """Before a cluster is asked for ranks, or ranks divide layers or stages that may not divide. Of other ranks, also
-    those that shard it, rank 0 builds and calls the model as soon as a trial would, which is seconds slower for all.
-
-    A training with steps has already been built. Raises as `try_build` does.
-    """
-    mesh = mesh_of(plan.config)
-    is_divided = mesh.num_ranks > mesh.data_size
-    if (is_divided or is_on_spark(plan.config.launcher)) and not choice.has_steps(models):
-        try_build(plan.config, dataset.manifest.row_schema, observer)
+    setup = check(plan.setup, of_ranks=True)
+    if setup.divides_model:
+        try_build(setup, setup.of_dataset.manifest.row_schema, observer)
 
 
 def _check_published(models: Store, choice: TrainingChoice) -> None:
@@ -200,17 +123,16 @@ def _check_published(models: Store, choice: TrainingChoice) -> None:
         )
 
 
-def _report_plan(
-    choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, memory: WindowMemory, observer: TrainObserver
-) -> None:
-    """Facts to report about a training that now begins or is resumed."""
-    config = plan.config
-    if plan.chosen_anew:
-        observer.event("chosen_anew", {"rank": 0, WARNING: plan.chosen_anew})
-    observer.event("plan", {"rank": 0, "chosen": plan.reason, "short": plan.in_short, **memory.as_fields()})
+def _report(choice: TrainingChoice, plan: TrainingPlan, observer: TrainObserver) -> None:
+    """Facts about a training that now begins or is resumed."""
+    config, setup, dataset = plan.config, plan.setup, plan.setup.of_dataset
+    if setup.chosen_anew:
+        observer.event("chosen_anew", {"rank": 0, WARNING: setup.chosen_anew})
+    windows = window_memory(setup).as_fields()
+    observer.event("plan", {"rank": 0, "chosen": setup.reason, "short": setup.in_short, **windows})
     if never := never_unfrozen(config):
         observer.event("freeze", {"rank": 0, WARNING: never})
-    plan.warn(observer)
+    setup.warn(observer)
     if (moves := config.augmentation.moves) and LabelSpec.of(dataset.manifest).are_numbers:
         moved = (
             f"train.augment moves what images show ({', '.join(moves)}), but numeric labels stay unchanged, which is "
@@ -221,20 +143,15 @@ def _report_plan(
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
     if limits := reader_of(config).limits(config, dataset):
         observer.event("reader", {"rank": 0, "reader": config.reader, WARNING: limits})
-
-
-def _report_memory(plan: TrainingPlan, observer: TrainObserver) -> None:
-    """Report how a step fits into a rank's memory, if that was examined."""
-    fitted = plan.fitted
-    if fitted is None or fitted.fit is None:
-        return
-    chosen = {
-        "accumulation_steps": plan.config.accumulation_steps,
-        "mixed_precision": plan.config.mixed_precision,
-        "activation_checkpointing": plan.config.memory.activation_checkpointing,
-    }
-    told = WARNING if fitted.fit.choice == "too_large" else "reason"
-    observer.event("memory", {"rank": 0, "choice": fitted.fit.choice, **chosen, told: fitted.reason})
+    # How a step fits into a rank's memory, if that was examined.
+    if plan.fitted is not None and (fit := plan.fitted.fit) is not None:
+        chosen = {
+            "accumulation_steps": config.accumulation_steps,
+            "mixed_precision": config.mixed_precision,
+            "activation_checkpointing": config.memory.activation_checkpointing,
+        }
+        told = WARNING if fit.choice == "too_large" else "reason"
+        observer.event("memory", {"rank": 0, "choice": fit.choice, **chosen, told: plan.fitted.reason})
 
 
 def train_in_run(
@@ -274,23 +191,12 @@ def train_in_run(
 
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
     """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
-    plan = plan_training(tree.train, tree.spark)
-    choice = _choose(tree, plan.with_first_weights(pinned(plan.config).init_from), version)
+    found = find_training(tree, version)
+    choice = found.choice
     if choice.result is None:
         raise UsageError(
             f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
             "expected one to export",
             "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
-    models, dataset = open_store(tree.models.uri), open_pinned(choice.dataset)
-    done = plan_of_finished(tree.train, tree.spark, dataset, read_plan(models, choice.folders))
-    return TrainOutcome(choice.result, models.uri, done, skipped=True)
-
-
-def _choose(tree: TrainTree, plan: TrainingPlan, version: DatasetPin | None, fresh_for: str = "") -> TrainingChoice:
-    # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
-    version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
-    # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
-    same_rows = first_alike(version)
-    models = open_store(require_uri("models.uri", tree.models.uri))
-    return choose_training(models, plan.named_by, same_rows, fresh_for)
+    return _skipped(found, choice.result)

@@ -22,7 +22,7 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
     from pipeline.run import run_pipeline
     from shardmill.jobs.run_files import DEFAULT_WORKDIR
     from shardmill.jobs.summary_rows import summary_rows
-    from train.planning.changes import Again
+    from train.planning.resume import Again
 
     common: Common = context.obj
     workdir = WORKDIR if common.workdir == DEFAULT_WORKDIR else common.workdir

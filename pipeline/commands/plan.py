@@ -54,7 +54,7 @@ def _estimate(tree: TrainTree, common: Common) -> None:
 
 
 def _compare(tree: TrainTree, memory_bytes: int, common: Common) -> None:
-    from train.planning.memory_plan import plan_memory
+    from train.planning.shard import plan_memory
 
     sys.stderr.write("plan: counting what a rank holds under each strategy\n")
     planned = plan_memory(tree, memory_bytes)

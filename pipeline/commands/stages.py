@@ -52,7 +52,7 @@ def run(
     fresh: Fresh = False, allow_change: AllowChange = [],  # noqa: B006  typer copies it
 ) -> None:  # fmt: skip
     from pipeline.run import run_pipeline
-    from train.planning.changes import Again
+    from train.planning.resume import Again
 
     common: Common = context.obj
     again = Again(fresh, tuple(allow_change))
@@ -97,7 +97,7 @@ def train(
 ) -> None:  # fmt: skip
     from shardmill.dataset.dataset import open_dataset
     from train.launching.attach import EndedWithJob, attached
-    from train.planning.changes import Again
+    from train.planning.resume import Again
     from train.stage_record import train_record
     from train.training import train_in_run
     from train.tree import TrainTree

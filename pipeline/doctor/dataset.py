@@ -12,10 +12,9 @@ from shardmill.errors import ShardmillError, UsageError
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
-    from shardmill.dataset.dataset import Dataset
-    from train.config import TrainConfig
+    from train.planning.setup import Setup
 
-SPLIT, WINDOW = "train split", "train.reading.window_budget_bytes"
+SPLIT = "train split"
 
 
 def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
@@ -24,8 +23,8 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     In a config with a source it is only a warning: a run builds another version first.
     """
     from shardmill.dataset.dataset import has_version, open_dataset
-    from train.planning.make import plan_training
-    from train.planning.preflight import check_trainable, window_memory
+    from train.planning.checks import WINDOW, problems, window_memory
+    from train.planning.setup import resolve
 
     status: Status = "warn" if any(tree.source.uris().values()) else "fail"
     subject = SPLIT
@@ -33,12 +32,16 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
         if not has_version(tree.dataset.uri):
             return
         dataset = open_dataset(tree.dataset.uri)
-        train = plan_training(tree.train, tree.spark, dataset).config
-        check_trainable(train, dataset, tree.gate)
+        setup = resolve(tree.train, tree.spark, dataset, tree.gate)
+        row, problem = next(problems(setup), ("", None))
+        if problem is not None and row != WINDOW:
+            raise problem
         of_version = f"{dataset.pin.uri}@{dataset.pin.version}"
-        yield Finding("ok", subject, f"{of_version}: {_shares(train, dataset)}")
+        yield Finding("ok", subject, f"{of_version}: {_shares(setup)}")
         subject = WINDOW
-        memory = window_memory(train, dataset)
+        if problem is not None:
+            raise problem
+        memory = window_memory(setup)
     except ShardmillError as error:
         found = f"the committed dataset: {found_by(error)}"
         yield Finding(status, subject, found, error.fix, is_transient=error.is_worth_retrying)
@@ -47,16 +50,17 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     yield Finding("ok", subject, found)
 
 
-def listing_findings(tree: PipelineTree, train: TrainConfig | None, plan: BuildPlan) -> Iterator[Finding]:
+def listing_findings(tree: PipelineTree, setup: Setup | None, plan: BuildPlan) -> Iterator[Finding]:
     """Rows about the version that a build of this listing would create: shares of a split by content hash are
     estimates.
 
-    None of an append, whose version has older rows, too, and of a training that cannot run (`train` is None).
+    None of an append, whose version has older rows, too, and of a training that cannot run (`setup` is None).
     """
     from etl.checks.listing import images_by_split
-    from train.planning.preflight import follows_plan, row_shares
+    from train.planning.checks import row_shares
+    from train.readers import reader_of
 
-    if train is None or plan.is_append or not follows_plan(train):
+    if setup is None or plan.is_append or not reader_of(setup.config).follows_plan:
         return
     subject, num_rows = f"source: {SPLIT}", images_by_split(plan)["train"]
     is_named = plan.listing.has_splits and not plan.listing.has_unnamed_splits
@@ -64,19 +68,19 @@ def listing_findings(tree: PipelineTree, train: TrainConfig | None, plan: BuildP
     about = "" if is_exact else "about "
     status: Status = "fail"
     try:
-        row_shares(train, num_rows if is_exact else plan.num_images)
+        row_shares(setup, num_rows if is_exact else plan.num_images)
         # All images together are enough.
         status = "warn"
-        yield Finding("ok", subject, f"{about}{row_shares(train, num_rows)}")
+        yield Finding("ok", subject, f"{about}{row_shares(setup, num_rows)}")
     except UsageError as error:
         yield Finding(status, subject, f"{about}{found_by(error)}", error.fix)
 
 
-def _shares(train: TrainConfig, dataset: Dataset) -> str:
-    from train.planning.preflight import follows_plan, row_shares
+def _shares(setup: Setup) -> str:
+    from train.planning.checks import row_shares
     from train.readers import reader_of
 
-    num_rows = dataset.manifest.splits["train"].num_rows
-    if follows_plan(train):
-        return str(row_shares(train, num_rows))
-    return reader_of(train).limits(train, dataset) or f"{num_rows:,} rows"
+    num_rows, reader = setup.of_dataset.manifest.splits["train"].num_rows, reader_of(setup.config)
+    if reader.follows_plan:
+        return str(row_shares(setup, num_rows))
+    return reader.limits(setup.config, setup.of_dataset) or f"{num_rows:,} rows"

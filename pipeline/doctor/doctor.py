@@ -39,7 +39,7 @@ from train.tree import TrainTree
 if TYPE_CHECKING:
     from etl.config import EtlConfig
     from etl.listing.listing import Listing
-    from train.config import TrainConfig
+    from train.planning.setup import Setup
 
 JAVA_VERSIONS = (17, 21)
 CLOCK_TOLERANCE_SECONDS = 30
@@ -98,7 +98,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
 
     `has_config`: whether keys that only a config file sets are missed.
     """
-    chosen, train = list(chosen_entries(tree)), _planned(tree)
+    chosen, setup = list(chosen_entries(tree)), _setup(tree)
     return [
         _python(),
         *map(_entry, chosen),
@@ -106,19 +106,19 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _java(is_needed=bool(applications_on_spark(tree))),
         _compiler(),
         _kernel(tree),
-        *_preflight(tree, train, workdir, has_config=has_config),
-        *(rank_findings(train, tree.spark) if train else ()),
+        *_preflight(tree, setup, workdir, has_config=has_config),
+        *(rank_findings(setup) if setup else ()),
         *dataset_findings(tree),
-        *(network_findings(tree, train) if train else ()),
+        *(network_findings(tree, setup) if setup else ()),
     ]
 
 
-def _planned(tree: PipelineTree) -> TrainConfig | None:
-    """The training as it would be planned, also where a check refuses it; None if nothing can be chosen."""
-    from train.planning.auto import resolve
+def _setup(tree: PipelineTree) -> Setup | None:
+    """The training as it would be set up, also where a check refuses it; None if nothing can be chosen."""
+    from train.planning.setup import resolve
 
     try:
-        return resolve(tree.train, tree.spark).config
+        return resolve(tree.train, tree.spark)
     except ShardmillError:
         # The row of `train.num_workers` says why.
         return None
@@ -200,7 +200,7 @@ def _kernel(tree: PipelineTree) -> Finding:
     return Finding("warn", subject, "wheels; the faster native kernel is not installed", HOW_TO_INSTALL)
 
 
-def _preflight(tree: PipelineTree, train: TrainConfig | None, workdir: str, *, has_config: bool) -> Iterator[Finding]:
+def _preflight(tree: PipelineTree, setup: Setup | None, workdir: str, *, has_config: bool) -> Iterator[Finding]:
     """Report what would stop a run, or a training alone; if nothing does, report the source's listing, and whether the
     model builds.
     """
@@ -213,12 +213,12 @@ def _preflight(tree: PipelineTree, train: TrainConfig | None, workdir: str, *, h
     if any(each.status == "fail" for each in found):
         return
     if unset:
-        yield from model_findings(tree, train)
+        yield from model_findings(tree, setup)
     else:
         for subject in ("dataset.uri", "models.uri"):
             yield _clock(f"clock of {subject}", uris[subject])
         try:
-            yield from _listing_findings(tree, train)
+            yield from _listing_findings(tree, setup)
         except ShardmillError as error:
             yield failed("source", error)
 
@@ -253,7 +253,7 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
     return Finding("fail", subject, "not set", fix)
 
 
-def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator[Finding]:
+def _listing_findings(tree: PipelineTree, setup: Setup | None) -> Iterator[Finding]:
     """Report what the ETL would infer from the listing, whether the model builds for it, and the disk space of a build;
     reads names and sizes, and only the few images that decide the size of stored ones.
 
@@ -263,7 +263,7 @@ def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator
     from etl.checks.listing import check_classes, inferred_facts, inferred_warnings
     from etl.config import EtlTree
     from etl.plan import plan_build
-    from train.planning.preflight import check_schema
+    from train.planning.checks import check_schema
 
     plan = plan_build(tree.part(EtlTree), run_id="preflight")
     check_limits(plan, plan.build.list_rejections)
@@ -274,8 +274,8 @@ def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator
         yield Finding("ok", f"source: {name}", str(facts[name]))
     for message in inferred_warnings(plan):
         yield Finding("warn", "source: warning", message)
-    yield from listing_findings(tree, train, plan)
-    yield from model_findings(tree, train, plan.row_schema)
+    yield from listing_findings(tree, setup, plan)
+    yield from model_findings(tree, setup, plan.row_schema)
     if plan.store.local_root is not None:
         yield _room(plan.store.local_root, plan.listing, plan.task.config)
 

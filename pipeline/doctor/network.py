@@ -29,27 +29,23 @@ from train.contracts.world import LOOPBACK
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
+    from train.planning.setup import Setup
 
 CALL_SECONDS = 3.0
 DRIVER_PORTS = ("spark.driver.port", "spark.driver.blockManager.port", "spark.blockManager.port")
 SPARKS_PORT_RETRIES = 16
 
 
-def network_findings(tree: PipelineTree, train: TrainConfig) -> Iterator[Finding]:
-    """`train`: as planned. Listens for an instant, and calls itself."""
-    from train.launching import LAUNCHERS
-    from train.strategies import roles_of
-
+def network_findings(tree: PipelineTree, setup: Setup) -> Iterator[Finding]:
+    """Listens for an instant, and calls itself."""
     try:
-        num_ranks = len(roles_of(train))
-        launcher = LAUNCHERS[train.launcher]
-        needs_nics = launcher.chooses_nics or bool(launcher.ranks_here(num_ranks, tree.spark))
+        num_ranks, launcher = len(setup.roles), setup.launcher
     except ShardmillError:
         return
     yield _host_name(is_needed=num_ranks > 1)
-    yield from _nics(train, is_needed=needs_nics)
+    yield from _nics(setup.config, is_needed=launcher.chooses_nics or setup.num_ranks_here > 0)
     if launcher.started_by_others:
-        yield _gate(train)
+        yield _gate(setup.config)
     if is_under_spark_submit():
         # Its settings hold, not these.
         return

@@ -18,27 +18,30 @@ from train.config import TrainConfig
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
-    from shardmill.jobs.config import SparkConfig
+    from train.planning.setup import Setup
 
 
-def rank_findings(train: TrainConfig, spark: SparkConfig) -> Iterator[Finding]:
-    """Rows about a planned training; empty for a launcher that cannot be loaded, which another row reports."""
-    from train.launching import LAUNCHERS
-    from train.strategies import roles_of
+def rank_findings(setup: Setup) -> Iterator[Finding]:
+    """Rows about its ranks; empty for a launcher that cannot be loaded, which another row reports."""
+    from train.launching.devices import devices_here
 
     try:
-        num_ranks = len(roles_of(train))
-        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(num_ranks, spark)
+        num_ranks, num_ranks_here = len(setup.roles), setup.num_ranks_here
     except ShardmillError:
         return
-    yield _slots(train, num_ranks, num_ranks_here)
-    yield from _devices(train, num_ranks_here)
+    yield _slots(setup.config, num_ranks, num_ranks_here)
+    # Ranks elsewhere agree on their devices when they start.
+    if num_ranks_here:
+        try:
+            yield Finding("ok", "devices", "; ".join(map(str, devices_here(setup.config, num_ranks_here))))
+        except ShardmillError as error:
+            yield failed("devices", error)
 
 
-def model_findings(tree: PipelineTree, train: TrainConfig | None, schema: RowSchema | None = None) -> Iterator[Finding]:
+def model_findings(tree: PipelineTree, setup: Setup | None, schema: RowSchema | None = None) -> Iterator[Finding]:
     """Whether it builds for a dataset with this schema, by default the committed one; takes seconds.
 
-    `train`: as planned; None if it cannot run, which another row tells. None if it could not fail to, or there is no
+    `setup`: None if it cannot run, which another row tells. None if it could not fail to, or there is no
     dataset.
     """
     from shardmill.dataset.dataset import has_version, open_dataset
@@ -50,7 +53,7 @@ def model_findings(tree: PipelineTree, train: TrainConfig | None, schema: RowSch
     try:
         if schema is None and has_version(tree.dataset.uri):
             schema = open_dataset(tree.dataset.uri).manifest.row_schema
-        built = try_build(train, schema, RunLog(SilentObserver())) if train and schema is not None else None
+        built = try_build(setup, schema, RunLog(SilentObserver())) if setup and schema is not None else None
     except ShardmillError as error:
         yield failed(subject, error)
         return
@@ -70,14 +73,3 @@ def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
         return Finding("warn", "slots", found, "fewer workers, or a cluster")
     where = f", {cores} cores here" if num_ranks_here else ""
     return Finding("ok", "slots", f"{counted(num_ranks, 'rank')} by launcher {train.launcher}{where}")
-
-
-def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
-    """Report the device of each rank that starts here; ranks elsewhere agree on theirs when they start."""
-    from train.launching.devices import devices_here
-
-    if num_ranks_here:
-        try:
-            yield Finding("ok", "devices", "; ".join(map(str, devices_here(train, num_ranks_here))))
-        except ShardmillError as error:
-            yield failed("devices", error)

@@ -22,7 +22,7 @@ from pipeline.choices import config_keys
 from pipeline.config import load_for_dataset, load_pipeline, require, without_secrets
 from pipeline.config_file import FIRST_KEYS, commented_toml, to_toml
 from pipeline.doctor.doctor import Finding, examine
-from pipeline.preflight import FirstPlan, check_place, refuse_what_cannot_work, setting
+from pipeline.preflight import FirstSetup, check_place, refuse_what_cannot_work, setting
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError, UsageError
 from shardmill.registry import Entry
@@ -31,7 +31,7 @@ from tests.lab.commands import BUILD_HERE, in_process, last_line
 from tests.lab.datasets import make_dataset, write_images
 from train.backends import BACKENDS
 from train.models.user import find_model
-from train.planning.preflight import check_schema
+from train.planning.checks import check_schema
 
 OVERRIDES = (
     "train.epochs=3", 'spark.etl.conf={"spark.x" = "a\\"b"}', "etl.formats=['tfrecord']", "train.learning_rate=1e-05",
@@ -420,7 +420,7 @@ def test_a_run_with_a_backend_of_ones_own_says_its_name(tmp_path: Path, monkeypa
     (tmp_path / "images").mkdir()
     own = ("train.backend=new", "train.strategy=tests.extending_entries:NEW_STRATEGY", "train.num_workers=1")
     tree = load_pipeline(str(tmp_path / "images"), own, str(tmp_path / "work"))
-    assert "small_cnn (new), " in setting(tree, FirstPlan(tree), str(tmp_path / "work"))
+    assert "small_cnn (new), " in setting(tree, FirstSetup(tree), str(tmp_path / "work"))
 
 
 def test_a_place_is_left_as_it_was(tmp_path: Path):

@@ -27,10 +27,11 @@ from shardmill.stores import open_store
 from tests.lab.commands import in_process, start
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.services.faulty_store import FaultyStore
+from tests.train.training import check_trainable
 from train.backends import BACKENDS
 from train.config import TrainConfig
-from train.planning.auto import resolve
-from train.planning.preflight import check_trainable, row_shares
+from train.planning.checks import row_shares
+from train.planning.setup import resolve
 
 
 @pytest.mark.starts("program")
@@ -434,4 +435,4 @@ def test_an_estimate_that_is_too_small_is_a_warning(tmp_path: Path):
 )
 def test_all_rows_are_shared_out(num_rows: int, num_ranks: int, num_streams: int, expected: tuple[int, ...]):
     config = TrainConfig(num_workers=num_ranks, num_streams=num_streams, global_batch_size=num_streams * 2)
-    assert row_shares(config, num_rows).rows_of_ranks == expected
+    assert row_shares(resolve(config, SparkConfig()), num_rows).rows_of_ranks == expected

@@ -24,7 +24,7 @@ from tests.services.marked import free_ports
 from train.backends.frameworks import gpu_problem
 from train.launching.devices import CUDA_VARIABLE
 from train.optimizers import OPTIMIZERS
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 
 NOT_OURS = "198.51.100.7"
 """An address of nobody's (RFC 5737)."""
@@ -40,7 +40,7 @@ def rows(*overrides: str) -> dict[str, Finding]:
 
 def network_rows(*overrides: str) -> dict[str, Finding]:
     tree = load_tree(PipelineTree, None, overrides)
-    return {each.subject: each for each in network_findings(tree, resolve(tree.train, tree.spark).config)}
+    return {each.subject: each for each in network_findings(tree, resolve(tree.train, tree.spark))}
 
 
 def rows_of_images(folder: Path, *overrides: str) -> dict[str, Finding]:

@@ -23,7 +23,7 @@ from pipeline.commands.stages import train
 from pipeline.config import load_for_dataset, load_pipeline
 from pipeline.output.ending import end_with_failure
 from pipeline.output.progress import RunProgress
-from pipeline.preflight import FirstPlan
+from pipeline.preflight import FirstSetup
 from pipeline.run import _try_build
 from pipeline.running import Run
 from pipeline.tree import PipelineTree
@@ -315,7 +315,7 @@ def test_the_model_is_tried_in_no_time_of_the_etl(tmp_path: Path, monkeypatch: p
     record = RunRecord(str(tmp_path), "r", clock=lambda: seconds[0])
     with recording(record), RunProgress(record, num_epochs=1) as progress:
         run = Run(load_pipeline(str(tmp_path / "images"), (), str(tmp_path)), record, progress)
-        tried = partial(_try_build, run, FirstPlan(run.tree), RowSchema("png", (16, 16, 3), ("cat", "dog")))
+        tried = partial(_try_build, run, FirstSetup(run.tree), RowSchema("png", (16, 16, 3), ("cat", "dog")))
         record.stage("etl", tried, lambda _: StageRecord(stage="etl"))
     assert seconds[0] >= 5 and record.ended[0].seconds == 0
 

@@ -11,8 +11,8 @@ from tests.train.training import DriverRecorder
 from train.config import TrainConfig
 from train.contracts.values import TrainResult
 from train.launching.rank_failures import RankLost
-from train.planning.auto import resolve
 from train.planning.plan import TrainingPlan
+from train.planning.setup import resolve
 from train.restarts import launch_until_done
 
 
@@ -28,9 +28,9 @@ def main() -> None:
             raise lost
 
     config = TrainConfig(num_workers=2, strategy="horovod", launcher="local", max_restarts=1)
-    plan = resolve(config, SparkConfig())
+    plan = TrainingPlan(resolve(config, SparkConfig()))
     try:
-        launch_until_done(launch, plan, DriverRecorder(), check=lambda config: None)
+        launch_until_done(launch, plan, DriverRecorder(), check=lambda plan: None)
     except Terminated as error:
         print(error)
 

@@ -14,7 +14,7 @@ from tests.lab.datasets import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.planning.trainings import choose_training
 from train.published.export import export_training
 
@@ -59,8 +59,8 @@ def choice_of(tiny_uri):
     """choice_of(models, tree) -> config without `auto`, dataset, what the driver chooses to do, the models' store."""
 
     def choose(models, tree):
-        plan, dataset, store = resolve(tree.train, SparkConfig()), open_dataset(tiny_uri), open_store(str(models))
-        return plan.config, dataset, choose_training(store, plan.named_by, dataset.pin), store
+        setup, dataset, store = resolve(tree.train, SparkConfig()), open_dataset(tiny_uri), open_store(str(models))
+        return setup.config, dataset, choose_training(store, setup.named_by, dataset.pin), store
 
     return choose
 
@@ -72,12 +72,12 @@ def asked_here(monkeypatch):
     Measured bytes are then those of pytest.
     """
     from train.launching.side_process import ANSWERED_HERE
-    from train.planning import pace, probe, state_bytes, state_program
+    from train.planning import estimate, probe, state_bytes, state_program
 
-    monkeypatch.setattr(pace, "MEASURED_SECONDS", 0.0)
-    monkeypatch.setattr(pace, "CACHED_SECONDS", 0.0)
+    monkeypatch.setattr(estimate, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(estimate, "CACHED_SECONDS", 0.0)
     for module, task, work in (
-        (pace, pace.PaceTask, pace.measure),
+        (estimate, estimate.PaceTask, estimate.measure),
         (probe, probe.ProbeTask, probe.measure),
         (state_program, state_bytes.StateTask, state_program.count),
     ):

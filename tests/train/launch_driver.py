@@ -21,7 +21,7 @@ from train.contracts.values import OUTPUT
 from train.launching import LAUNCHERS
 from train.launching.attach import attached
 from train.models.user import source_sha256
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 
 
 class Teller:

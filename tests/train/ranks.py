@@ -19,12 +19,12 @@ from tests.lab.scale import exhaustive, usually
 from tests.train.forked_ranks import launch_forked
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of
-from train.checkpoints.arrays import MARKER, OPTIMIZER, WEIGHTS, rank_file
-from train.checkpoints.shards import INDEX, OPTIMIZER_PART, WEIGHTS_PART, shard_file
+from train.checkpoints.arrays import INDEX, MARKER, OPTIMIZER, WEIGHTS, rank_file
+from train.checkpoints.shards import OPTIMIZER_PART, WEIGHTS_PART, shard_file
 from train.config import TrainConfig
 from train.contracts.values import BEFORE_CHECKPOINT, TrainResult
 from train.launching.rank_failures import RankLost
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES, mesh_of
 

@@ -32,7 +32,7 @@ from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, Gate, attached, call_gate, check_world_size
 from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
 from train.launching.connection import ProtocolError
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.tree import TrainTree
 
 TOKEN = "secret of this job" * 2

@@ -16,11 +16,16 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from tests.lab.commands import in_process
 from tests.train.test_verdict import CASES as DIVISION_CASES
+from tests.train.training import tree_of
 from train.config import TrainConfig
 from train.contracts.mesh import MeshShape
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import rank_slots_problem
-from train.planning.auto import (
+from train.planning.estimate import Pace, Shares, estimate_training
+from train.planning.memory import Memory
+from train.planning.memory_fit import FIT_RULES, MemoryFacts, MemoryRecord, fit
+from train.planning.plan import TrainingPlan, keep_plan
+from train.planning.setup import (
     FEW_STEPS,
     LAUNCHER_RULES,
     RANKS_RULES,
@@ -30,10 +35,8 @@ from train.planning.auto import (
     resolve,
     strategy_rules,
 )
-from train.planning.divide import PARTS, division_rules
-from train.planning.estimate import estimate_training
-from train.planning.memory_fit import FIT_RULES, MemoryFacts, fit
-from train.planning.pace import Pace, Shares
+from train.planning.shard import PARTS, division_rules, plan_memory
+from train.planning.trainings import find_training
 from train.strategies import STRATEGIES
 from train.tree import TrainTree
 
@@ -266,7 +269,7 @@ def test_missing_packages_are_named():
 
 def test_the_choice_is_said_in_short():
     chosen = resolve(TrainConfig(num_workers=2, strategy="horovod", launcher="local"), SparkConfig())
-    assert chosen.in_short == "horovod on 2 ranks by local (set by train.strategy)"
+    assert chosen.in_short == "2 ranks (strategy horovod, launcher local): set by train.strategy"
     for config in (TrainConfig(), TrainConfig(num_workers=1)):
         assert len(resolve(config, SparkConfig()).in_short) <= 150
 
@@ -297,6 +300,26 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path, how, req
     assert planned.speed.computed_images_per_second == pytest.approx(24 / planned.cost.step_seconds)
     assert "excluding the start of the ranks, their exchanges" in rows["speed"]
     assert not (tmp_path / "models").exists()
+
+
+@HERE
+def test_a_training_that_has_begun_is_planned_as_its_resume(tiny_uri, tmp_path):
+    tree = tree_of(tiny_uri, tmp_path, model="tests.train.torch_models:linear")
+    assert estimate_training(tree).strategy == "single"
+    found = find_training(tree)
+    then = {"num_workers": 2, "strategy": "torch_ddp", "launcher": "local"}
+    begun = found.setup.changed({"ranks_reason": "there were 2 GPUs"}, **then)
+    record = MemoryRecord(device="a T4", rank_bytes=2**30, host_bytes=0, on_gpu=False, fixed_bytes=1, image_bytes=2,
+                          to_bfloat16=False)  # fmt: skip
+    keep_plan(found.models, found.choice.training_dir, TrainingPlan(begun, Memory(record)))
+    planned = estimate_training(tree)
+    assert (planned.num_workers, planned.strategy, planned.launcher) == (2, "torch_ddp", "local")
+    assert "2 ranks: as when this training began (there were 2 GPUs)" in planned.reason
+    assert planned.fit is not None and "a T4 has 1.0 GiB" in planned.fit.reason
+    assert plan_memory(tree, 2**30).choice == "torch_ddp"
+    # Another question gets another answer.
+    asked = tree.model_copy(update={"train": tree.train.model_copy(update={"num_workers": 1})})
+    assert estimate_training(asked).strategy == "single"
 
 
 @HERE

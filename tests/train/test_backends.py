@@ -31,13 +31,13 @@ from tests.lab.datasets import make_dataset
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import CLIFF, LINEAR, SHAPE, STATEFUL, TORCH_MODELS, batch_of, learner, state
 from tests.train.ranks import train_on_ranks
-from tests.train.training import Killed, Recorder, task_of, train_here
+from tests.train.training import Killed, Recorder, check_trainable, task_of, train_here
 from train.api import StatePart
 from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh, MeshShape
-from train.planning.auto import resolve
-from train.planning.preflight import check_ranks, check_trainable
+from train.planning.checks import check
+from train.planning.setup import resolve
 from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.exported import load_exported
@@ -404,9 +404,9 @@ def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_ur
     rows = few.index("train", "parquet").chunk_rows.tolist()
     assert len(rows) == 4, rows
     config = config_of("petastorm", num_workers=4, num_streams=4, global_batch_size=4 * (min(rows) - 1))
-    check_ranks(config, few)
+    check(resolve(config, SparkConfig(), few), of_ranks=True)
     with pytest.raises(UsageError, match=r"row groups rank 2 gets \d+ rows"):
-        check_ranks(config.model_copy(update={"num_workers": 3}), few)
+        check(resolve(config.model_copy(update={"num_workers": 3}), SparkConfig(), few), of_ranks=True)
     assert "samples an epoch" in READERS["petastorm"].limits(config_of("petastorm", num_workers=1), many)
 
 

@@ -31,10 +31,10 @@ from tests.shardmill.collecting import build, gc_now, with_images
 from tests.train.training import ETL, ONE_LAYER, DriverRecorder, Killed, tree_of
 from train.config import TrainConfig
 from train.identity import fields_of_settings, settings_of
-from train.planning.auto import Facts, choose_ranks, resolve
-from train.planning.changes import Again, BegunTraining, check_allowed
-from train.planning.make import PLAN, keep_plan, plan_training, read_plan
-from train.planning.plan import TrainingPlan
+from train.planning.plan import TrainingPlan, keep_plan
+from train.planning.resume import Again, BegunTraining, check_allowed
+from train.planning.setup import Facts, Setup, choose_ranks, resolve
+from train.planning.trainings import PLAN, as_begun, read_plan
 from train.settings import DURATION, EXECUTION, RESUMABLE
 from train.stage_record import train_record
 from train.strategies.options import MirroredOptions
@@ -173,21 +173,23 @@ ANY = TrainConfig()
 
 @pytest.fixture
 def begun_by(tiny_uri, tmp_path, choice_of):
-    """begun(plan, asked, spark) -> the plan of a resume that asks so, after a training was begun by `plan`."""
+    """begun(setup, asked, spark) -> the setup of a resume that asks so, after a training was begun by `setup`."""
     _, _, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, num_workers=2))
 
-    def again(plan: TrainingPlan, asked: TrainConfig = TWO, spark: SparkConfig = HERE) -> TrainingPlan:
-        keep_plan(store, choice.training_dir, plan, HERE)
-        return plan_training(asked, spark, None, read_plan(store, choice.folders))
+    def again(begun: Setup, asked: TrainConfig = TWO, spark: SparkConfig = HERE) -> Setup:
+        keep_plan(store, choice.training_dir, TrainingPlan(begun))
+        return as_begun(resolve(asked, spark), read_plan(store, choice.folders))
 
     return again
 
 
-def chosen_elsewhere() -> TrainingPlan:
+def chosen_elsewhere() -> Setup:
     """On a machine without Horovod, which is here."""
     now = resolve(TWO, HERE)
     assert now.config.strategy == "horovod"
-    return now.with_strategy("multi_worker_mirrored", "2 TensorFlow workers, and Horovod is not installed")
+    return now.changed(
+        {"strategy_reason": "2 TensorFlow workers, and Horovod is not installed"}, strategy="multi_worker_mirrored"
+    )
 
 
 def test_a_resume_continues_with_what_was_chosen(begun_by):
@@ -200,12 +202,12 @@ def test_a_resume_continues_with_what_was_chosen(begun_by):
 
 def test_a_longer_training_continues_with_the_choice_of_the_shorter_one(tiny_uri, tmp_path, choice_of, whole):
     _, _, shorter, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path))
-    keep_plan(store, shorter.training_dir, chosen_elsewhere(), HERE)
+    keep_plan(store, shorter.training_dir, TrainingPlan(chosen_elsewhere()))
     longer = replace(shorter, training_dir="longer", continues=replace(whole, training_dir=shorter.training_dir))
     kept = read_plan(store, longer.folders)
     assert kept is not None and kept.strategy == "multi_worker_mirrored"
     # With a record of its own: the shorter one may be collected.
-    keep_plan(store, longer.training_dir, chosen_elsewhere(), HERE)
+    keep_plan(store, longer.training_dir, TrainingPlan(chosen_elsewhere()))
     assert read_plan(store, [longer.training_dir]) == kept
     assert read_plan(store, ["other"]) is None
 

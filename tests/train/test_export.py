@@ -41,7 +41,7 @@ from train.contracts.world import World
 from train.labels import LabelSpec
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.planning.trainings import training_dir
 from train.published.export import check_metrics, export_training
 from train.published.exported import EXPORTS, load_exported, number_of_artifact, read_export, verify_export

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,13 @@ from tests.train.training import ETL, DriverRecorder, tree_of
 from train.backends.keras.runtime import standardize
 from train.backends.model_spec import InputScale, model_spec
 from train.config import TrainConfig
+from train.contracts.values import RESULT
 from train.job import main
-from train.models.user import source_sha256
-from train.planning.make import PlanRecord, keep_plan, plan_training, read_plan
-from train.planning.plan import TrainingPlan
-from train.planning.preflight import window_memory
-from train.planning.trainings import RESULT, choose_training, training_id
+from train.models.user import framework_of, imported_packages, source_sha256
+from train.planning.checks import window_memory
+from train.planning.plan import TrainingPlan, keep_plan
+from train.planning.setup import Setup, resolve
+from train.planning.trainings import PlanRecord, as_begun, choose_training, read_plan, training_id
 from train.published.export import export_training
 from train.published.gate import promote_export
 from train.published.predict import predict_images
@@ -40,6 +42,7 @@ from train.reporting.run_log import RunLog
 from train.results import read_result
 from train.settings import ReadingConfig
 from train.stage_record import train_record
+from train.strategies import mesh_of
 from train.training import finished_training, train_model
 from train.tree import TrainTree
 
@@ -98,6 +101,22 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     assert recorder.steps == []
     # Other settings are another training.
     assert not train_model(tree_of(dataset_uri, tmp_path / "models", seed=1), RunLog(SilentObserver())).skipped
+
+
+def test_each_question_about_a_training_is_asked_once(dataset_uri, tmp_path):
+    questions = {each.__code__: each.__name__ for each in (resolve, mesh_of, imported_packages, framework_of)}
+    asked: Counter[str] = Counter()
+
+    def count(frame, event: str, _) -> None:
+        if event == "call" and frame.f_code in questions:
+            asked[questions[frame.f_code]] += 1
+
+    sys.setprofile(count)
+    try:
+        train_model(tree_of(dataset_uri, tmp_path / "models", epochs=1), DriverRecorder())
+    finally:
+        sys.setprofile(None)
+    assert asked == dict.fromkeys(questions.values(), 1)
 
 
 def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinished(dataset_uri, tmp_path):
@@ -470,10 +489,10 @@ def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     chunk = dataset.index("train").max_chunk_bytes
     reading = ReadingConfig(window_budget_bytes=8 * chunk)
     config = TrainConfig(num_streams=64, num_workers=8, reading=reading, strategy="horovod")
-    memory = window_memory(config, dataset)
+    memory = window_memory(resolve(config, SparkConfig(), dataset))
     assert (memory.streams_per_rank, memory.window_chunks, memory.bytes_per_rank) == (8, 1, 8 * chunk)
     # Of more than 8 ranks, each shuffles within all of its budget.
-    many = window_memory(config.model_copy(update={"num_workers": 64}), dataset)
+    many = window_memory(resolve(config.model_copy(update={"num_workers": 64}), SparkConfig(), dataset))
     assert (many.streams_per_rank, many.window_chunks, many.bytes_per_rank) == (1, 8, 8 * chunk)
     tree = tree_of(tiny_uri, tmp_path / "models", num_streams=24, num_workers=2, reading=reading,
                    strategy="horovod", launcher="local")  # fmt: skip
@@ -484,24 +503,24 @@ def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
 
 
 def test_a_training_keeps_its_window_on_other_ranks(tiny_uri, tmp_path):
-    dataset, store, spark = open_dataset(tiny_uri), open_store(tmp_path), SparkConfig()
+    dataset, store = open_dataset(tiny_uri), open_store(tmp_path)
     reading = ReadingConfig(window_budget_bytes=4 * dataset.index("train").max_chunk_bytes)
 
-    def planned(num_workers: int, begun: PlanRecord | None = None) -> TrainingPlan:
+    def set_up(num_workers: int, begun: PlanRecord | None = None) -> Setup:
         asked = TrainConfig(num_streams=16, num_workers=num_workers, strategy="horovod", launcher="local",
                             reading=reading)  # fmt: skip
-        plan = plan_training(asked, spark, dataset, begun)
-        return plan.with_window(window_memory(plan.config, dataset).window_chunks)
+        setup = as_begun(resolve(asked, SparkConfig(), dataset), begun)
+        return setup.with_window(window_memory(setup).window_chunks)
 
-    first = planned(16)
-    keep_plan(store, "t", first, spark)
-    fewer, anew = planned(2, read_plan(store, ["t"])), planned(4)
+    first = set_up(16)
+    keep_plan(store, "t", TrainingPlan(first))
+    fewer, anew = set_up(2, read_plan(store, ["t"])), set_up(4)
     assert [each.config.reading.window_chunks for each in (first, fewer, anew)] == [4, 4, 1]
     assert fewer.config.plan_spec(dataset) == first.config.plan_spec(dataset)
     assert len({training_id(each.named_by, "d", "") for each in (first, fewer, anew)}) == 1
-    told = window_memory(fewer.config, dataset).as_fields()[WARNING]
+    told = window_memory(fewer).as_fields()[WARNING]
     assert "windows of 4 chunks, with which this training began, take" in told and "on a rank with 8 streams" in told
-    assert WARNING not in window_memory(first.config, dataset).as_fields()
+    assert WARNING not in window_memory(first).as_fields()
 
 
 def test_the_budget_is_reported(finished):

@@ -26,7 +26,7 @@ from tests.lab.scale import exhaustive
 from tests.train.forked_ranks import launch_forked
 from tests.train.learners import LINEAR, SHAPE, THREE, batch_of
 from tests.train.ranks import SERVED, Watcher
-from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here, tree_of
+from tests.train.training import MODELS, DriverRecorder, Recorder, check_trainable, task_of, train_here, tree_of
 from train.api import StatePart
 from train.backends import BACKENDS
 from train.backends.model_spec import InputScale, ModelSpec, class_weights, synthetic_batch
@@ -34,7 +34,6 @@ from train.config import TrainConfig
 from train.contracts.values import EpochRecord, Evaluation
 from train.contracts.world import World
 from train.labels import LabelSpec, check_gate, check_labels
-from train.planning.preflight import check_trainable
 from train.published.export import export_training
 from train.published.gate import judge_export, promote_export
 from train.published.predict import open_model, predict_files

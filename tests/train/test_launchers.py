@@ -36,7 +36,7 @@ from train.contracts.values import TrainResult
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER, EXIT_ABORTED
 from train.models.user import source_sha256
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.reporting.run_log import RunLog
 from train.strategies.horovod import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
 

@@ -39,7 +39,7 @@ from train.launching.processes import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_L
 from train.launching.side_process import Question, ask
 from train.launching.spark_slots import num_rank_slots, num_slots_of
 from train.models import MODELS
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.planning.trial_build import may_not_build, try_build
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RanksLog, RunLog
@@ -293,12 +293,12 @@ def test_in_another_thread_nothing_is_watched():
 
 
 def test_ours_are_tried_where_they_may_not_fit():
-    ours = [name for name in MODELS.entries if not may_not_build(TrainConfig(model=name))]
+    ours = [name for name in MODELS.entries if not may_not_build(resolve(TrainConfig(model=name), SparkConfig()))]
     assert ours == ["small_cnn", "vit", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
     for asked in ({"freeze": ("conv*",)}, {"memory": {"activation_checkpointing": "on"}}, {"sync_batch_norm": True}):
-        assert may_not_build(TrainConfig.model_validate(asked))
+        assert may_not_build(resolve(TrainConfig.model_validate(asked), SparkConfig()))
     recorder, schema = DriverRecorder(), RowSchema("png", (16, 16, 3), ("cat", "dog"))
-    assert try_build(resolve(TrainConfig(), SparkConfig()).config, schema, recorder) is None and not recorder.names
+    assert try_build(resolve(TrainConfig(), SparkConfig()), schema, recorder) is None and not recorder.names
 
 
 @pytest.mark.drill

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,21 @@ from train.backends.model_spec import InputScale, ModelSpec, model_spec
 from train.config import TrainConfig
 from train.contracts.row_source import evaluation_spec, row_source
 from train.identity import settings_that_matter
-from train.planning.auto import resolve
-from train.planning.host_memory import Limit, MemoryRecord, images_at_once, input_bytes, most_microbatches
-from train.planning.make import keep_plan
-from train.planning.memory import Memory, considered, facts_of, look_at_memory, record_of
-from train.planning.memory_fit import MemoryFacts, decided, fit
+from train.planning.memory import (
+    Limit,
+    Memory,
+    considered,
+    facts_of,
+    images_at_once,
+    input_bytes,
+    look_at_memory,
+    most_microbatches,
+    record_of,
+)
+from train.planning.memory_fit import MemoryRecord, decided, fit
+from train.planning.plan import TrainingPlan, keep_plan
 from train.planning.probe import ProbeTask, StepCost, probe
+from train.planning.setup import Setup, resolve
 from train.planning.state_bytes import StateBytes, StateTask, count_state
 from train.planning.state_program import count
 from train.planning.trainings import TrainingChoice
@@ -54,17 +62,17 @@ ROOMY = {"model": "tests.train.torch_models:Roomy", "global_batch_size": 96, "nu
 GIB = 2**30
 
 
-def no_input(config: TrainConfig) -> int:
-    return 0
+def set_up(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
+    return resolve(config, SparkConfig(), dataset)
 
 
 def keep(choice: TrainingChoice, models: Path, tree: TrainTree, record: MemoryRecord) -> None:
-    plan = resolve(tree.train, tree.spark).with_memory(Memory(record, tree.spark, no_input))
-    keep_plan(open_store(str(models)), choice.training_dir, plan, tree.spark)
+    plan = TrainingPlan(resolve(tree.train, tree.spark), Memory(record))
+    keep_plan(open_store(str(models)), choice.training_dir, plan)
 
 
-def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = None) -> Memory:
-    return look_at_memory(config, dataset, SparkConfig(), no_input, begun=begun, has_begun=False)
+def look_at(setup: Setup, begun: MemoryRecord | None = None) -> Memory:
+    return look_at_memory(setup, begun=begun, has_begun=False)
 
 
 @pytest.mark.drill
@@ -93,33 +101,34 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     # All that is left to choose is the precision: 96 images at once, or in half of the memory.
     short = {**ROOMY, "memory": {"budget_bytes": 9 * GIB // 2}, "accumulation_steps": 1, "mixed_precision": "auto"}
     config, dataset, _, _ = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, **short))
-    memory = look_at(config, dataset)
-    fitted = memory.fitted(config)
+    memory = look_at(set_up(config, dataset))
+    fitted = memory.fitted(set_up(config, dataset))
     assert (fitted.config.mixed_precision, fitted.config.accumulation_steps) == ("bfloat16", 1), fitted.reason
     assert memory.record is not None and "'bfloat16', as chosen before the first step, need" in fitted.reason
     assert fitted.fit is not None and fitted.fit.choice == "bfloat16"
     ample = config.model_copy(update={"memory": MemoryConfig(budget_bytes=900 * GIB)})
-    assert look_at(ample, dataset, memory.record) == memory
+    assert look_at(set_up(ample, dataset), memory.record) == memory
 
     # With other parts left to choose, and another number of ranks, from the same measurement.
-    free = config.model_copy(update={"accumulation_steps": 0, "num_workers": 2, "strategy": "torch_ddp"})
+    two = {"accumulation_steps": 0, "num_workers": 2, "strategy": "torch_ddp", "launcher": "local"}
+    free = set_up(config.model_copy(update=two), dataset)
     assert memory.fitted(free).config.accumulation_steps == 1
     # Of 48 images on a rank 24 fit, which need as much as 12 in float32.
     record = memory.record
-    shorter_bytes = record.fixed_bytes + 14 * record.image_bytes
+    shorter_bytes = record.fixed_bytes + input_bytes(free) + 14 * record.image_bytes
     shorter = replace(memory, record=record.model_copy(update={"rank_bytes": shorter_bytes}))
     assert shorter.fitted(free).config.accumulation_steps == 2
 
     # Where nothing fits any more, it is told what was not tried, unless that is set or cannot be.
-    shortest_bytes = record.fixed_bytes + 1
+    shortest_bytes = record.fixed_bytes + input_bytes(set_up(config, dataset)) + 1
     shortest = replace(memory, record=record.model_copy(update={"rank_bytes": shortest_bytes}))
     for more, is_told in [
         ({}, True),
         ({"memory": MemoryConfig(activation_checkpointing="off")}, True),
         ({"memory": MemoryConfig(activation_checkpointing="on")}, False),
-        ({"strategy": "parameter_server"}, False),
+        ({"strategy": "parameter_server", "model": "small_cnn", "backend": "keras"}, False),
     ]:
-        reason = shortest.fitted(config.model_copy(update=more)).reason
+        reason = shortest.fitted(set_up(config.model_copy(update=more), dataset)).reason
         assert ("set train.memory.activation_checkpointing = 'on'" in reason) == is_told, (more, reason)
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
@@ -143,20 +152,22 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
 
 def test_ample_memory_is_not_measured(tiny_uri, tmp_path, choice_of):
     config, dataset, _, _ = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, model=LINEAR["torch"]))
-    memory = look_at(config, dataset)
-    fitted = memory.fitted(config)
+    memory = look_at(set_up(config, dataset))
+    fitted = memory.fitted(set_up(config, dataset))
     assert (memory.record, fitted.fit, fitted.config.accumulation_steps) == (None, None, 1)
-    assert "images of a step take" in fitted.reason and fitted.reason.endswith(f"fits into {fitted.available}")
+    assert (
+        "images of a step take" in fitted.reason and f": {fitted.available} hold more than 1,000 times" in fitted.reason
+    )
 
 
 def planned_in_little_memory(uri: str) -> tuple[MemoryRecord, str, int]:
     """In a process of its own -> the record, the reason for the choice, and the most memory of what it has started."""
     strategy = {"strategy": "torch_fsdp", "num_workers": 2, "launcher": "local"}
     asked = TrainConfig(model="vit_huge", memory=MemoryConfig(budget_bytes=12 * GIB), **strategy)
-    config = resolve(asked, SparkConfig()).config
-    memory = look_at(config, open_dataset(uri))
+    setup = set_up(asked, open_dataset(uri))
+    memory = look_at(setup)
     assert memory.record is not None
-    return memory.record, memory.fitted(config).reason, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return memory.record, memory.fitted(setup).reason, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 @pytest.mark.drill
@@ -174,12 +185,12 @@ def test_counted_bytes_are_those_of_a_measured_step_and_what_cannot_be_counted_i
     dataset, memory = open_dataset(tiny_uri), MemoryConfig(budget_bytes=4 * GIB)
     records = {}
     for model in ("vit_tiny", "tests.train.torch_models:peeking"):
-        config = resolve(TrainConfig(model=model, memory=memory, **shared), SparkConfig()).config
-        records[model] = look_at(config, dataset).record
+        setup = set_up(TrainConfig(model=model, memory=memory, **shared), dataset)
+        records[model] = look_at(setup).record
     counted, measured = records.values()
-    spec = model_spec(dataset.manifest, config)
+    spec = model_spec(dataset.manifest, setup.config)
     task = ProbeTask(
-        decided(config.model_copy(update={"model": "vit_tiny"}), 1, to_bfloat16=False), spec, 8, 2, 2, True
+        decided(setup.config.model_copy(update={"model": "vit_tiny"}), 1, to_bfloat16=False), spec, 8, 2, 2, True
     )
     cost = probe(task)
     # But for the states of generators.
@@ -189,17 +200,21 @@ def test_counted_bytes_are_those_of_a_measured_step_and_what_cannot_be_counted_i
 
 def test_images_and_parts_follow_from_the_config():
     three = TrainConfig(global_batch_size=64, num_streams=8, num_workers=3, strategy="torch_ddp")
+
+    def images_and_parts(config: TrainConfig) -> tuple[int, int]:
+        return images_at_once(set_up(config)), most_microbatches(set_up(config))
+
     # Streams are shared 3, 3, 2, each with 8 images.
-    assert (images_at_once(three), most_microbatches(three)) == (24, 16)
+    assert images_and_parts(three) == (24, 16)
     local = three.model_copy(update={"strategy": "local_sgd"}).with_options(LocalSgdOptions(local_steps=4))
-    assert (images_at_once(local), most_microbatches(local)) == (6, 4)
+    assert images_and_parts(local) == (6, 4)
     mirrored = TrainConfig(num_workers=1, num_streams=8, global_batch_size=64, strategy="mirrored")
-    mirrored = mirrored.with_options(MirroredOptions(num_devices=4))
+    mirrored = set_up(mirrored.with_options(MirroredOptions(num_devices=4)))
     assert (images_at_once(mirrored), most_microbatches(mirrored)) == (64, 16)
     assert (images_at_once(mirrored, 4), most_microbatches(mirrored, 4)) == (16, 16)
-    assert most_microbatches(three.model_copy(update={"sync_batch_norm": True})) == 1
+    assert images_and_parts(three.model_copy(update={"sync_batch_norm": True}))[1] == 1
     served = TrainConfig(global_batch_size=64, num_streams=8, strategy="parameter_server", num_workers=2)
-    assert (images_at_once(served), most_microbatches(served)) == (64, 1)
+    assert images_and_parts(served) == (64, 1)
 
 
 def test_a_container_has_what_its_group_still_may_use(tmp_path):
@@ -376,7 +391,7 @@ def test_readers_keep_no_more_than_was_planned(tiny_uri, monkeypatch):
     bytes_kept = sum(len(array) for memory in kept for array in memory._arrays)
     # Of each array an eighth may be more than was asked for; it is never written to.
     assert len(batches) > 5 and len(kept) == 4
-    assert 0 < bytes_kept <= input_bytes(config, dataset) * 9 / 8
+    assert 0 < bytes_kept <= input_bytes(set_up(config, dataset)) * 9 / 8
 
 
 BLOCKS = "tests.train.torch_models"
@@ -442,28 +457,25 @@ def test_what_would_not_be_the_same_the_second_time_is_refused():
         drawing.gradients(batch, 6, 1.0)
 
 
-def facts_for(config: TrainConfig) -> Callable[[MemoryRecord], MemoryFacts]:
-    return lambda record: facts_of(record, config, 0, SparkConfig())
-
-
 @pytest.mark.drill
 def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     """Measured by two probes of a real model: an image takes a block's activations in place of all blocks'."""
     sizes = {"backend": "torch", "global_batch_size": 8, "num_streams": 4, "epochs": 1}
     tree = tree_of(tiny_uri, tmp_path, **sizes, model=f"{BLOCKS}:roomy_blocks")
-    config, _, _, _ = choice_of(tmp_path, tree)
+    config, dataset, _, _ = choice_of(tmp_path, tree)
+    setup = set_up(config, dataset)
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
     cost = probe(task)
     measured = record_of(Limit("a machine", 100 * GIB), cost)
     short = Limit("a machine", measured.fixed_bytes + measured.image_bytes * 9 // 10)
-    record = considered(short, task, cost, config, facts_for(config))
+    record = considered(short, task, cost, setup)
     # Each of twelve blocks keeps 24 MiB of an image, and four times that as it computes.
     assert 12 * 24 <= measured.image_bytes // MIB <= 15 * 24
     assert 4 * 24 <= record.recomputed_image_bytes // MIB <= 6 * 24
-    found = fit(facts_of(record, config, 0, SparkConfig()))
+    found = fit(facts_of(record, setup))
     assert found.choice == "activation_checkpointing" and "a step takes longer, and an image takes" in found.reason
     forbidden = config.model_copy(update={"memory": MemoryConfig(activation_checkpointing="off")})
-    assert considered(short, task, cost, forbidden, facts_for(forbidden)).recomputed_image_bytes == 0
+    assert considered(short, task, cost, set_up(forbidden, dataset)).recomputed_image_bytes == 0
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
     tree = tree_of(tiny_uri, tmp_path, **sizes, model=DEEP["torch"])
@@ -478,13 +490,14 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
 @pytest.mark.usefixtures("asked_here")
 def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path, choice_of):
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR["torch"], backend="torch")
-    config, _, _, _ = choice_of(tmp_path, tree)
+    config, dataset, _, _ = choice_of(tmp_path, tree)
+    setup = set_up(config, dataset)
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
     # As if an image took that much.
     cost = StepCost(1, 4, 4, 16, GIB, step_seconds=0.1, process_bytes=GIB, image_bytes=GIB, base_bytes=0)
     short = Limit("a machine", 2 * GIB)
-    record = considered(short, task, cost, config, facts_for(config))
-    found = fit(facts_of(record, config, 0, SparkConfig()))
+    record = considered(short, task, cost, setup)
+    found = fit(facts_of(record, setup))
     assert found.choice == "too_large"
     assert "are not recomputed: train.memory.activation_checkpointing" in found.reason
 

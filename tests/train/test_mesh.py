@@ -24,9 +24,9 @@ from train.config import TrainConfig
 from train.contracts.mesh import Mesh, MeshShape
 from train.models import MODELS
 from train.models.tensor_plans import check_heads, heads_of, tensor_plan
-from train.planning.auto import resolve
 from train.planning.build_model import build
 from train.planning.memory_fit import decided
+from train.planning.setup import resolve
 from train.planning.trial_build import BuildTask
 from train.settings import MeshConfig
 from train.strategies import STRATEGIES, mesh_of, strategies_that_share

@@ -35,8 +35,8 @@ from train.contracts.world import World
 from train.layers.sample_bits import drawing, number_layers, sample_keys
 from train.models import BUILD_FOR_ANY_IMAGE, MODELS, MODULES
 from train.models.small_cnn import small_cnn
-from train.models.user import find_model, source_sha256, trains_module
-from train.planning.auto import resolve
+from train.models.user import find_model, source_sha256
+from train.planning.setup import resolve
 from train.planning.trial_build import try_build
 from train.strategies.replicated import SINGLE
 from train.tree import TrainTree
@@ -475,7 +475,8 @@ def test_without_tensorflow_a_model_with_a_twin_is_that_module(monkeypatch):
         "single",
         "inline",
     )
-    assert trains_module(config) and not trains_module(config.model_copy(update={"model": "resnet50"}))
+    setup = resolve(config, SparkConfig())
+    assert setup.trains_module and not setup.changed(model="resnet50").trains_module
 
 
 def test_the_builtin_vit_is_a_module_only_if_the_strategy_needs_one():
@@ -516,9 +517,9 @@ def test_a_factory_that_imports_both_is_refused_when_it_returns_a_keras_model(tm
             return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
     """
     model = factory("own_of_both", tmp_path, monkeypatch, "".join(line[8:] + "\n" for line in text.splitlines()))
-    config = resolve(TrainConfig(model=model, strategy=STRATEGY), SparkConfig()).config
+    setup = resolve(TrainConfig(model=model, strategy=STRATEGY), SparkConfig())
     with pytest.raises(UsageError, match="is a Keras model, and train.strategy = .*; expected an nn.Module"):
-        try_build(config, RowSchema("png", (16, 16, 3), ("cat", "dog")), DriverRecorder())
+        try_build(setup, RowSchema("png", (16, 16, 3), ("cat", "dog")), DriverRecorder())
 
 
 def test_a_factory_that_builds_on_a_module_of_ours_needs_pytorch(tmp_path, monkeypatch):

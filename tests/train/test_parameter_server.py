@@ -26,14 +26,16 @@ from tests.lab.datasets import build_here, write_images
 from tests.train.driver_process import start_driver
 from tests.train.forked_ranks import forked_ranks, launch_forked
 from tests.train.ranks import SERVED, WORKERS, Watcher, planned
-from tests.train.training import MODELS, DriverRecorder, Recorder, check_terms, task_of, train_here
+from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
 from train.checkpoints.arrays import load_arrays, rank_file
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
-from train.planning.auto import resolve
+from train.planning.checks import check
+from train.planning.plan import TrainingPlan
+from train.planning.setup import resolve
 from train.readers.silos import SiloSteps
 from train.reporting.observer import GlobalStep
 from train.restarts import launch_until_done
@@ -163,8 +165,8 @@ def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp
     watcher = Killer(rank=4, at=(1, 2))
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
     done = launch_until_done(lambda plan: launch(tiny_uri, tmp_path, watcher, num_workers=plan.config.num_workers),
-                             resolve(config, SparkConfig()), watcher,
-                             lambda config: check_terms(config, SparkConfig()))  # fmt: skip
+                             TrainingPlan(resolve(config, SparkConfig())), watcher,
+                             check=lambda plan: check(plan.setup))  # fmt: skip
     assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", done.restarts[0].cause)
     assert done.result.world_size == SERVED["num_workers"] and watcher.sample_ids == planned(tiny_uri, config)
 

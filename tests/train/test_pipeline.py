@@ -25,9 +25,9 @@ from train.backends.torch.chain import cut
 from train.config import TrainConfig
 from train.labels import LabelSpec
 from train.models.user import source_sha256
-from train.planning.auto import resolve
 from train.planning.build_model import build
 from train.planning.memory_fit import decided
+from train.planning.setup import resolve
 from train.planning.trial_build import BuildTask
 from train.strategies.sharded.pipeline_schedules import (
     PipelineOptions,

@@ -32,9 +32,9 @@ from shardmill.options import DecodeLimits
 from shardmill.values import ImageSample
 from tests.lab.commands import ENGINE_HERE, ROOT, SUMMARY_SCHEMA, in_process, last_line
 from tests.lab.datasets import make_dataset
+from tests.train.training import check_trainable
 from train.backends.model_spec import model_spec
 from train.config import TrainConfig
-from train.planning.preflight import check_trainable
 from train.published.evaluation import evaluate_on
 from train.published.export import export_training
 from train.published.exported import load_exported

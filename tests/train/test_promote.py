@@ -43,9 +43,9 @@ from train.contracts.values import (
 )
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.metrics.evaluate import SMALLEST_LOG_PROBABILITY
-from train.planning.auto import resolve
-from train.planning.make import PLAN, keep_plan, read_plan
-from train.planning.trainings import FRESH, TRAININGS, FreshTraining
+from train.planning.plan import TrainingPlan, keep_plan
+from train.planning.setup import resolve
+from train.planning.trainings import FRESH, PLAN, TRAININGS, FreshTraining, read_plan
 from train.published.evaluation import by_name, evaluate_export
 from train.published.exported import (
     CURRENT,
@@ -417,8 +417,8 @@ def test_a_training_that_was_asked_for_goes_with_its_record_and_numbers_go_on(tm
 def test_an_equal_training_after_gc_chooses_anew(tiny_uri: str, tmp_path: Path, choice_of):
     tree = tree_of(tiny_uri, tmp_path, num_workers=2)
     _, _, choice, store = choice_of(tmp_path, tree)
-    chosen = resolve(tree.train, SparkConfig()).with_strategy("multi_worker_mirrored", "as it was then")
-    keep_plan(store, choice.training_dir, chosen, SparkConfig())
+    chosen = resolve(tree.train, SparkConfig()).changed(strategy="multi_worker_mirrored")
+    keep_plan(store, choice.training_dir, TrainingPlan(chosen))
     _, _, asked, _ = choice_of(tmp_path, tree)
     assert read_plan(store, asked.folders) is not None
     newer = training(tmp_path, 99)

@@ -38,7 +38,8 @@ from train.launching import LAUNCHERS
 from train.launching.connection import StopAgreement, StopPoint
 from train.launching.rank_failures import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.models.user import source_sha256
-from train.planning.auto import resolve
+from train.planning.plan import TrainingPlan
+from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.restarts import launch_until_done
 from train.strategies import STRATEGIES, roles_of
@@ -270,7 +271,7 @@ CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 5, "label_smooth
 def launch_on(uri, models, launcher, watcher, worker, **config):
     """Ranks of which the last is lost: at step 6 of three, at step 13 of two."""
     settings = {**CONFIG, "launcher": launcher, **config}
-    asked = resolve(TrainConfig(**settings), SparkConfig())
+    asked = TrainingPlan(resolve(TrainConfig(**settings), SparkConfig()))
     with forked_ranks(asked.config.backend):
         done = launch_until_done(
             lambda now: LAUNCHERS[launcher].launch(
@@ -320,7 +321,7 @@ def lost(step: int | None, ranks: set[int], what: str = "rank 1 was killed") -> 
     return error
 
 
-def go_on_through(faults, check=lambda now: None, **config):
+def go_on_through(faults, check=lambda now: None, dataset=None, **config):
     """`launch_until_done` for a launch that raises these, one after the other. -> (world sizes, what it raised)."""
     sizes, waiting = [], list(faults)
 
@@ -331,7 +332,8 @@ def go_on_through(faults, check=lambda now: None, **config):
 
     settings = {"num_workers": 4, "strategy": "horovod", "launcher": "local", "max_restarts": 9, **config}
     try:
-        launch_until_done(launch, resolve(TrainConfig(**settings), SparkConfig()), DriverRecorder(), check)
+        plan = TrainingPlan(resolve(TrainConfig(**settings), SparkConfig(), dataset))
+        launch_until_done(launch, plan, DriverRecorder(), check)
     except (TrainingError, UsageError) as error:
         return sizes, error
     return sizes, None
@@ -379,7 +381,7 @@ def test_what_a_restart_cannot_cure_is_raised_at_once():
     assert go_on_through([error]) == ([4], error)
 
     def refuse(now):
-        raise UsageError(f"windows need more memory on {now.num_workers} ranks")
+        raise UsageError(f"windows need more memory on {now.config.num_workers} ranks")
 
     sizes, told = go_on_through([lost(1, {3})], refuse)
     assert sizes == [4] and isinstance(told, RankLost)
@@ -400,7 +402,7 @@ def test_ranks_that_hold_a_model_together_go_on_in_a_layout_that_is_allowed(tiny
     # Four heads, and three ranks that are left: a process that builds the model refuses them.
     dataset, observer = open_dataset(tiny_uri), DriverRecorder()
     divided = {"strategy": "tensor_parallel", "model": "tests.train.torch_models:tiny_vit"}
-    assert go_on_through([lost(1, {3})], partial(check_fewer, dataset, observer), **divided) == ([4, 2], None)
+    assert go_on_through([lost(1, {3})], partial(check_fewer, observer=observer), dataset, **divided) == ([4, 2], None)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from train.contracts.world import RankDevices, World
 from train.launching import LAUNCHERS
 from train.launching.devices import CUDA_VARIABLE, check_devices, share_of_rank, visible_gpus
 from train.launching.spark_slots import num_slots_of
-from train.planning.auto import resolve
+from train.planning.setup import resolve
 from train.strategies import STRATEGIES, find_strategy
 from train.strategies.horovod import HorovodCollective, join_horovod
 from train.strategies.local_sgd import local_round

@@ -33,7 +33,7 @@ from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.contracts.values import StepReport
 from train.launching.inline import InlineWatch, ObserverReporter
-from train.planning.changes import AS_USUAL
+from train.planning.resume import AS_USUAL
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog, StepsLog
 from train.reporting.trackers import TRACKERS, sent

@@ -24,13 +24,18 @@ from train.contracts.values import EpochRecord, Progress, StepReport, TimeSpent,
 from train.contracts.world import RankDevices
 from train.launching import LAUNCHERS
 from train.models.user import inputs_hint
-from train.planning import divide, memory_plan
-from train.planning.auto import resolve
-from train.planning.divide import ModelFacts, Room, division_rules, nothing_holds, row_of, with_room
-from train.planning.make import plan_training
+from train.planning import shard
 from train.planning.memory_fit import decided
-from train.planning.memory_plan import plan_memory
-from train.planning.plan import TrainingPlan
+from train.planning.setup import Setup, resolve
+from train.planning.shard import (
+    ModelFacts,
+    Room,
+    division_rules,
+    nothing_holds,
+    plan_memory,
+    row_of,
+    shard_if_too_large,
+)
 from train.planning.state_bytes import StateBytes, StateTask
 from train.planning.state_program import count
 from train.reporting.observer import GlobalStep
@@ -71,10 +76,11 @@ def launched(task) -> Verdict:
 
 def test_the_larger_of_two_waits_counts_and_small_ones_do_not():
     busy = {"compute": 0.08, "input_wait": 0.01, "allreduce": 0.01}
-    assert judged(busy, busy).bound == "compute" and judged(busy).sentence.endswith(
-        ": GPUs or more machines would help"
-    )
-    assert "train.mixed_precision" in judged(busy, devices=("0",)).sentence
+    assert judged(busy, busy).bound == "compute"
+    assert judged(busy, num_steps=700).sentence.endswith(": GPUs or more machines would help")
+    assert "train.mixed_precision" in judged(busy, num_steps=700, devices=("0",)).sentence
+    # A training of seconds needs no larger machine.
+    assert judged(busy).sentence.endswith("is the model's own computation")
     assert judged(busy | {"input_wait": 0.1}, busy | {"input_wait": 0.1}).bound == "input"
     exchanging = judged(busy | {"allreduce": 0.1}, busy | {"allreduce": 0.1})
     assert exchanging.bound == "communication" and exchanging.sentence.endswith("or use fewer ranks (now 2)")
@@ -297,12 +303,24 @@ STATE = StateBytes(GIB, GIB, 2 * GIB, image=2 * GIB)
 HALF = StateBytes(GIB // 2, GIB // 2, GIB, gathered=3 * GIB, image=2 * GIB)
 DIVIDED = replace(HALF, gathered=0, image=GIB)
 SMALLER = replace(DIVIDED, parameters=GIB // 4, optimizer=GIB // 2)
-CONFIG = TrainConfig(num_workers=2, strategy="torch_ddp", global_batch_size=16, num_streams=8, backend="torch")
+CONFIG = TrainConfig(
+    model="vit",
+    num_workers=2,
+    strategy="torch_ddp",
+    global_batch_size=16,
+    num_streams=8,
+    backend="torch",
+    launcher="local",
+)
+
+
+def set_up(**settings: object) -> Setup:
+    return resolve(CONFIG.model_copy(update=settings), SparkConfig())
 
 
 def facts(device_gib: float, **states: StateBytes) -> ModelFacts:
     room = Room("one T4", int(device_gib * GIB), GIB, 0, is_host=False)
-    rows = {name: row_of(CONFIG.model_copy(update={"strategy": name}), state, room) for name, state in states.items()}
+    rows = {name: row_of(set_up(strategy=name), state, room) for name, state in states.items()}
     return ModelFacts("one T4", room.device_bytes, rows)
 
 
@@ -342,22 +360,21 @@ def test_a_row_says_how_it_fits():
     assert row.verdict == "yes with train.accumulation_steps = 8"
     assert all_of(80).rows["torch_ddp"].verdict == "yes" and all_of(80).rows["torch_ddp"].total == 21 * GIB
     assert all_of(5).rows["torch_ddp"].verdict == "no"
-    config = CONFIG.model_copy(update={"mixed_precision": "auto"})
     room = Room("one T4", int(6.2 * GIB), GIB, 0, is_host=False)
-    assert row_of(config, STATE, room).verdict.endswith("train.mixed_precision = 'bfloat16'")
+    assert row_of(set_up(mixed_precision="auto"), STATE, room).verdict.endswith("train.mixed_precision = 'bfloat16'")
     # A host also has the copy of which a checkpoint is written.
-    assert row_of(CONFIG, STATE, replace(room, is_host=True)).checkpoint == 3 * GIB
+    assert row_of(set_up(), STATE, replace(room, is_host=True)).checkpoint == 3 * GIB
     # And so rank 0's host must hold the whole model before the ranks have their parts.
     large = replace(DIVIDED, start=9 * GIB)
     host = Room("a host", 8 * GIB, GIB, 0, is_host=True)
-    assert row_of(CONFIG, large, replace(host, is_host=False)).fits
-    assert row_of(CONFIG, large, host).verdict == "no: it begins with all parameters, 10.0 GiB"
+    assert row_of(set_up(), large, replace(host, is_host=False)).fits
+    assert row_of(set_up(), large, host).verdict == "no: it begins with all parameters, 10.0 GiB"
     # What is exchanged behind the backward pass takes the place of the activations.
-    assert row_of(CONFIG, replace(STATE, update=3 * GIB), room).exchange == GIB
+    assert row_of(set_up(), replace(STATE, update=3 * GIB), room).exchange == GIB
 
 
 def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
-    error = str(nothing_holds(CONFIG, all_of(3)))
+    error = str(nothing_holds(set_up(), all_of(3)))
     assert (
         "on 2 ranks needs parameters 1.0 GiB" in error
         and "hybrid (tensor 2) needs 3.2 GiB, the least of the strategies that auto" in error
@@ -365,10 +382,10 @@ def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():
     assert "set train.num_workers higher" in error
     assert "set train.strategy" not in error
     stages = replace(SMALLER, image=GIB // 4)
-    chosen = str(nothing_holds(CONFIG, all_of(3, pipeline_parallel=stages)))
+    chosen = str(nothing_holds(set_up(), all_of(3, pipeline_parallel=stages)))
     assert "auto chooses; expected" in chosen
     assert "set train.strategy = 'pipeline_parallel' with train.accumulation_steps = 8, which fits; or set" in chosen
-    alone = str(nothing_holds(CONFIG, facts(3, torch_ddp=STATE)))
+    alone = str(nothing_holds(set_up(), facts(3, torch_ddp=STATE)))
     assert "num_workers" not in alone and "use a smaller model or larger devices" in alone
 
 
@@ -385,25 +402,22 @@ def test_auto_divides_a_model_that_one_device_does_not_hold(tiny_uri, tmp_path, 
         return counted[key]
 
     # The budget is nothing that it counts.
-    for module in (divide, memory_plan):
-        monkeypatch.setattr(module, "count_state", count_once)
+    monkeypatch.setattr(shard, "count_state", count_once)
     spark, dataset = SparkConfig(), open_dataset(tiny_uri)
     open_to_choose = {"model": "tests.train.torch_models:shallow_vit", "num_workers": 2, "devices": "cpu",
                       "accumulation_steps": 12}  # fmt: skip
     tree = tree_of(tiny_uri, tmp_path, **open_to_choose)
     rows = {row.strategy: row for row in plan_memory(tree, GIB).strategies}
 
-    def planned(budget_bytes: int, **other: object) -> TrainingPlan:
+    def planned(budget_bytes: int, **other: object) -> Setup:
         memory = MemoryConfig(budget_bytes=budget_bytes)
-        return with_room(
-            plan_training(tree.train.model_copy(update={"memory": memory, **other}), spark, dataset), spark, dataset
-        )
+        return shard_if_too_large(resolve(tree.train.model_copy(update={"memory": memory, **other}), spark, dataset))
 
     between = (rows["torch_ddp"].total + rows["torch_fsdp"].total) // 2
     assert planned(rows["torch_ddp"].total).config.strategy == "torch_ddp"
     divided = planned(between)
     assert divided.config.strategy == "torch_fsdp" and rows["torch_fsdp"].arithmetic in divided.reason
-    assert divided.in_short == "torch_fsdp on 2 ranks by local (one device does not hold the model)"
+    assert divided.in_short == "2 ranks (strategy torch_fsdp, launcher local): one device does not hold the model"
     assert planned(between, strategy="torch_ddp").config.strategy == "torch_ddp", "what is set stays"
     assert plan_memory(tree, between).choice == "torch_fsdp"
     with pytest.raises(

@@ -18,14 +18,13 @@ from shardmill.stores import open_store
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.lab.scale import exhaustive
 from tests.processes import in_own_process
-from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
+from tests.train.training import MODELS, Killed, Recorder, check_trainable, task_of, train_here
 from train.checkpoints.checkpoint import (
     complete_checkpoints,
     open_checkpoint,
 )
 from train.config import TrainConfig
 from train.contracts.values import RESULT
-from train.planning.preflight import check_trainable
 from train.results import read_result
 
 STATEFUL = f"{MODELS}:stateful"

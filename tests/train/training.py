@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from etl.config import EtlConfig
-from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
 from train.api import StatePart
@@ -21,11 +21,11 @@ from train.contracts.world import World
 from train.initialization.initial import check_initial
 from train.labels import LabelSpec
 from train.models.user import source_sha256
-from train.planning.auto import resolve
-from train.planning.make import plan_training
-from train.planning.plan import TrainingPlan
+from train.planning.checks import check
+from train.planning.setup import Setup, resolve
 from train.rank.worker import run_worker
 from train.reporting.observer import GlobalStep
+from train.settings import GateConfig
 from train.tree import TrainTree
 
 MODELS = "tests.train.models_under_test"
@@ -90,11 +90,16 @@ class DriverRecorder(Recorder):
         return [name for name, _ in self.events]
 
 
-def check_terms(config: TrainConfig, spark: SparkConfig) -> TrainingPlan:
+def check_terms(config: TrainConfig, spark: SparkConfig) -> Setup:
     """All that a training refuses before it looks at the dataset."""
-    plan = plan_training(config, spark)
-    check_initial(plan.config)
-    return plan
+    setup = check(resolve(config, spark))
+    check_initial(setup.config)
+    return setup
+
+
+def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | None = None) -> None:
+    """All that it refuses of a dataset."""
+    check(resolve(config, SparkConfig(), dataset, gate))
 
 
 def task_of(uri: str, models: Path | str, training_dir: str = "t", **config: object) -> WorkerTask:

@@ -141,7 +141,7 @@ def find_initial(config: TrainConfig) -> InitialFile:
     """The file that `train.init_from` names. Raises UsageError if the framework of the model does not read its kind."""
     given, _, sha256 = config.init_from.partition(SHA256_OF_FILE)
     packages = imported_packages(config)
-    is_keras = "keras" in packages or framework_of(config) != "torch"
+    is_keras = "keras" in packages or framework_of(config, packages) != "torch"
     root, number = split_version(given)
     if number is not None:
         return _in_export(root, number, "model.keras" if is_keras else "state_dict.pt", sha256)

@@ -87,7 +87,7 @@ def check_devices(wanted: str, ranks: Sequence[RankDevices]) -> None:
 def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] | None = None) -> tuple[str, ...]:
     """The devices of a rank on this host; none: it computes on the CPU. `assigned`: what Spark gave its task.
 
-    In `config` nothing is `auto` any more (train/planning/auto.py).
+    In `config` nothing is `auto` any more (train/planning/setup.py).
 
     Raises UsageError if GPUs are asked for and the framework here was built without them.
     """

@@ -9,7 +9,7 @@ import difflib
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,11 +57,6 @@ def imported_packages(config: TrainConfig) -> set[str]:
     imported = {each for module, data in sources.items() for each in _imports(data, module, is_package=False)}
     by_ours = {package for each in imported & _PACKAGES_OF_OURS.keys() for package in _PACKAGES_OF_OURS[each]}
     return {each.partition(".")[0] for each in imported} | by_ours
-
-
-def trains_module(config: TrainConfig) -> bool:
-    """Whether the model is an `nn.Module` and no Keras model on PyTorch: one that can be counted on `meta`."""
-    return config.backend == "torch" and "keras" not in imported_packages(config)
 
 
 def build_named(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_outputs: int) -> Any:
@@ -137,14 +132,13 @@ def _names(tree: ast.Module, package: str) -> Iterator[str]:
             yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
-def framework_of(config: TrainConfig) -> str:
+def framework_of(config: TrainConfig, packages: Set[str]) -> str:
     """The backend that config and model leave no choice about; empty if any would do. Imports no framework.
 
-    A factory that imports PyTorch and not Keras needs `torch`.
+    `packages`: those of the model (`imported_packages`). A factory that imports PyTorch and not Keras needs `torch`.
     """
     if config.backend != "auto":
         return config.backend
-    packages = imported_packages(config)
     return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else ""
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from shardmill.memory import free_bytes
 from train.api import StatePart
 from train.backends import BACKENDS
+from train.backends.torch.meta_device import meta_module
 from train.contracts.world import World
 from train.launching.side_process import answer
-from train.planning.host_memory import HOST_FRAMEWORK_BYTES
+from train.planning.memory import HOST_FRAMEWORK_BYTES
 from train.planning.state_program import check_divided
 from train.planning.trial_build import BuildTask
 from train.strategies import STRATEGIES, mesh_of
@@ -38,8 +39,6 @@ def build(task: BuildTask) -> int:
 
 def _too_large(task: BuildTask) -> Any:
     """The module without numbers if this host has no memory for them, else None."""
-    from train.backends.torch.meta_device import meta_module
-
     try:
         module = meta_module(task.config, task.spec)
     except Exception:

@@ -1,5 +1,5 @@
 """Fits a step into the memory of a rank: first smaller microbatches, then bfloat16, then recomputed activations, as far
-as the config allows; pure.
+as the config allows.
 """
 
 from __future__ import annotations
@@ -8,13 +8,41 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardmill.section import Section
 from shardmill.words import size_of
+from train.backends import BACKENDS
+from train.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
 HALF = 0.5
 """Memory of an image's activations in bfloat16 relative to float32; an assumption, not a measurement."""
+
+
+class MemoryRecord(Section):
+    """The measurements before a training's first step. A resume uses these numbers, and does not measure again."""
+
+    device: str
+    rank_bytes: int
+    host_bytes: int
+    """Value as in `train.planning.memory.Limit`."""
+    on_gpu: bool
+    fixed_bytes: int
+    """Memory of a rank for any batch size, without its input."""
+    image_bytes: int
+    """Per image that is computed at a time, in the precision that the config asked for."""
+    to_bfloat16: bool
+    """`train.mixed_precision` was `auto`, and became bfloat16."""
+    recomputed_fixed_bytes: int = 0
+    recomputed_image_bytes: int = 0
+    """Both with `train.memory.activation_checkpointing`; 0 if that was not measured."""
+    state_bytes: int = 0
+    """Of `fixed_bytes`: weights, gradients and optimizer of a rank with the whole model; 0 if that is not known."""
+    why_not_recomputed: str = ""
+    """Why the model, or what it is trained with, does not have it."""
+    note: str = ""
+    """How a model that ranks share was measured, if it could not be counted from shapes; for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +249,15 @@ def decided(config: TrainConfig, num_microbatches: int, *, to_bfloat16: bool, re
         "memory": config.memory.model_copy(update={"activation_checkpointing": checkpointing}),
     }
     return config.model_copy(update=found)
+
+
+def why_not_recompute(config: TrainConfig) -> str:
+    """Name the other setting that prevents `train.memory.activation_checkpointing`; empty if none does.
+
+    `config`: one without `auto` for strategy and backend.
+    """
+    if not STRATEGIES[config.strategy].recomputes:
+        return f"train.strategy = {config.strategy!r}"
+    if config.sync_batch_norm and not BACKENDS[config.backend].recomputes_sync_batch_norm:
+        return f"train.sync_batch_norm = true with the backend {config.backend}"
+    return ""

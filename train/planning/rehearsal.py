@@ -22,9 +22,9 @@ from train.contracts.task import WorkerTask
 from train.initialization.initial import check_initial, pinned
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
-from train.planning.make import plan_training
+from train.planning.checks import check
 from train.planning.memory_fit import decided
-from train.planning.preflight import check_trainable
+from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.strategies.options import silos_of
 from train.tree import TrainTree
@@ -37,17 +37,17 @@ def rehearse(tree: TrainTree) -> str:
     Raises what the training would raise, and UsageError for ranks that this process cannot start.
     """
     dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
-    plan = plan_training(tree.train, tree.spark, dataset)
-    check_initial(plan.config)
-    config = decided(pinned(plan.config), 1, to_bfloat16=False)
-    if LAUNCHERS[config.launcher].started_by_others or silos_of(config):
+    setup = resolve(tree.train, tree.spark, dataset, tree.gate)
+    check_initial(setup.config)
+    config = decided(pinned(setup.config), 1, to_bfloat16=False)
+    if setup.launcher.started_by_others or silos_of(config):
         other = "train.local_sgd.silos" if silos_of(config) else f"train.launcher = {config.launcher!r}"
         raise UsageError(
             f"--rehearse with {other}",
             "expected ranks that one command starts on one dataset",
             "remove --rehearse",
         )
-    check_trainable(config, dataset, tree.gate)
+    check(setup)
     models = open_store(require_uri("models.uri", tree.models.uri))
     watch = _FirstStep()
     with (

@@ -5,21 +5,21 @@ Nothing is allocated and no rank is started, so models and numbers of ranks may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError, UsageError
-from train.backends.model_spec import ModelSpec
+from train.backends.model_spec import ModelSpec, model_spec
 from train.config import TrainConfig
 from train.contracts.values import to_json
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.side_process import Question, ask
-from train.models.user import trains_module
-from train.planning.host_memory import MemoryRecord
 from train.planning.memory_fit import decided
 from train.settings import MeshConfig
-from train.strategies import STRATEGIES, mesh_of
+
+if TYPE_CHECKING:
+    from train.planning.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,47 +106,41 @@ class RankPart:
         """Of the activations of the whole model, those that it has."""
         return self.state.image / self.state.whole_image if self.state.whole_image else 1.0
 
-    def beside(self, record: MemoryRecord) -> int:
-        """Bytes to add to the measured `fixed_bytes`: fewer of state, more of what is gathered from other ranks."""
-        num_copies = 1 if record.on_gpu else 2
-        fewer = num_copies * (self.state.state - record.state_bytes) if record.state_bytes else 0
-        return fewer + self.state.gathered
-
 
 class RankParts:
-    """The `RankPart` of a config; counted once for each strategy and mesh, by a process that takes seconds."""
+    """The `RankPart` of a setup; counted once for each strategy and mesh, by a process that takes seconds."""
 
-    def __init__(self, spec_of: Callable[[TrainConfig], ModelSpec]) -> None:
-        self._spec_of = spec_of
+    def __init__(self) -> None:
         self._found: dict[tuple[str, str], RankPart | None] = {}
 
-    def __call__(self, config: TrainConfig) -> RankPart | None:
+    def __call__(self, setup: Setup) -> RankPart | None:
         """None if each rank has the whole model, or what it has cannot be counted."""
-        if not STRATEGIES[config.strategy].needs_module:
+        if not setup.strategy.needs_module:
             return None
-        key = (config.strategy, str(mesh_of(config)))
+        key = (setup.config.strategy, str(setup.mesh))
         if key not in self._found:
-            self._found[key] = self._count(config)
+            self._found[key] = None
+            # Of a model that cannot be counted, the rank that builds it says why.
+            with suppress(ShardmillError):
+                mine, whole = count_state((setup.config, _alone(setup.config)), spec_of(setup))
+                self._found[key] = None if mine.refused else RankPart(mine, whole)
         return self._found[key]
 
-    def whole_of(self, config: TrainConfig) -> StateBytes | None:
+    def whole_of(self, setup: Setup) -> StateBytes | None:
         """Of a rank that has the whole model, alone; None for a Keras model, and for one that cannot be counted."""
-        if part := self(config):
+        if part := self(setup):
             return part.whole
-        if STRATEGIES[config.strategy].needs_module or not trains_module(config):
+        if setup.strategy.needs_module or not setup.trains_module:
             return None
         with suppress(ShardmillError):
-            [whole] = count_state((_alone(config),), self._spec_of(config))
+            [whole] = count_state((_alone(setup.config),), spec_of(setup))
             return whole
         return None
 
-    def _count(self, config: TrainConfig) -> RankPart | None:
-        try:
-            mine, whole = count_state((config, _alone(config)), self._spec_of(config))
-        except ShardmillError:
-            # The rank that builds the model says why.
-            return None
-        return None if mine.refused else RankPart(mine, whole)
+
+def spec_of(setup: Setup) -> ModelSpec:
+    """What its model is built for."""
+    return model_spec(setup.of_dataset.manifest, setup.config)
 
 
 def _alone(config: TrainConfig) -> TrainConfig:

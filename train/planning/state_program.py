@@ -20,7 +20,7 @@ from train.backends.torch.meta_device import (
 )
 from train.config import TrainConfig
 from train.launching.side_process import answer
-from train.planning.recompute import why_not_recompute
+from train.planning.memory_fit import why_not_recompute
 from train.planning.state_bytes import StateAnswer, StateBytes, StateTask
 from train.strategies import STRATEGIES, mesh_of
 

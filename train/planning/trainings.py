@@ -1,7 +1,7 @@
-"""Locates the folder of a training below the models' root, and finds the training that a job continues.
+"""Finds the training that a job begins or continues, by its folder below the models' root, and how it was begun.
 
 trainings/<training id>/v00000003-<first 8 digits of the manifest's SHA-256>/
-    epochs-00010-best/                attempts/..., checkpoints/..., result.json
+    epochs-00010-best/                plan.json, attempts/..., checkpoints/..., result.json
     epochs-00010-best/fresh-00000001/     the same, of a training that was asked for although there was one already
     epochs-00010-best/fresh/00000001.json     which run asked for it
 """
@@ -11,26 +11,199 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from shardmill.errors import IntegrityError
+from shardmill.dataset.dataset import first_alike, open_dataset, open_pinned
+from shardmill.epoch_plan import num_streams_for
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.jobs.config import require_uri
 from shardmill.section import Section
 from shardmill.storage import Store
+from shardmill.stores import open_store
 from shardmill.values import DatasetPin, Nonce
+from shardmill.words import counted
 from train.checkpoints.arrays import MARKER
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
 from train.contracts.values import RESULT, TrainResult
 from train.identity import settings_that_matter
+from train.initialization.initial import check_initial, pinned
 from train.models.user import source_sha256
-from train.records import put_record, read_record, record_numbers
+from train.planning.checks import check
+from train.planning.memory_fit import MemoryRecord
+from train.planning.setup import AUTO, Setup, resolve
+from train.records import put_record, read_kept, read_record, record_numbers
 from train.reporting.observer import TrainObserver
 from train.results import read_result
 from train.schedules import SCHEDULES
+from train.strategies.options import MirroredOptions
+
+if TYPE_CHECKING:
+    from train.tree import TrainTree
 
 TRAININGS = "trainings"
 FRESH = "fresh"
+PLAN = "plan.json"
+"""The `PlanRecord` of a training, in its folder."""
+_ADVICE = "delete it: `auto` is then resolved again, and numbers may differ by rounding"
+_AS_BEGUN = "as when this training began ({})"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing that the config leaves open, or that follows from it."""
+
+    name: str
+    """The setting, or what it decides."""
+    value: str
+    reason: str
+
+
+class PlanRecord(Section):
+    """The plan of the newest attempt at a training, and the settings that it was based on."""
+
+    ranks_reason: str = ""
+    """Empty if the number was configured."""
+    strategy: str
+    strategy_reason: str
+    launcher: str
+    launcher_reason: str
+    num_workers: int
+    num_streams: int
+    window_chunks: int
+    """Chunks of a shuffle window, on however many ranks the training is resumed."""
+    local_devices: int
+    devices: str
+    spark_master: str
+    memory: MemoryRecord | None = None
+    """The memory measurement; None if there is none."""
+    decisions: tuple[Decision, ...] = ()
+    """All of them, for people."""
+
+
+def read_plan(store: Store, folders: Sequence[str]) -> PlanRecord | None:
+    """The record in the first of these folders that has one; None if none has: the training begins now.
+
+    Raises IntegrityError for a record that was altered.
+    """
+    return read_kept(store, folders, PLAN, PlanRecord, _ADVICE)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTraining:
+    """The training that a config names on a dataset version, whether or not it has begun."""
+
+    setup: Setup
+    """As if it began now."""
+    models: Store
+    choice: TrainingChoice
+    begun: PlanRecord | None
+    """How its newest attempt was planned; None if there was none."""
+
+
+def find_training(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> FoundTraining:
+    """On the latest version, or the one that `dataset.uri` names; `version`: what a run has resolved, because one
+    committed meanwhile must not split it between two datasets. `fresh_for`: a run that wants a new training.
+
+    Raises UsageError for what cannot work on any dataset.
+    """
+    version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
+    # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
+    dataset = open_pinned(first_alike(version))
+    setup = resolve(tree.train, tree.spark, dataset, tree.gate)
+    # A wish for a new training leaves a record.
+    check(replace(setup, dataset=None))
+    check_initial(setup.config)
+    setup = setup.changed(init_from=pinned(setup.config).init_from)
+    models = open_store(require_uri("models.uri", tree.models.uri))
+    choice = choose_training(models, setup.named_by, dataset.pin, fresh_for)
+    return FoundTraining(setup, models, choice, read_plan(models, choice.folders))
+
+
+def begun_setup(tree: TrainTree) -> tuple[Setup, PlanRecord | None]:
+    """How a training would be set up that begins now, or resumes one that was begun; and how that was planned. Raises
+    UsageError for what cannot run."""
+    found = find_training(tree)
+    begun = found.begun if found.choice.result is None else None
+    return as_begun(found.setup, begun), begun
+
+
+def as_begun(now: Setup, begun: PlanRecord | None) -> Setup:
+    """`now`, but what `asked` leaves open is as an earlier attempt had it, if that can run now.
+
+    Other workers or devices that are set, or another Spark master, are a new question, and get a new answer. Raises
+    UsageError for what cannot run, and for more ranks than streams of `begun`.
+    """
+    if begun is None:
+        return check(now)
+    asked = now.asked
+    if not asked.num_streams:
+        if (num_ranks := asked.num_ranks_asked) > begun.num_streams:
+            other = num_streams_for(asked.global_batch_size, num_ranks)
+            raise UsageError(
+                f"{num_ranks} ranks for a training that began with train.num_streams = {begun.num_streams}",
+                "each rank owns at least one stream, and a resumed training keeps its streams",
+                f"set train.num_workers = {begun.num_streams} or less; or train from the beginning with --fresh or "
+                f"train.num_streams = {other}",
+            )
+        if begun.num_streams != now.config.num_streams:
+            # The number of ranks follows from it, too.
+            kept = asked.model_copy(update={"num_streams": begun.num_streams})
+            again = resolve(kept, now.spark, now.dataset, now.gate)
+            now = replace(again, asked=asked).changed(init_from=now.config.init_from)
+        now = replace(now, streams_reason=_AS_BEGUN.format(begun.num_streams))
+    now = now.with_window(begun.window_chunks)
+    is_same_place = begun.spark_master == now.spark.master
+    is_same_question = (begun.local_devices, begun.devices) == (_local_devices(now), now.config.devices) and (
+        (is_same_place and not asked.num_workers) or begun.num_workers == now.config.num_workers
+    )
+    # Setting -> whether it may be as then, and the reason that it had.
+    answers = {
+        "num_workers": (is_same_question, "ranks_reason", begun.ranks_reason or "as set"),
+        "strategy": (is_same_question and asked.strategy == AUTO, "strategy_reason", begun.strategy_reason),
+        "launcher": (
+            is_same_question and is_same_place and asked.launcher == AUTO,
+            "launcher_reason",
+            begun.launcher_reason,
+        ),
+    }
+    then = {name: getattr(begun, name) for name, (is_open, *_) in answers.items() if is_open}
+    kept = {name: value for name, value in then.items() if value != getattr(now.config, name)}
+    because = {answers[name][1]: _AS_BEGUN.format(answers[name][2]) for name in kept}
+    try:
+        return check(now.changed(because, **kept))
+    except UsageError as error:
+        if not kept:
+            raise
+        how = f"{counted(begun.num_workers, 'rank')}, {begun.strategy} ({begun.launcher})"
+        was = f"this training began with {how}, which cannot run now: {error}"
+        return check(replace(now, chosen_anew=was))
+
+
+def as_carried_out(now: Setup, record: PlanRecord | None) -> Setup:
+    """In words how a finished training was carried out, by its record: what it needed then need not be here. Without a
+    record, as it would be planned now."""
+    if record is None:
+        return now
+    kept = {name: getattr(record, name) for name in ("num_workers", "strategy", "launcher")}
+    if all(getattr(now.config, name) == value for name, value in kept.items()):
+        return now
+    return replace(
+        now,
+        config=now.config.model_copy(update=kept),
+        ranks_reason=record.ranks_reason,
+        strategy_reason=record.strategy_reason,
+        launcher_reason=record.launcher_reason,
+        # They are not recorded, and those of now decided nothing.
+        numbers=(),
+    )
+
+
+def _local_devices(setup: Setup) -> int:
+    return setup.config.options(MirroredOptions).num_devices
 
 
 class FreshTraining(Section):
@@ -75,10 +248,6 @@ class TrainingChoice:
     def folders(self) -> list[str]:
         """The folders that may contain its records: its own, then that of the shorter training that it continues."""
         return [self.training_dir, *([self.continues.training_dir] if self.continues else [])]
-
-    def has_begun(self, store: Store) -> bool:
-        """Whether there is anything to resume, or a run has asked for it."""
-        return self.result is not None or f"/{FRESH}-" in self.training_dir or self.has_steps(store)
 
     def has_steps(self, store: Store) -> bool:
         """Whether there is a checkpoint to resume from: its own, or that of a shorter training."""

@@ -21,10 +21,10 @@ from train.launching.side_process import Question, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
 from train.planning.memory_fit import decided
-from train.strategies import mesh_of
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
+    from train.planning.setup import Setup
     from train.reporting.observer import TrainObserver
 
 _built: dict[bytes, Built] = {}
@@ -52,22 +52,23 @@ class Built:
     """Time of its process."""
 
 
-def may_not_build(config: TrainConfig) -> bool:
+def may_not_build(setup: Setup) -> bool:
     """Whether there is anything to try: our own models build, unless something is asked for that they may not have."""
+    config = setup.config
     is_asked = config.freeze or config.sync_batch_norm or config.memory.activation_checkpointing == "on"
-    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked) or mesh_of(config).shape.num_dividing > 1
+    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked) or setup.divides_model
 
 
-def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -> Built | None:
-    """Build the model of a planned training as a rank would, on the CPU, for images and labels of a dataset with this
+def try_build(setup: Setup, schema: RowSchema, observer: TrainObserver) -> Built | None:
+    """Build the model of a training as a rank would, on the CPU, for images and labels of a dataset with this
     schema. None: nothing to try.
 
     Raises UsageError for a module that does not import, a factory that fails, and a model that does not fit; and for a
     process that crashes, or does not end within `train.watch.start_timeout_seconds`.
     """
-    if not may_not_build(config) or schema.one_shape_HWC is None:
+    if not may_not_build(setup) or schema.one_shape_HWC is None:
         return None
-    config = decided(config, 1, to_bfloat16=False)
+    config = decided(setup.config, 1, to_bfloat16=False)
     task = to_json(BuildTask(config, _spec(config, schema), source_sha256(config.model)))
     if task not in _built:
         height, width, channels = config.augment.shape_of(schema.one_shape_HWC)

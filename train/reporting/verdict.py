@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Threads that are idle for more of the time are not what a training waits for.
 BUSY_SHARE = 0.5
+# Of steps: shorter ones are over before a larger machine is found.
+LONG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class StepTimes(StepSums):
         exchange_share = self._exchange_seconds / seconds
         if max(input_share, exchange_share) < NOTABLE_SHARE:
             share = statistics.mean(times.compute for times in ranks.values()) / seconds
-            return _compute(share, on_gpus=any(each.devices for each in placement))
+            is_long = seconds >= LONG_SECONDS
+            return _compute(share, is_long=is_long, on_gpus=any(each.devices for each in placement))
         if input_share >= exchange_share:
             return _input(input_share, list(ranks.values()), config)
         seconds_per_step = self._exchange_seconds / next(iter(ranks.values())).num_steps
@@ -84,13 +87,13 @@ def _communication(share: float, seconds: float, world_size: int, config: TrainC
     )
 
 
-def _compute(share: float, *, on_gpus: bool) -> Verdict:
+def _compute(share: float, *, is_long: bool, on_gpus: bool) -> Verdict:
     # Sixteen bits save no time on CPUs, nor do more ranks on the same ones.
     fix = "more ranks, a faster device or train.mixed_precision" if on_gpus else "GPUs or more machines"
     return Verdict(
         "compute",
         f"compute-bound: {share:.0%} of the steps' time (mean of all ranks; no checkpoints, no evaluation) is the "
-        f"model's own computation: {fix} would help",
+        "model's own computation" + f": {fix} would help" * is_long,
     )
 
 

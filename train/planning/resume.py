@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.storage import Store
 from train.checkpoints.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
@@ -23,9 +22,10 @@ from train.planning.trainings import TRAININGS, TrainingChoice
 from train.settings import DURATION, RESUMABLE
 
 if TYPE_CHECKING:
-    from train.planning.plan import TrainingPlan
+    from train.planning.memory import Memory
+    from train.planning.setup import Setup
 
-# Of a folder's name; see train/planning/trainings.py.
+# Of a folder's name; see trainings.py.
 _LENGTH = re.compile(r"/epochs-(\d+)-(\w+)(?:/fresh-\d+)?$")
 
 
@@ -95,19 +95,19 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_resume(
-    store: Store, choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, again: Again
-) -> tuple[TrainingChoice, TrainingPlan]:
-    """`choice`, resuming another unfinished training if that is requested and safe; and the plan for it, which keeps
+    store: Store, choice: TrainingChoice, setup: Setup, memory: Memory, again: Again
+) -> tuple[TrainingChoice, Setup]:
+    """`choice`, resuming another unfinished training if that is requested and safe; and the setup for it, which keeps
     the streams of that one.
 
     Raises UsageError that lists each difference.
     """
     allowed = check_allowed(again.allow_change)
     if again.fresh or next(complete_checkpoints(store, choice.training_dir), None) is not None:
-        return choice, plan
+        return choice, setup
 
     def compared(folder: str) -> Changed | None:
-        return _compared(store, folder, choice, plan, dataset, allowed)
+        return _compared(store, folder, choice, setup, memory, allowed)
 
     begun = again.begun.read(store.uri) if again.begun else ""
     if begun and begun != choice.training_dir and (mine := compared(begun)) is not None:
@@ -120,9 +120,9 @@ def resolve_resume(
                     "beginning (--fresh)"
                 ),
             )
-        return _continued(choice, plan, mine, allowed)
+        return _continued(choice, setup, mine, allowed)
     if not allowed:
-        return choice, plan
+        return choice, setup
     others = [each for folder in _unfinished(store) if (each := compared(folder)) is not None]
     fitting = [each for each in others if not each.refused]
     if not fitting:
@@ -133,11 +133,11 @@ def resolve_resume(
             "expected equal data, seed, batch, model and optimizer",
             (_way_to_allow(nearest) if nearest else "") + "restore these settings, or remove --allow-change",
         )
-    return _continued(choice, plan, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
+    return _continued(choice, setup, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
 
 
 def _compared(
-    store: Store, folder: str, choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, allowed: tuple[str, ...]
+    store: Store, folder: str, choice: TrainingChoice, setup: Setup, memory: Memory, allowed: tuple[str, ...]
 ) -> Changed | None:
     """The newest checkpoint of an unfinished training on this dataset's root, compared; None if there is none."""
     found = None if store.stat(f"{folder}/{RESULT}") else next(complete_checkpoints(store, folder), None)
@@ -146,8 +146,8 @@ def _compared(
     then = found.marker.identity
     # What is built from the source is compared by the ranks, which build it.
     model = ModelIdentity(choice.model_source_sha256, then.model.config_sha256)
-    config = _as_it_was(plan, then).config
-    fingerprint = config.plan_spec(dataset).fingerprint
+    config = memory.fitted(_as_it_was(setup, then)).config
+    fingerprint = config.plan_spec(setup.of_dataset).fingerprint
     now = TrainingIdentity(choice.dataset, fingerprint, model, settings_that_matter(config))
     lengths = _length_differences(folder, config)
     return Changed(
@@ -169,20 +169,21 @@ def _length_differences(folder: str, config: TrainConfig) -> dict[str, str]:
     }
 
 
-def _as_it_was(plan: TrainingPlan, then: TrainingIdentity) -> TrainingPlan:
+def _as_it_was(setup: Setup, then: TrainingIdentity) -> Setup:
     """Streams and a window that were left open are what the training had, provided that each rank gets a stream."""
     num_streams, window_chunks = int(then.settings["num_streams"]), int(then.settings.get("reading.window_chunks", 0))
-    is_other = num_streams not in (0, plan.config.num_streams)
-    if is_other and not plan.asked.num_streams and num_streams >= plan.config.num_workers:
-        plan = plan.with_streams(num_streams, f"as in the resumed training ({num_streams})")
-    return plan if plan.asked.reading.window_chunks or not window_chunks else plan.with_window(window_chunks)
+    is_other = num_streams not in (0, setup.config.num_streams)
+    if is_other and not setup.asked.num_streams and num_streams >= setup.config.num_workers:
+        why = {"streams_reason": f"as in the resumed training ({num_streams})"}
+        setup = setup.changed(why, num_streams=num_streams)
+    return setup if setup.asked.reading.window_chunks or not window_chunks else setup.with_window(window_chunks)
 
 
 def _continued(
-    choice: TrainingChoice, plan: TrainingPlan, changed: Changed, allowed: tuple[str, ...]
-) -> tuple[TrainingChoice, TrainingPlan]:
+    choice: TrainingChoice, setup: Setup, changed: Changed, allowed: tuple[str, ...]
+) -> tuple[TrainingChoice, Setup]:
     resumed = replace(choice, resumes=changed.found.path, changes=changed.differences, allowed=allowed)
-    return resumed, _as_it_was(plan, changed.found.marker.identity)
+    return resumed, _as_it_was(setup, changed.found.marker.identity)
 
 
 def _way_to_allow(changed: Changed) -> str:

@@ -1,40 +1,45 @@
-"""Lets ranks hold a model together if it does not fit one device: the last choice of `auto`, by a table of rules."""
+"""Shards a model that fits no device: the last choice of `auto`, by a table of rules; and shows what a rank would hold
+under every strategy (`shardmill plan --memory`).
+
+The ranks and their devices need not exist: a PyTorch module is counted from shapes. Only a Keras model is built, and
+one of its steps measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError, UsageError
-from shardmill.words import size_of
-from train.backends.model_spec import model_spec
-from train.config import TrainConfig
+from shardmill.words import counted, size_of
 from train.contracts.mesh import AXES_OF_LAYERS, axes_in_words
 from train.models import MODELS
-from train.models.user import imported_packages
-from train.planning.auto import AUTO
-from train.planning.host_memory import (
+from train.models.user import framework_of, imported_packages
+from train.planning.checks import check
+from train.planning.memory import (
     GPU_FRAMEWORK_BYTES,
     HOST_FRAMEWORK_BYTES,
     Limit,
+    Memory,
     bytes_of_a_rank,
     images_at_once,
     input_bytes,
     limit_of,
     most_microbatches,
 )
-from train.planning.memory_fit import Fit, MemoryFacts, fit
-from train.planning.plan import TrainingPlan
-from train.planning.preflight import check_spread
-from train.planning.state_bytes import StateBytes, count_state
-from train.strategies import STRATEGIES, axes_of, find_strategy, mesh_of, strategies_that_share
+from train.planning.memory_fit import Fit, MemoryFacts, decided, fit
+from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, probe
+from train.planning.setup import AUTO, Setup, choose_backend
+from train.planning.state_bytes import StateBytes, count_state, spec_of
+from train.planning.trainings import begun_setup
+from train.strategies import STRATEGIES, axes_of, find_strategy, has_chief, strategies_that_share
 from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
-    from shardmill.dataset.dataset import Dataset
-    from shardmill.jobs.config import SparkConfig
+    from train.tree import TrainTree
 
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "input", "checkpoint", "framework")
@@ -116,12 +121,12 @@ class MemoryRow:
         return {**asdict(self), "total": self.total}
 
 
-def row_of(config: TrainConfig, state: StateBytes, room: Room) -> MemoryRow:
-    """The row of a config, whose strategy is set, with the fewest microbatches that fit."""
-    mesh = axes_in_words(mesh_of(config).sizes)
+def row_of(setup: Setup, state: StateBytes, room: Room) -> MemoryRow:
+    """The row of a setup's strategy, with the fewest microbatches that fit."""
+    config, mesh = setup.config, axes_in_words(setup.mesh.sizes)
     if state.refused:
         return MemoryRow(config.strategy, mesh, refused=state.refused)
-    facts = _state_facts(config, state, room)
+    facts = _state_facts(setup, state, room)
     found = fit(facts)
     if found.choice == "too_large":
         # Compared is the least that it needs.
@@ -148,18 +153,17 @@ def row_of(config: TrainConfig, state: StateBytes, room: Room) -> MemoryRow:
     return replace(row, fits=max(row.total, row.start) <= room.device_bytes)
 
 
-def why_refused(config: TrainConfig) -> str:
-    """Why the strategy of a config cannot run with its other settings, whatever the model; empty if it can."""
-    try:
-        STRATEGIES[config.strategy].check(config)
-        find_strategy(config.strategy, config.num_workers)
-        mesh_of(config)
-    except UsageError as error:
-        return str(error)
-    return ""
+def under(setup: Setup, strategy: str, **settings: Any) -> Setup:
+    """The same ranks with another strategy. Raises UsageError if it cannot run with the other settings, whatever the
+    model."""
+    other = setup.changed(strategy=strategy, **settings)
+    other.strategy.check(other.config)
+    find_strategy(strategy, other.config.num_workers)
+    return other
 
 
-def _state_facts(config: TrainConfig, state: StateBytes, room: Room) -> MemoryFacts:
+def _state_facts(setup: Setup, state: StateBytes, room: Room) -> MemoryFacts:
+    config = setup.config
     always = room.framework_bytes + room.input_bytes + _checkpoint(state, room) + state.state + state.gathered
     may_recompute = config.memory.activation_checkpointing == "auto"
     return MemoryFacts(
@@ -167,8 +171,8 @@ def _state_facts(config: TrainConfig, state: StateBytes, room: Room) -> MemoryFa
         device_bytes=room.device_bytes,
         fixed_bytes=always + state.step,
         image_bytes=state.image,
-        num_images=-(-images_at_once(config) // config.num_accumulated),
-        max_microbatches=1 if config.accumulation_steps else most_microbatches(config),
+        num_images=-(-images_at_once(setup) // config.num_accumulated),
+        max_microbatches=1 if config.accumulation_steps else most_microbatches(setup),
         may_change_precision=config.mixed_precision == "auto",
         is_halved=config.mixed_precision in ("bfloat16", "float16"),
         recomputed_fixed_bytes=always + state.recomputed_step,
@@ -272,40 +276,42 @@ def division_rules() -> tuple[DivisionRule, ...]:
     )
 
 
-def with_room(plan: TrainingPlan, spark: SparkConfig, dataset: Dataset) -> TrainingPlan:
-    """`plan`, with a strategy whose ranks hold the model together if one device does not hold it.
+def shard_if_too_large(setup: Setup) -> Setup:
+    """`setup`, with a strategy whose ranks hold the model together if one device does not hold it.
 
     Only if `auto` has chosen that each of several ranks has the whole model. Raises UsageError if no strategy's ranks
     could hold it, with what would be needed.
     """
-    limit = limit_of(plan.config, spark)
-    if limit is None or not _may_outgrow(plan, limit, spark):
-        return plan
-    facts = _facts(plan.config, limit, spark, dataset, (REPLICATED, *for_large_models()))
+    config, is_open = setup.config, setup.asked.strategy == AUTO and setup.config.strategy == REPLICATED
+    limit = limit_of(setup) if is_open and not silos_of(config) and not setup.is_keras_model else None
+    if limit is None:
+        return setup
+    # Whether the size of the model has to be looked at, in some seconds.
+    if not MODELS.is_own(config.model) and bytes_of_a_rank(limit, setup) >= LARGEST_NAMED_BYTES:
+        return setup
+    facts = _facts(setup, limit, (REPLICATED, *for_large_models()))
     if facts is None:
-        return plan
+        return setup
     rule = next(rule for rule in division_rules() if rule.applies(facts))
     if rule.choice == "whole":
-        return plan
+        return setup
     if rule.choice == "refused":
-        others = _facts(plan.config, limit, spark, dataset, _others())
-        raise nothing_holds(plan.config, replace(facts, rows={**(others.rows if others else {}), **facts.rows}))
-    divided = plan.with_strategy(rule.choice, rule.because(facts))
-    check_spread(divided.config, spark)
-    return divided
+        # What only the user chooses.
+        others = _facts(setup, limit, tuple(name for name in strategies_that_share() if name not in for_large_models()))
+        raise nothing_holds(setup, replace(facts, rows={**(others.rows if others else {}), **facts.rows}))
+    return check(setup.changed({"strategy_reason": rule.because(facts)}, strategy=rule.choice))
 
 
-def check_undivided(plan: TrainingPlan, *, is_new: bool) -> None:
+def check_unsharded(setup: Setup, memory: Memory) -> None:
     """Raises UsageError for a Keras model whose state alone exceeds the memory of each of several ranks: no strategy
-    that `auto` has for it divides one. A training that has begun (not `is_new`) goes on."""
-    config, memory = plan.config, plan.memory
-    record, fitted = (memory.record, plan.fitted) if memory else (None, None)
-    is_open = is_new and plan.asked.strategy == AUTO and config.num_workers > 1 and "keras" in imported_packages(config)
-    if record is None or fitted is None or not is_open or record.state_bytes <= fitted.available_bytes:
+    that `auto` has for it divides one."""
+    config, record = setup.config, memory.record
+    is_open = setup.asked.strategy == AUTO and config.num_workers > 1 and setup.is_keras_model
+    if record is None or not is_open or record.state_bytes <= (has := bytes_of_a_rank(record, setup)):
         return
     raise UsageError(
         f"train.model = {config.model!r} on {config.num_workers} ranks: weights, gradients and optimizer take "
-        f"{size_of(record.state_bytes)}, and {record.device} has {size_of(fitted.available_bytes)}",
+        f"{size_of(record.state_bytes)}, and {record.device} has {size_of(has)}",
         f"expected a PyTorch module, of which each rank would hold about "
         f"{size_of(record.state_bytes / config.num_workers)} with train.strategy = 'torch_fsdp'",
         "give a factory that returns an nn.Module, use devices with more memory, or set train.strategy = "
@@ -313,9 +319,13 @@ def check_undivided(plan: TrainingPlan, *, is_new: bool) -> None:
     )
 
 
-def nothing_holds(config: TrainConfig, facts: ModelFacts) -> UsageError:
+def nothing_holds(setup: Setup, facts: ModelFacts) -> UsageError:
     """The error for a model that is too large for its ranks, however they divide it."""
-    whole, best = facts.rows[REPLICATED], _smallest(facts)
+    config, rows = setup.config, [facts.rows[name] for name in for_large_models() if name in facts.rows]
+    whole, best = (
+        facts.rows[REPLICATED],
+        min((each for each in rows if not each.refused), key=lambda row: row.total, default=None),
+    )
     together = (
         f"{best.strategy} ({best.mesh}) needs {size_of(best.total)}, the least of the strategies that auto chooses; "
         if best
@@ -333,40 +343,158 @@ def nothing_holds(config: TrainConfig, facts: ModelFacts) -> UsageError:
     )
 
 
-def _smallest(facts: ModelFacts) -> MemoryRow | None:
-    rows = (facts.rows[name] for name in for_large_models() if name in facts.rows)
-    return min((row for row in rows if not row.refused), key=lambda row: row.total, default=None)
-
-
-def _may_outgrow(plan: TrainingPlan, limit: Limit, spark: SparkConfig) -> bool:
-    """Whether there is something to choose, and the size of the model has to be looked at for it: in some seconds."""
-    config = plan.config
-    is_open = plan.asked.strategy == AUTO and config.strategy == REPLICATED
-    if not is_open or silos_of(config) or "keras" in imported_packages(config):
-        return False
-    return MODELS.is_own(config.model) or bytes_of_a_rank(limit, config, spark) < LARGEST_NAMED_BYTES
-
-
-def _others() -> tuple[str, ...]:
-    """Whose ranks share a model, too, and which only the user chooses."""
-    return tuple(name for name in strategies_that_share() if name not in for_large_models())
-
-
-def _facts(
-    config: TrainConfig, limit: Limit, spark: SparkConfig, dataset: Dataset, strategies: tuple[str, ...]
-) -> ModelFacts | None:
+def _facts(setup: Setup, limit: Limit, strategies: tuple[str, ...]) -> ModelFacts | None:
     """None if the model cannot be counted: its ranks will say why."""
-    configs = [config.model_copy(update={"strategy": name}) for name in strategies]
-    configs = [each for each in configs if not why_refused(each)]
+    setups, device_bytes = [], bytes_of_a_rank(limit, setup)
+    for name in strategies:
+        with suppress(UsageError):
+            setups.append(under(setup, name))
     try:
-        states = count_state(tuple(configs), model_spec(dataset.manifest, config))
+        states = count_state(tuple(each.config for each in setups), spec_of(setup))
     except ShardmillError:
         return None
-    device_bytes = bytes_of_a_rank(limit, config, spark)
     rows = {}
-    for each, state in zip(configs, states, strict=True):
+    for each, state in zip(setups, states, strict=True):
         room = Room(limit.device, device_bytes, GPU_FRAMEWORK_BYTES, 0, is_host=False)
         if not limit.on_gpu:
-            room = Room(limit.device, device_bytes, HOST_FRAMEWORK_BYTES, input_bytes(each, dataset), is_host=True)
-        rows[each.strategy] = row_of(each, state, room)
+            room = Room(limit.device, device_bytes, HOST_FRAMEWORK_BYTES, input_bytes(each), is_host=True)
+        rows[each.config.strategy] = row_of(each, state, room)
     return ModelFacts(limit.device, device_bytes, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A row for every strategy that may train the model."""
+
+    model: str
+    num_workers: int
+    global_batch_size: int
+    image_shape_HWC: tuple[int, int, int]
+    memory_bytes: int
+    """Of a rank."""
+    strategies: tuple[MemoryRow, ...]
+    choice: str
+    """The strategy that is set, or that `auto` would choose; empty if no strategy's ranks can hold the model."""
+    reason: str
+
+    def document(self) -> dict[str, Any]:
+        """The document of `--json`."""
+        fields = ("model", "num_workers", "global_batch_size", "image_shape_HWC", "memory_bytes", "choice", "reason")
+        found = {name: getattr(self, name) for name in fields}
+        return {**found, "strategies": [row.document() for row in self.strategies]}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table for people; its first row names the columns."""
+        parts = [part for part in PARTS if any(getattr(row, part) for row in self.strategies)]
+        limit = f"fits in {_as_given(self.memory_bytes)}"
+        table: list[tuple[str, ...]] = [("strategy", "mesh", *parts, "total", limit)]
+        for row in self.strategies:
+            sizes = [getattr(row, part) for part in (*parts, "total")]
+            numbers = [size_of(size) if size else "" for size in sizes]
+            table.append((row.strategy, row.mesh, *numbers, row.verdict))
+        return table
+
+    @property
+    def decision(self) -> str:
+        """The choice with its reason, for people."""
+        return f"{self.choice or 'no strategy that auto chooses'}: {self.reason}"
+
+    @property
+    def title(self) -> str:
+        height, width, channels = self.image_shape_HWC
+        return (
+            f"memory of a rank: {self.model}, {counted(self.num_workers, 'rank')}, {self.global_batch_size} images of "
+            f"{height} x {width} x {channels} a step"
+        )
+
+
+def plan_memory(tree: TrainTree, memory_bytes: int) -> MemoryPlan:
+    """Raises UsageError for what no strategy can train, and for a model that does not build."""
+    setup, begun = begun_setup(tree)
+    config = setup.config
+
+    # Every strategy that runs with the model's backend, with the ranks that were chosen.
+    setups, rows = _candidates(setup)
+    states = _count(setups)
+    rows |= {name: row_of(each, states[name], _room(each, memory_bytes)) for name, each in setups.items()}
+
+    choice, reason = config.strategy, setup.strategy_reason
+    if begun is None and tree.train.strategy == AUTO and choice == REPLICATED:
+        facts = ModelFacts("a rank", memory_bytes, rows)
+        rule = next(rule for rule in division_rules() if rule.applies(facts))
+        choice, reason = rule.choice, rule.because(facts)
+        if rule.choice == "refused":
+            choice, reason = "", str(nothing_holds(setup, facts))
+        if rule.choice == "whole":
+            whole = f"each with the whole model: {rows[REPLICATED].arithmetic}, {facts.limit}"
+            choice, reason = REPLICATED, f"{setup.strategy_reason}, {whole}"
+    return MemoryPlan(
+        model=config.model,
+        num_workers=config.num_workers,
+        global_batch_size=config.global_batch_size,
+        image_shape_HWC=config.augment.shape_of(setup.of_dataset.manifest.normalize.image_shape_HWC),
+        memory_bytes=memory_bytes,
+        strategies=tuple(rows[name] for name in STRATEGIES if name in rows),
+        choice=choice,
+        reason=reason,
+    )
+
+
+def _candidates(setup: Setup) -> tuple[dict[str, Setup], dict[str, MemoryRow]]:
+    """-> by strategy: setups to count; rows of those that other settings rule out."""
+    setups, refused = {}, {}
+    for name, strategy in STRATEGIES.installed().items():
+        asked = setup.asked.model_copy(update={"num_workers": setup.config.num_workers, "strategy": name})
+        if not strategy.allows_world_size(asked.num_workers):
+            continue
+        try:
+            packages = frozenset(imported_packages(asked))
+            backend = choose_backend(asked, packages, framework_of(asked, packages))
+        except UsageError:
+            # It has no backend that trains this model.
+            continue
+        if has_chief(asked):
+            refused[name] = MemoryRow(name, refused="its servers hold the weights")
+            continue
+        try:
+            setups[name] = under(setup, name, backend=backend, num_streams=asked.num_streams)
+        except UsageError as error:
+            refused[name] = MemoryRow(name, refused=str(error))
+    return setups, refused
+
+
+def _count(setups: dict[str, Setup]) -> dict[str, StateBytes]:
+    """By strategy."""
+    modules = [name for name, each in setups.items() if each.trains_module]
+    of_modules = tuple(setups[name].config for name in modules)
+    found = dict(zip(modules, count_state(of_modules, spec_of(setups[modules[0]])), strict=True)) if modules else {}
+    others = [name for name in setups if name not in modules]
+    if others:
+        # Every rank has the whole model, whichever strategy sums its gradients.
+        found |= dict.fromkeys(others, _measure(setups[others[0]]))
+    return found
+
+
+def _measure(setup: Setup) -> StateBytes:
+    config, num_images = decided(setup.config, 1, to_bfloat16=False), min(NUM_PROBED_IMAGES, images_at_once(setup))
+    cost = probe(ProbeTask(config, spec_of(setup), num_images, 1, NUM_PROBED_STEPS, for_memory=True))
+    return StateBytes(
+        parameters=cost.model_bytes,
+        gradients=cost.weights_bytes,
+        optimizer=max(0, cost.state_bytes - cost.model_bytes - cost.weights_bytes),
+        step=cost.base_bytes,
+        image=cost.image_bytes,
+    )
+
+
+def _room(setup: Setup, memory_bytes: int) -> Room:
+    """On a GPU, unless `train.devices` says otherwise; input counts there, too, although it is in the host's memory."""
+    is_host = setup.config.devices == "cpu"
+    framework_bytes = HOST_FRAMEWORK_BYTES if is_host else GPU_FRAMEWORK_BYTES
+    return Room("a rank", memory_bytes, framework_bytes, input_bytes(setup), is_host=is_host)
+
+
+def _as_given(num_bytes: int) -> str:
+    """Devices are sold by decimal units."""
+    decimal, rest = divmod(num_bytes, 10**9)
+    return size_of(num_bytes) if rest else f"{decimal} GB ({size_of(num_bytes)})"

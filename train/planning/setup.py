@@ -1,24 +1,30 @@
-"""Resolves `auto`: chooses ranks, strategy and launcher by tables of rules, from facts known before the start."""
+"""Who trains, resolved once: ranks, streams, strategy, launcher and backend, where the config leaves them open.
+
+`resolve` chooses them by tables of rules (docs/auto.md) from facts known before the start; the `Setup` that it returns
+is what every check, plan and estimate reads. Nothing that trains is imported.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.environments import find_place
 from shardmill.errors import UsageError
 from shardmill.jobs.config import is_local_master
+from shardmill.jobs.observer import WARNING
+from shardmill.words import counted
 from train.backends import BACKENDS
 from train.config import TrainConfig
+from train.contracts.mesh import axes_in_words
 from train.launching import LAUNCHERS, is_on_spark, launcher_of
 from train.launching.devices import gpus_here
 from train.launching.spark_slots import num_rank_slots, rank_slots_problem
-from train.models.user import framework_of, imported_packages, no_module
-from train.planning.plan import TrainingPlan
+from train.models.user import framework_of, imported_packages, models_of, no_module
 from train.readers import READERS
 from train.strategies import STRATEGIES, fitting_strategies, mesh_of, roles_of, strategies_that_share
 from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named_ranks
@@ -26,6 +32,168 @@ from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
+    from shardmill.jobs.observer import Observer
+    from train.api import Launcher, Strategy
+    from train.contracts.mesh import Mesh
+    from train.contracts.world import Role
+    from train.settings import GateConfig
+
+
+AUTO = "auto"
+WITHOUT_AXIS = {"fsdp": "no weights are sharded", "tensor": "no layer is divided", "pipeline": "there are no stages"}
+_DIVIDES = {"strategy", "num_workers", "num_streams", "rank_weights", "mesh"}
+"""The settings that the mesh follows from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Who trains, and on what: one answer to each question that is asked before ranks start."""
+
+    asked: TrainConfig
+    """The config as the user wrote it."""
+    config: TrainConfig
+    """With all decisions that do not depend on memory."""
+    spark: SparkConfig
+    packages: frozenset[str]
+    """What the model's source imports."""
+    mesh: Mesh
+    strategy_reason: str
+    launcher_reason: str
+    ranks_reason: str = ""
+    """Empty if `train.num_workers` is set."""
+    streams_reason: str = ""
+    """Likewise of `train.num_streams`."""
+    numbers: tuple[str, ...] = ()
+    """Observed facts: devices, slots, data; empty if nothing was left to choose."""
+    chosen_anew: str = ""
+    """Why a training does not resume as it was begun; most often empty."""
+    dataset: Dataset | None = None
+    """None as long as nobody knows it."""
+    gate: GateConfig | None = None
+    """What the trained model has to pass; None if nobody will ask."""
+
+    def changed(self, because: Mapping[str, str] | None = None, **settings: object) -> Setup:
+        """With other settings, and what follows from them. `because`: reasons, by field. Raises UsageError for ranks
+        that cannot divide the training."""
+        config, mesh = self.config.model_copy(update=settings), self.mesh
+        if not _DIVIDES.isdisjoint(settings):
+            mesh = mesh_of(config)
+            config = config.model_copy(update={"num_streams": mesh.num_streams})
+        is_same_model = models_of(config) is models_of(self.config)
+        return replace(
+            self,
+            config=config,
+            packages=self.packages if is_same_model else frozenset(imported_packages(config)),
+            mesh=mesh,
+            **(because or {}),
+        )
+
+    def with_window(self, window_chunks: int) -> Setup:
+        """With the shuffle window of a training that begins, or of one that is resumed."""
+        return self.changed(reading=self.config.reading.model_copy(update={"window_chunks": window_chunks}))
+
+    @property
+    def of_dataset(self) -> Dataset:
+        """For what is only asked when there is one."""
+        assert self.dataset is not None
+        return self.dataset
+
+    @property
+    def strategy(self) -> Strategy:
+        return STRATEGIES[self.config.strategy]
+
+    @property
+    def launcher(self) -> Launcher:
+        return LAUNCHERS[self.config.launcher]
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of each process, in rank order."""
+        return self.strategy.roles(self.config)
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Ranks that share this machine; 0 if all are elsewhere."""
+        return self.launcher.ranks_here(len(self.roles), self.spark)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Addresses of the GPUs that one rank could use in this process."""
+        return gpus_here(self.config, self.config.backend)
+
+    @property
+    def is_keras_model(self) -> bool:
+        return "keras" in self.packages
+
+    @property
+    def trains_module(self) -> bool:
+        """Whether the model is an `nn.Module` and no Keras model on PyTorch: it can be counted without numbers."""
+        return self.config.backend == "torch" and not self.is_keras_model
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks compute one copy of the model together."""
+        return self.mesh.num_ranks > self.mesh.data_size
+
+    @property
+    def named_by(self) -> TrainConfig:
+        """The settings that name the training: streams and a window that were left open name none, however they are
+        chosen for however many ranks."""
+        return self.config.model_copy(update={"num_streams": self.asked.num_streams, "reading": self.asked.reading})
+
+    @property
+    def reason(self) -> str:
+        """Why so many ranks, this strategy and this launcher, and the numbers that were looked at, for people."""
+        config = self.config
+        of_ranks = f"{counted(config.num_workers, 'rank')}: {self.ranks_reason}; " if self.ranks_reason else ""
+        looked_at = f" ({'; '.join(self.numbers)})" if self.numbers else ""
+        of_launcher = f"{config.launcher}: {self.launcher_reason}"
+        return f"{of_ranks}{config.strategy}: {self.strategy_reason}; {of_launcher}{looked_at}"
+
+    @property
+    def in_short(self) -> str:
+        """Summarize the choice with its main reason, for people."""
+        config = self.config
+        who = "1 process" if self.launcher.in_this_process else counted(config.num_workers, "rank")
+        # Numbers come behind the colon.
+        why = self.ranks_reason or self.strategy_reason.partition(": ")[0]
+        return f"{who} (strategy {config.strategy}, launcher {config.launcher}): {why}"
+
+    @property
+    def shares_nothing(self) -> str:
+        """Why a strategy whose ranks share a model has one rank, if nobody has asked for one; else empty."""
+        if self.asked.num_workers or self.config.num_workers > 1 or not self.strategy.needs_module:
+            return ""
+        return (
+            f"train.strategy = {self.config.strategy!r} has one rank, which holds the whole model "
+            f"({self.ranks_reason}): set train.num_workers, or sizes of train.mesh, to share it"
+        )
+
+    @property
+    def lacks(self) -> str:
+        """What a strategy with several ranks does not share because they left an axis of its mesh one rank, if nobody
+        has asked for one; else empty."""
+        config, sizes = self.config, self.mesh.sizes
+        missing = [axis for axis in self.strategy.axes if sizes[axis] == 1 and self.asked.mesh.sizes[axis] != 1]
+        if not missing or config.num_workers == 1:
+            return ""
+        [axis, *_] = missing
+        return (
+            f"train.strategy = {config.strategy!r} on {config.num_workers} ranks has the mesh "
+            f"{axes_in_words(sizes)}, so that {WITHOUT_AXIS[axis]}: set train.mesh.{axis} = 2 or more, or another "
+            "train.num_workers"
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What ranks do not share although the strategy promises it."""
+        return tuple(told for told in (self.shares_nothing, self.lacks) if told)
+
+    def warn(self, observer: Observer) -> None:
+        """Each as an event of the run."""
+        for name, told in {"one_rank": self.shares_nothing, "undivided": self.lacks}.items():
+            if told:
+                observer.event(name, {"rank": 0, WARNING: told})
 
 
 FEW_STEPS = 100
@@ -96,16 +264,8 @@ class Rule:
     choice: str
     applies: Callable[[Facts], bool]
     because: str
-
-
-@dataclass(frozen=True, slots=True)
-class RanksRule:
-    """A rule for the number of ranks."""
-
-    choice: str
-    applies: Callable[[Facts], bool]
-    because: str
     num_ranks: Callable[[Facts], int | None] = lambda facts: 1
+    """Of a rule for the number of ranks."""
 
 
 def axis_rules(axes_by_strategy: Mapping[str, tuple[str, ...]]) -> tuple[Rule, ...]:
@@ -122,45 +282,43 @@ def _are_set(axes: tuple[str, ...]) -> str:
 
 
 RANKS_RULES = (
-    RanksRule(
+    Rule(
         "started",
         lambda facts: facts.num_started > 0,
         "an external launcher started this many processes",
         lambda facts: facts.num_started,
     ),
-    RanksRule(
+    Rule(
         "named",
         lambda facts: facts.num_named > 0,
         "train.local_sgd.silos or train.rank_weights has this many entries",
         lambda facts: facts.num_named,
     ),
-    RanksRule(
+    Rule(
         "mesh",
         lambda facts: facts.mesh_ranks > 1,
         "the sizes of train.mesh make {mesh_ranks} ranks, as often as there is room",
         lambda facts: max(1, facts.room // facts.mesh_ranks) * facts.mesh_ranks,
     ),
-    RanksRule(
+    Rule(
         "one_unless_set",
         lambda facts: facts.only_one != "",
         "the default with {only_one}; train.num_workers overrides it",
     ),
-    RanksRule(
+    Rule(
         "few_steps",
         lambda facts: facts.has_room and facts.num_steps is not None and facts.num_steps < FEW_STEPS,
         "{num_steps} steps in total are too few to justify more ranks",
     ),
-    RanksRule(
+    Rule(
         "cluster",
         lambda facts: facts.has_cluster and bool(facts.num_places),
         "the Spark cluster {spark_master} has slots for {num_places} ranks",
         lambda facts: facts.num_places,
     ),
-    RanksRule("unknown_cluster", lambda facts: facts.has_cluster, "{rank_slots_problem}"),
-    RanksRule(
-        "gpus", lambda facts: facts.num_gpus > 1, "this machine has {num_gpus} GPUs", lambda facts: facts.num_gpus
-    ),
-    RanksRule("one", lambda facts: True, "one process uses all devices of this machine"),
+    Rule("unknown_cluster", lambda facts: facts.has_cluster, "{rank_slots_problem}"),
+    Rule("gpus", lambda facts: facts.num_gpus > 1, "this machine has {num_gpus} GPUs", lambda facts: facts.num_gpus),
+    Rule("one", lambda facts: True, "one process uses all devices of this machine"),
 )
 STRATEGY_RULES = (
     Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_sgd.local_steps = {local_steps}"),
@@ -189,67 +347,77 @@ LAUNCHER_RULES = (
 )
 
 
-def choose_backend(config: TrainConfig) -> str:
-    """The backend's name. Raises UsageError if the strategy does not run with it, or its packages are missing.
-
-    What neither config nor model decides takes the strategy's first backend.
-    """
-    backends = STRATEGIES[config.strategy].backends
-    name = framework_of(config) or backends[0]
-    if name not in backends:
-        others = fitting_strategies(name, config.num_workers)
-        raise UsageError(
-            f"train.strategy = {config.strategy!r} with the backend {name!r}"
-            + (f", which train.model = {config.model!r} needs" if config.backend == "auto" else ""),
-            f"it runs with {' and '.join(backends)}",
-            f"set train.strategy to {' or '.join(map(repr, others))}" if others else "set train.backend = 'auto'",
-        )
-    check_is_module(config)
-    BACKENDS.usable(name)
-    return name
-
-
-def check_is_module(config: TrainConfig) -> None:
-    """Raises UsageError for a Keras model with a strategy that needs a module.
-
-    A factory that imports PyTorch too may return either; it is known when it is built, which is also before the ETL.
-    """
-    packages = imported_packages(config)
-    if STRATEGIES[config.strategy].needs_module and "torch" not in packages and packages & {"keras", "tensorflow"}:
-        raise no_module(config)
-
-
-AUTO = "auto"
-
-
-def resolve(asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> TrainingPlan:
+def resolve(
+    asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None, gate: GateConfig | None = None
+) -> Setup:
     """Choose ranks, streams, strategy, backend and launcher where `asked` leaves them open. What is resolved stays.
 
     Before there is a `dataset`, nothing follows from its size. Raises UsageError if a choice, or what was set, cannot
-    run; nothing is imported that trains.
+    run.
     """
-    config, why_ranks, why_streams = asked, "", ""
-    is_left = not config.num_workers or AUTO in (config.strategy, config.launcher)
+    config, ranks_reason, streams_reason = asked, "", ""
+    packages = frozenset(imported_packages(config))
+    framework = framework_of(config, packages)
+    facts = _facts(config, spark, dataset, packages, framework or "keras")
     if not config.num_workers:
-        num_workers, why_ranks = choose_ranks(config, _facts(config, spark, dataset))
+        num_workers, ranks_reason = choose_ranks(config, facts)
         config = config.model_copy(update={"num_workers": num_workers})
-    facts = _facts(config, spark, dataset)
-    strategy, why_strategy = config.strategy, "set by train.strategy"
+        facts = replace(facts, num_workers=num_workers, num_ranks=_num_ranks(config))
+    strategy, strategy_reason = config.strategy, "set by train.strategy"
     if strategy == AUTO:
         rules = strategy_rules() if facts.axes else STRATEGY_RULES
-        strategy, why_strategy = choose(rules, facts, "train.strategy")
+        strategy, strategy_reason = choose(rules, facts, "train.strategy")
     config = config.model_copy(update={"strategy": strategy})
+    if models_of(config) is not models_of(asked):
+        packages = frozenset(imported_packages(config))
+        framework = framework_of(config, packages)
     if not config.num_streams:
-        why_streams = f"divides train.global_batch_size = {config.global_batch_size}, and is at least 8 and the ranks"
-    config = config.model_copy(update={"num_streams": mesh_of(config).num_streams})
-    config = config.model_copy(update={"backend": choose_backend(config)})
-    launcher, why_launcher = config.launcher, "set by train.launcher"
+        of_batch = f"divides train.global_batch_size = {config.global_batch_size}"
+        streams_reason = f"{of_batch}, and is at least 8 and the ranks"
+    mesh = mesh_of(config)
+    backend = choose_backend(config, packages, framework)
+    launcher, launcher_reason = config.launcher, "set by train.launcher"
     if launcher == AUTO:
         _refuse_started_by_others()
-        launcher, why_launcher = choose(LAUNCHER_RULES, facts, "train.launcher")
-    config = config.model_copy(update={"launcher": launcher})
-    numbers = _numbers(config, facts, dataset) if is_left else ()
-    return TrainingPlan(asked, config, why_strategy, why_launcher, why_ranks, why_streams, numbers)
+        launcher, launcher_reason = choose(LAUNCHER_RULES, facts, "train.launcher")
+    config = config.model_copy(update={"num_streams": mesh.num_streams, "backend": backend, "launcher": launcher})
+    is_left = not asked.num_workers or AUTO in (asked.strategy, asked.launcher)
+    return Setup(
+        asked=asked,
+        config=config,
+        spark=spark,
+        packages=packages,
+        mesh=mesh,
+        strategy_reason=strategy_reason,
+        launcher_reason=launcher_reason,
+        ranks_reason=ranks_reason,
+        streams_reason=streams_reason,
+        numbers=_numbers(config, facts) if is_left else (),
+        dataset=dataset,
+        gate=gate,
+    )
+
+
+def choose_backend(config: TrainConfig, packages: frozenset[str], framework: str) -> str:
+    """The backend's name. Raises UsageError if the strategy does not run with it, or its packages are missing.
+
+    `framework`: the one that config and model leave no choice about; if there is none, it is the strategy's first.
+    """
+    strategy = STRATEGIES[config.strategy]
+    name = framework or strategy.backends[0]
+    if name not in strategy.backends:
+        others = fitting_strategies(name, config.num_workers)
+        raise UsageError(
+            f"train.strategy = {config.strategy!r} with the backend {name!r}"
+            + (f", which train.model = {config.model!r} needs" if config.backend == AUTO else ""),
+            f"it runs with {' and '.join(strategy.backends)}",
+            f"set train.strategy to {' or '.join(map(repr, others))}" if others else "set train.backend = 'auto'",
+        )
+    # A factory that imports PyTorch too may return either; it is known when it is built, which is also before the ETL.
+    if strategy.needs_module and "torch" not in packages and packages & {"keras", "tensorflow"}:
+        raise no_module(config)
+    BACKENDS.usable(name)
+    return name
 
 
 def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
@@ -296,19 +464,21 @@ def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
     return config.num_streams % num_ranks == 0 and is_enough
 
 
-def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> Facts:
+def _facts(
+    config: TrainConfig, spark: SparkConfig, dataset: Dataset | None, packages: frozenset[str], backend: str
+) -> Facts:
     entries = {**STRATEGIES.entries, **LAUNCHERS.entries}
-    backend = framework_of(config) or "keras"
     gpus = gpus_here(config, backend)
     # Of several GPUs a process of TensorFlow uses all, unless its strategy is set to one that gives each rank one.
     takes_one = backend == "torch" if config.strategy == AUTO else STRATEGIES[config.strategy].devices_per_rank == "one"
     launcher = launcher_of(config)
+    split = dataset.manifest.splits.get("train") if dataset else None
     return Facts(
         num_workers=config.num_workers,
-        num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
+        num_ranks=_num_ranks(config),
         local_steps=config.options(LocalSgdOptions).local_steps,
         backend=backend,
-        is_keras_model="keras" in imported_packages(config),
+        is_keras_model="keras" in packages,
         num_devices=config.options(MirroredOptions).num_devices or len(gpus),
         spark_master=spark.master,
         installed=frozenset(name for name, entry in entries.items() if not entry.missing_packages()),
@@ -321,24 +491,16 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         rank_slots_problem=rank_slots_problem(spark.master, spark.train.conf),
         axes=frozenset(axis for axis, size in config.mesh.sizes.items() if axis != "data" and size > 1),
         mesh_ranks=math.prod(max(1, size) for size in config.mesh.sizes.values()),
-        num_steps=None if dataset is None else _num_steps(config, dataset),
-        num_rows=None if dataset is None else _num_rows(dataset),
+        num_steps=config.epochs * -(-split.num_rows // config.global_batch_size) if split else None,
+        num_rows=split.num_rows if split else None,
     )
 
 
-def _num_steps(config: TrainConfig, dataset: Dataset) -> int | None:
-    """Of the whole training; None without a split to train on, which is refused elsewhere."""
-    num_rows = _num_rows(dataset)
-    return None if num_rows is None else config.epochs * -(-num_rows // config.global_batch_size)
+def _num_ranks(config: TrainConfig) -> int:
+    return config.num_workers if config.strategy == AUTO else len(roles_of(config))
 
 
-def _num_rows(dataset: Dataset) -> int | None:
-    """Of the split to train on, if there is one."""
-    split = dataset.manifest.splits.get("train")
-    return None if split is None else split.num_rows
-
-
-def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tuple[str, ...]:
+def _numbers(config: TrainConfig, facts: Facts) -> tuple[str, ...]:
     """Describe the facts that the rules have read."""
     devices = f"{facts.num_devices} device(s)" if facts.num_devices else "no GPU"
     found = [f"{devices} and {len(os.sched_getaffinity(0))} processors here"]
@@ -349,10 +511,9 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tupl
         found.append(
             f"spark.master = {facts.spark_master} with slots for {facts.num_places or 'an unknown number of'} ranks"
         )
-    if dataset is not None and facts.num_steps is not None:
-        num_rows = dataset.manifest.splits["train"].num_rows
+    if facts.num_steps is not None:
         steps = f"{facts.num_steps // config.epochs:,} steps of {config.global_batch_size} images an epoch"
-        found.append(f"{num_rows:,} rows to train on: {steps}, {facts.num_steps:,} in all")
+        found.append(f"{facts.num_rows:,} rows to train on: {steps}, {facts.num_steps:,} in all")
     return tuple(found)
 
 
