@@ -151,7 +151,10 @@ def build_dataset(
         observer.event("etl.listed", listed)
         check_same_source(plan, replace_source=replace_source)
         check_limits(plan, plan.build.list_rejections)
-        observer.event("etl.inferred" if mapping is None else "etl.predicting", inferred_facts(plan))
+        if mapping is None:
+            observer.event("etl.inferred", inferred_facts(plan))
+        else:
+            observer.event("etl.predicting", inferred_facts(plan))
         if check_labels is not None:
             check_classes(plan)
             check_labels(plan.row_schema)

@@ -152,7 +152,6 @@ def test_sigterm_leaves_nothing_half_visible_either(photos: Path, tmp_path: Path
     interrupt(tmp_path, photos, signal.SIGTERM)
 
 
-@pytest.mark.starts("program")
 def test_ctrl_c_names_the_version_that_the_run_has_committed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     uri = make_dataset(tmp_path)
     run_id = open_dataset(uri).manifest.run_id
@@ -167,6 +166,7 @@ def test_ctrl_c_names_the_version_that_the_run_has_committed(tmp_path: Path, cap
             assert said in shown.err and said in json.loads(shown.out)["error"]["message"]
 
 
+@pytest.mark.starts("program")
 def test_what_is_started_while_a_command_ends_ends_with_it():
     """As Spark's script does, which starts one JVM after the other."""
     command = subprocess.Popen([sys.executable, "-m", "tests.programs.end_children"], start_new_session=True, cwd=ROOT)

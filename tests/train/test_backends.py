@@ -264,7 +264,7 @@ CONFIG = {"global_batch_size": 24, "num_streams": 6, "augment": {"random_crop_pa
 
 
 def config_of(reader: str, **more) -> TrainConfig:
-    return TrainConfig(**{**CONFIG, "reader": reader, "strategy": "torch_ddp", **more})
+    return TrainConfig(**{**CONFIG, "reader": reader, "strategy": "torch_ddp", "launcher": "local", **more})
 
 
 @pytest.fixture(scope="module")

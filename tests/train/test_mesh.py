@@ -23,7 +23,6 @@ from train.checkpoints.shards import WEIGHTS_PART, read_index
 from train.config import TrainConfig
 from train.contracts.mesh import Mesh, MeshShape
 from train.models import MODELS
-from train.models.tensor_plans import check_heads, heads_of, tensor_plan
 from train.planning.build_model import build
 from train.planning.memory_fit import decided
 from train.planning.setup import resolve
@@ -291,7 +290,7 @@ def part_of(layers, plan, rank: int, num_ranks: int):
 
 
 def test_the_plan_of_a_vision_transformer_names_every_linear_layer_of_its_blocks():
-    from train.models.tensor_plans import split_attention
+    from train.models.tensor_plans import heads_of, split_attention, tensor_plan
 
     model = MODELS["vit_tiny"]((32, 32, 3), 5)
     assert tensor_plan(model) == {
@@ -309,6 +308,8 @@ def test_the_plan_of_a_vision_transformer_names_every_linear_layer_of_its_blocks
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parts_of_attention_and_mlp_add_up_to_the_whole(num_ranks):
     import torch
+
+    from train.models.tensor_plans import tensor_plan
 
     torch.manual_seed(0)
     block = MODELS["vit_small"]((32, 32, 3), 5).blocks[0]
@@ -350,7 +351,7 @@ def test_attention_of_torchvision_that_is_taken_apart_computes_the_same():
 def test_attention_that_drops_weights_out_stays_whole():
     from torchvision.models import VisionTransformer
 
-    from train.models.tensor_plans import split_attention
+    from train.models.tensor_plans import heads_of, split_attention, tensor_plan
 
     model = split_attention(VisionTransformer(32, 8, 1, 2, 16, 32, attention_dropout=0.1))
     plan = tensor_plan(model)
@@ -360,12 +361,16 @@ def test_attention_that_drops_weights_out_stays_whole():
 
 @pytest.mark.parametrize(("name", "layer"), [("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3")])
 def test_of_a_convolutional_network_the_classifier_alone_is_divided(name, layer):
+    from train.models.tensor_plans import tensor_plan
+
     model = MODELS[f"torchvision.models:{name}"]((32, 32, 1), 5)
     assert tensor_plan(model) == {f"model.{layer}": "column_gathered"}
 
 
 def test_a_module_without_a_linear_layer_has_no_plan():
     from torch import nn
+
+    from train.models.tensor_plans import tensor_plan
 
     with pytest.raises(
         UsageError, match="a Conv2d has no linear layer that ranks could divide; expected a vision tran"
@@ -374,6 +379,8 @@ def test_a_module_without_a_linear_layer_has_no_plan():
 
 
 def test_heads_that_ranks_do_not_divide_are_refused_with_the_sizes_that_fit():
+    from train.models.tensor_plans import check_heads
+
     for num_ranks in (1, 2, 3, 4, 6, 12):
         check_heads("vit_base", {12}, num_ranks, 12, is_set=False)
     check_heads("torchvision.models:resnet18", set(), 5, 5, is_set=False)

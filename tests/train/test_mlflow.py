@@ -401,7 +401,7 @@ def test_the_commands_take_what_the_registry_names(
     assert found["is_current"] is None and "current/00000002.json" in found["damage"]
     assert run("lineage", f"{root}@1")["is_current"] is None
     assert "expected the models folder" in run("promote", "models:/photos/1", code=2)["error"]["message"]
-    refused = run("predict", "models:/photos@challenger", "x.png", code=2)
+    refused = run("predict", "models:/photos@challenger", str(tmp_path), code=2)
     assert "the model registry has no models:/photos@challenger" in refused["error"]["message"]
 
     # These name no registry: it is the one of the promotion above.

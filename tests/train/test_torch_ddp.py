@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,9 @@ def config_of(**given: Any) -> TrainConfig:
     return TrainConfig(model="tests.train.torch_models:smooth", strategy="torch_ddp", optimizer="sgd", **given)
 
 
-def build(config: TrainConfig) -> Any:
+def build(config: TrainConfig, **needs: Any) -> Any:
     BACKENDS["torch"].start(World(), 0)
-    return BACKENDS["torch"].build(config, SPEC)
+    return BACKENDS["torch"].build(config, SPEC, **needs)
 
 
 def weights_of(learner: Any) -> list[np.ndarray]:
@@ -72,7 +73,7 @@ def test_in_a_world_of_one_every_collective_is_the_identity():
 def test_a_member_steps_and_resumes_as_its_learner_alone(compression):
     config = config_of(compression=compression)
     reporter, alone = Recorder(), build(config)
-    first = join_ddp(World(), config, lambda: build(config), reporter)
+    first = join_ddp(World(), config, partial(build, config), reporter)
     first.start({}, 0, "")
     alone.assign(StatePart.WEIGHTS, weights_of(first.learner), "the first")
     alone.apply(alone.gradients(batch(0), 6, 1.0), 0.1)
@@ -83,7 +84,7 @@ def test_a_member_steps_and_resumes_as_its_learner_alone(compression):
     outcome, after = first.train_step(batch(1), 6, 0.1).outcome, weights_of(first.learner)
     first.close()
 
-    second = join_ddp(World(), config, lambda: build(config), Recorder())
+    second = join_ddp(World(), config, partial(build, config), Recorder())
     saved = SavedFiles(1, frozenset(files), files.__getitem__)
     assert sorted(second.files_to_resume(saved)) == sorted(files)
     second.start(files, 1, "the first")

@@ -191,9 +191,10 @@ class Setup:
 
     def warn(self, observer: Observer) -> None:
         """Each as an event of the run."""
-        for name, told in {"one_rank": self.shares_nothing, "undivided": self.lacks}.items():
-            if told:
-                observer.event(name, {"rank": 0, WARNING: told})
+        if self.shares_nothing:
+            observer.event("one_rank", {"rank": 0, WARNING: self.shares_nothing})
+        if self.lacks:
+            observer.event("undivided", {"rank": 0, WARNING: self.lacks})
 
 
 FEW_STEPS = 100
