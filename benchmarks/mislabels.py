@@ -17,8 +17,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planted_labels import plant_wrong_labels
-from shardmill.data_faults.mislabels import find_mislabels
-from shardmill.data_faults.predicted_rows import PredictedRows, read_predicted_rows
+from shardmill.data_quality.mislabels import find_mislabels
+from shardmill.data_quality.predicted_rows import PredictedRows, read_predicted_rows
 from shardmill.dataset.dataset import open_dataset
 
 _SHARES, _EPOCHS = (0.05, 0.2), (3, 12, 60)

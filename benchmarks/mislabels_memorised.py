@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.mislabels import agrees, by_own_probabilities, shardmill
 from benchmarks.planted_labels import plant_in_moved_copies, source_of
-from shardmill.data_faults.mislabels import Mislabels, find_mislabels
-from shardmill.data_faults.predicted_rows import PredictedRows, read_predicted_rows
+from shardmill.data_quality.mislabels import Mislabels, find_mislabels
+from shardmill.data_quality.predicted_rows import PredictedRows, read_predicted_rows
 from shardmill.dataset.dataset import open_dataset
 
 _CONFIG = """

@@ -14,7 +14,7 @@ import time
 import numpy as np
 from results import hardware
 
-from shardmill.data_faults.near_duplicates import connect
+from shardmill.data_quality.near_duplicates import connect
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
 from train.planning.checks import check_schema
-from train.planning.resume import AS_USUAL, Again
+from train.planning.resume import DEFAULT_RESUME, ResumePolicy
 from train.planning.trial_build import try_build
 from train.published.announce import announce
 from train.published.evaluation import evaluate_on, evaluation_record
@@ -39,7 +39,7 @@ from train.tree import TrainTree
 
 
 def run_pipeline(
-    source_or_config: str, common: Common, *, replace_source: bool = False, again: Again = AS_USUAL
+    source_or_config: str, common: Common, *, replace_source: bool = False, again: ResumePolicy = DEFAULT_RESUME
 ) -> dict[str, Any]:
     """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that failed."""
     with open_run(source_or_config, common) as run, report_if_failed(run):

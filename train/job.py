@@ -25,7 +25,7 @@ from shardmill.jobs.run_record import RunRecord, job_parser, run_job
 from shardmill.jobs.spark import as_submitted
 from shardmill.values import DatasetPin
 from train.launching.spark_slots import SLOT_SETTINGS
-from train.planning.resume import Again
+from train.planning.resume import ResumePolicy
 from train.published.export import export_record, export_training
 from train.published.gate import promote_export, promotion_record
 from train.stage_record import train_record
@@ -47,7 +47,7 @@ def main() -> int:
         # From here on the section says what holds.
         tree = tree.model_copy(update={"spark": as_submitted(tree.spark, SLOT_SETTINGS)})
 
-        again = Again(arguments.fresh, tuple(arguments.allow_change))
+        again = ResumePolicy(arguments.fresh, tuple(arguments.allow_change))
         trained = run.stage(
             "train",
             lambda: train_in_run(tree, run, observer, _named_version(tree, arguments), again),

@@ -20,7 +20,7 @@ from train.contracts.values import TrainResult
 from train.labels import LabelSpec
 from train.planning.checks import check, window_memory
 from train.planning.plan import TrainingPlan, keep_plan, plan_training
-from train.planning.resume import AS_USUAL, Again, BegunTraining
+from train.planning.resume import DEFAULT_RESUME, BegunTraining, ResumePolicy
 from train.planning.trainings import FoundTraining, TrainingChoice, as_carried_out, find_training
 from train.planning.trial_build import try_build
 from train.readers import reader_of
@@ -62,7 +62,7 @@ class TrainOutcome:
 
 def train_model(
     tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = "",
-    again: Again = AS_USUAL, planned: Callable[[TrainingPlan], object] = lambda plan: None,
+    again: ResumePolicy = DEFAULT_RESUME, planned: Callable[[TrainingPlan], object] = lambda plan: None,
 ) -> TrainOutcome:  # fmt: skip
     """Resolve the dataset version once, and train on it; or resume or skip existing work.
 
@@ -155,7 +155,7 @@ def _report(choice: TrainingChoice, plan: TrainingPlan, observer: TrainObserver)
 
 
 def train_in_run(
-    tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, again: Again
+    tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, again: ResumePolicy
 ) -> TrainOutcome:
     """`train_model` with what a run keeps of it, and a verdict on its speed.
 

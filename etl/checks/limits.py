@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from etl.config import REBUILDS_NOTHING, EtlConfig, etl_settings_of
 from etl.later_runs.changes import row_ids
 from etl.listing.listing import find_sorted
-from shardmill.data_faults.drift import Drift, amount_words, baseline_of, measure_drift
+from shardmill.data_quality.drift import Drift, amount_words, baseline_of, measure_drift
 from shardmill.dataset.ledger import SEGMENT_ROWS, RejectionLog, write_ledger
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import DriftLimitExceeded, RejectLimitExceeded, ShardmillError, StorageError, UsageError

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pyarrow as pa
 
-from shardmill.data_faults.quality import find_faults
-from shardmill.data_faults.row_looks import LOOKED_AT, looks_of_rows
+from shardmill.data_quality.quality import find_faults
+from shardmill.data_quality.row_looks import LOOKED_AT, looks_of_rows
 from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest

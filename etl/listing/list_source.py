@@ -101,7 +101,7 @@ def list_source(
             found = listing.finish()
         if not may_be_empty:
             check_has_images(found, source.uri)
-            check_labels(found, tuple(listing.label_signs), source.uri)
+            check_labels(found, tuple(listing.label_hints), source.uri)
     except FileNotFoundError as error:
         scratch.remove()
         raise StorageError(
@@ -125,7 +125,7 @@ class _Segments:
     group: Group
     rejections: RejectionLog = field(init=False)
     warnings: list[str] = field(default_factory=list)
-    label_signs: dict[str, None] = field(default_factory=dict)
+    label_hints: dict[str, None] = field(default_factory=dict)
     multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     extra_types: dict[str, str] = field(default_factory=dict)
     images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
@@ -148,7 +148,7 @@ class _Segments:
 
     def add(self, batch: ListingBatch) -> None:
         self.warnings += batch.warnings
-        self.label_signs.update(dict.fromkeys(batch.label_signs))
+        self.label_hints.update(dict.fromkeys(batch.label_hints))
         for name, kind in batch.extra_types.items():
             before = self.extra_types.setdefault(name, kind)
             if before != kind:
@@ -311,23 +311,23 @@ def check_has_images(listing: Listing, uri: str) -> None:
     )
 
 
-def check_labels(listing: Listing, label_signs: Sequence[str], uri: str) -> None:
+def check_labels(listing: Listing, label_hints: Sequence[str], uri: str) -> None:
     """Raise UsageError if no image has a label although the source has labels, or if only some images have one.
 
-    `label_signs`: where the source seems to hold labels that it does not take, a phrase each.
+    `label_hints`: where the source seems to hold labels that it does not take, a phrase each.
     """
     by_label = listing.images_by_label
     num_unlabelled = sum(times for (_, label), times in by_label.items() if label is None)
-    if num_unlabelled and num_unlabelled == listing.num_images and label_signs:
-        others = f" (and {len(label_signs) - 1} more)" if len(label_signs) > 1 else ""
+    if num_unlabelled and num_unlabelled == listing.num_images and label_hints:
+        others = f" (and {len(label_hints) - 1} more)" if len(label_hints) > 1 else ""
         raise UsageError(
-            f"the dataset would have no labels, and {uri} seems to have some: {label_signs[0]}{others}",
+            f"the dataset would have no labels, and {uri} seems to have some: {label_hints[0]}{others}",
             "expected labels under source.label_field or a usual name (docs/sources.md)",
             "name them with source.label_field (those of boxes: source.boxes.field and source.boxes.labels_field), or "
             f"{_UNLABELLED_ON_PURPOSE}",
         )
     if 0 < num_unlabelled < listing.num_images:
-        signs = f": {label_signs[0]}" if label_signs else ""
+        signs = f": {label_hints[0]}" if label_hints else ""
         splits = sorted({str(split) for (split, label), times in by_label.items() if label is None and split and times})
         of_splits = f", those of {', '.join(splits)}" if splits else ""
         raise UsageError(

@@ -205,7 +205,7 @@ def in_member(name: str, start: int, size_bytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskPlace:
+class MaskLocation:
     """The mask of one image."""
 
     image: SourceImage
@@ -214,19 +214,19 @@ class MaskPlace:
     """For a person."""
 
 
-def mask_place(image: SourceImage, text: str, *, is_in_parts: bool) -> MaskPlace:
+def mask_place(image: SourceImage, text: str, *, is_in_parts: bool) -> MaskLocation:
     """The place that a listing's text names. `is_in_parts`: whether the image is of one source of several."""
     if text.startswith(_BESIDE):
         name, *numbers = text.removeprefix(_BESIDE).split(_BESIDE)
         container = f"{image.container}{_BESIDE}{name}"
         if not numbers:
-            return MaskPlace(replace(image, container=container, size_bytes=UNKNOWN_SIZE), name)
+            return MaskLocation(replace(image, container=container, size_bytes=UNKNOWN_SIZE), name)
         start, size_bytes = map(int, numbers)
-        return MaskPlace(replace(image, container=container, place=start, size_bytes=size_bytes), name)
+        return MaskLocation(replace(image, container=container, place=start, size_bytes=size_bytes), name)
     # A file of its own, in the part of its image.
     part, separator, _ = image.key.partition("\0")
     container = f"{part}{separator}{text}" if is_in_parts else text
-    return MaskPlace(replace(image, container=container, block=NO_BLOCK, size_bytes=UNKNOWN_SIZE), text)
+    return MaskLocation(replace(image, container=container, block=NO_BLOCK, size_bytes=UNKNOWN_SIZE), text)
 
 
 class ReaderOfMasks:

@@ -45,7 +45,7 @@ class ListingBatch:
     rejections: tuple[Rejection, ...] = ()
     warnings: tuple[str, ...] = ()
     """Warnings that do not end the build: one sentence each."""
-    label_signs: tuple[str, ...] = ()
+    label_hints: tuple[str, ...] = ()
     """Places of labels that the source does not use: one phrase each. They end a build without labels."""
     groups: pa.Array | None = None
     """A string for each image, null for none: images of one group are not to be in different splits."""

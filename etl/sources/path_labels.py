@@ -66,7 +66,7 @@ def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Ite
         folders.settle()
         return folders.labelled
 
-    yield from in_two_passes(folders.noting_signs(batches), folders.look, settle)
+    yield from in_two_passes(folders.noting_hints(batches), folders.look, settle)
     yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()))
 
 
@@ -115,13 +115,13 @@ class _Folders:
     deeper: str | None = None
     """The first key of those below their class folder, so that it does not depend on the order of the walk."""
     num_deeper: int = 0
-    has_signs: bool = False
+    has_hints: bool = False
     """Whether something beside the images seems to hold their labels."""
 
-    def noting_signs(self, batches: Iterable[ListingBatch]) -> Iterator[ListingBatch]:
+    def noting_hints(self, batches: Iterable[ListingBatch]) -> Iterator[ListingBatch]:
         """The same batches."""
         for batch in batches:
-            self.has_signs |= bool(batch.label_signs)
+            self.has_hints |= bool(batch.label_hints)
             yield batch
 
     def look(self, images: pa.Table) -> None:
@@ -137,7 +137,7 @@ class _Folders:
         split = self._split_level(folders, has_flat="" in self.paths)
         self.place = _Place(split, self._label_level(folders, split))
         # `images/` beside `train.csv` is no class, unless the config says so.
-        if self.has_signs and not self.rule.label_level:
+        if self.has_hints and not self.rule.label_level:
             labels = {self.place.judge(path.split("/") if path else []).label for path in self.paths}
             if len(labels - {None}) == 1:
                 self.place = _Place(split, None)

@@ -37,7 +37,7 @@ from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.path_labels import splits_of, with_warnings
 from etl.sources.row_file import RowFile, RowFormat, bytes_leaf, image_column
-from etl.sources.unused_labels import column_signs
+from etl.sources.unused_labels import column_hints
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
@@ -199,7 +199,7 @@ class ImageRows:
             if chosen.label is None and config.label_kind == "class":
                 signs = _label_signs(rows_of, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
             warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
-            yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=signs)
             known = {*schema.names, *constants}
             wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
             for rows, places_N, blocks_N in rows_of.batches([name for name in wanted if name not in constants]):
@@ -232,4 +232,4 @@ def _label_signs(file: RowFile, taken: Collection[str], where: str) -> tuple[str
     unused = [field.name for field in free]
     flat = [field.name for field in free if not pa.types.is_nested(field.type)]
     first = next(file.batches(flat), None) if flat else None
-    return column_signs(schema, unused, pa.table({}) if first is None else first[0], where)
+    return column_hints(schema, unused, pa.table({}) if first is None else first[0], where)

@@ -57,18 +57,18 @@ def names_labels(name: str) -> bool:
     return bool(is_near) or any(word.lower() in _LABEL_WORDS for word in _WORDS.findall(name))
 
 
-def named_signs(names: Iterable[str], where: str) -> Iterator[str]:
+def named_hints(names: Iterable[str], where: str) -> Iterator[str]:
     """A phrase for each of the names that is one of labels; `where` is the file that has them."""
     return (f"{printable(where)} has {printable(name)!r}" for name in names if names_labels(name))
 
 
-def column_signs(schema: pa.Schema, unused: Collection[str], rows: pa.Table, where: str) -> tuple[str, ...]:
+def column_hints(schema: pa.Schema, unused: Collection[str], rows: pa.Table, where: str) -> tuple[str, ...]:
     """The signs in columns that nothing else uses: in their names, and in the values of those among the first rows."""
     names = [name for field in schema if field.name in unused for name in _names_in(field, schema)]
     rows = rows.select([place for place, name in enumerate(rows.column_names) if name in unused])
     repeating = [f"{printable(where)} has {_quoted(found)}, whose values repeat like class names"
                  for found in [_repeating(rows)] if found]  # fmt: skip
-    return (*named_signs(names, where), *repeating)
+    return (*named_hints(names, where), *repeating)
 
 
 def _names_in(field: pa.Field, schema: pa.Schema) -> Iterator[str]:
@@ -133,7 +133,7 @@ class FilesBeside:
             self._has_read_json = True
             with suppress(ValueError, RecursionError):
                 fields = json.loads(head(_MAX_JSON_BYTES))
-                self._add(*named_signs(fields if isinstance(fields, dict) else (), f"{archive}/{name}"))
+                self._add(*named_hints(fields if isinstance(fields, dict) else (), f"{archive}/{name}"))
         elif suffix in _PEEKED_SUFFIXES and len(self._tables) < _MAX_TABLES and not hidden_folder_of(key):
             self._tables[key] = head(_HEAD_BYTES)
 
@@ -152,7 +152,7 @@ class FilesBeside:
                         self.other(refused.key, lambda num_bytes, key=refused.key: read(key, num_bytes))
             yield batch
         signs = (*self._named, *self._of_tables(), *self._of_folders())
-        yield ListingBatch(LISTED_SCHEMA.empty_table(), label_signs=signs)
+        yield ListingBatch(LISTED_SCHEMA.empty_table(), label_hints=signs)
 
     def _look_at_name(self, refused: Rejection) -> None:
         """By the names of refused files: `labels.csv`, `annotations/1.xml`."""

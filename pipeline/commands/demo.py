@@ -22,12 +22,12 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
     from pipeline.run import run_pipeline
     from shardmill.jobs.run_files import DEFAULT_WORKDIR
     from shardmill.jobs.summary_rows import summary_rows
-    from train.planning.resume import Again
+    from train.planning.resume import ResumePolicy
 
     common: Common = context.obj
     workdir = WORKDIR if common.workdir == DEFAULT_WORKDIR else common.workdir
     images = write_demo_images(Path(workdir, "images"))
     typer.echo(images.told, err=True)
     common = replace(common, workdir=workdir, overrides=(*SETTINGS, *common.overrides))
-    summary = run_pipeline(str(images.folder), common, again=Again(fresh))
+    summary = run_pipeline(str(images.folder), common, again=ResumePolicy(fresh))
     print_table(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")

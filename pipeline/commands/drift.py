@@ -10,7 +10,7 @@ from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.config import existing_path, load_for_dataset, require
 from pipeline.output.printing import print_result
 from pipeline.running import checked_record, dataset_of_run, open_run
-from shardmill.data_faults.drift import DriftResult, compare
+from shardmill.data_quality.drift import DriftResult, compare
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.versions import split_version
 from shardmill.jobs.run_files import StageRecord, dataset_section

@@ -38,9 +38,9 @@ def inspect(
         typer.Option("--quality", help="List images that are dark, blurred, uniform, or of odd size, and copies."),
     ] = False,
 ) -> None:
-    from shardmill.data_faults.findings import inspect_quality
-    from shardmill.data_faults.near_duplicates import find_near_duplicates
-    from shardmill.data_faults.row_looks import read_looks
+    from shardmill.data_quality.findings import inspect_quality
+    from shardmill.data_quality.near_duplicates import find_near_duplicates
+    from shardmill.data_quality.row_looks import read_looks
     from shardmill.dataset import inspection
     from shardmill.dataset.dataset import open_dataset
     from shardmill.dataset.versions import split_version

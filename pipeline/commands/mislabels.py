@@ -16,7 +16,7 @@ from shardmill.ids import format_sample_id
 from shardmill.words import to_cell
 
 if TYPE_CHECKING:
-    from shardmill.data_faults.mislabels import ConfidentMistake, Mislabels, SuspectLabel
+    from shardmill.data_quality.mislabels import ConfidentMistake, Mislabels, SuspectLabel
     from shardmill.dataset.dataset import Dataset
     from shardmill.values import DatasetPin
 
@@ -44,8 +44,8 @@ def mislabels(
     from pipeline.config import existing_path
     from pipeline.output.progress import reading_bar
     from pipeline.report.mislabels import mislabels_page
-    from shardmill.data_faults.mislabels import find_mislabels
-    from shardmill.data_faults.predicted_rows import read_predicted_rows
+    from shardmill.data_quality.mislabels import find_mislabels
+    from shardmill.data_quality.predicted_rows import read_predicted_rows
     from shardmill.dataset.dataset import open_dataset, open_pinned
 
     common: Common = context.obj

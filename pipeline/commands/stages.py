@@ -52,10 +52,10 @@ def run(
     fresh: Fresh = False, allow_change: AllowChange = [],  # noqa: B006  typer copies it
 ) -> None:  # fmt: skip
     from pipeline.run import run_pipeline
-    from train.planning.resume import Again
+    from train.planning.resume import ResumePolicy
 
     common: Common = context.obj
-    again = Again(fresh, tuple(allow_change))
+    again = ResumePolicy(fresh, tuple(allow_change))
     summary = run_pipeline(source_or_config, common, replace_source=replace_source, again=again)
     print_table(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
@@ -97,13 +97,13 @@ def train(
 ) -> None:  # fmt: skip
     from shardmill.dataset.dataset import open_dataset
     from train.launching.attach import EndedWithJob, attached
-    from train.planning.resume import Again
+    from train.planning.resume import ResumePolicy
     from train.stage_record import train_record
     from train.training import train_in_run
     from train.tree import TrainTree
 
     common: Common = context.obj
-    again, loaded = Again(fresh, tuple(allow_change)), load_before_run(dataset, common)
+    again, loaded = ResumePolicy(fresh, tuple(allow_change)), load_before_run(dataset, common)
     try:
         with attached(loaded.train), open_dataset_run(dataset, common, loaded) as run:
             refuse_what_cannot_work(run.tree, common.workdir, ("train",))

@@ -87,10 +87,10 @@ def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
 
 def _gate(train: TrainConfig) -> Finding:
     """Check the address of rank 0, which only its own host can test."""
-    from shardmill.environments import find_place
+    from shardmill.environments import find_rank_environment
     from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
 
-    subject, started = "train.attach.port", find_place(os.environ)
+    subject, started = "train.attach.port", find_rank_environment(os.environ)
     attach = train.options(AttachOptions)
     host = attach.host or (host_of_rank_0(os.environ, started[1]) if started else LOOPBACK)
     where, fix = f"{host}:{attach.port}", "set train.attach.host and train.attach.port"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardmill.data_faults.drift import Drift
-    from shardmill.data_faults.quality import SuspectImage
+    from shardmill.data_quality.drift import Drift
+    from shardmill.data_quality.quality import SuspectImage
     from shardmill.dataset.statistics import ImageSizes
     from shardmill.jobs.run_files import StageRecord
     from shardmill.values import Rejection

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeline.report.data import Picture
 from pipeline.report.page import as_html_file, environment
 from pipeline.report.thumbnail import thumbnail
-from shardmill.data_faults.mislabels import ClassFaults, ConfidentMistake, Mislabels, SuspectLabel
+from shardmill.data_quality.mislabels import ClassFaults, ConfidentMistake, Mislabels, SuspectLabel
 from shardmill.dataset.dataset import Dataset
 from shardmill.loader.samples import samples_by_id
 

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from pipeline.report.data import MistakenImage, Picture, RejectedGroup, ReportData, SuspectGroup
 from pipeline.report.page import answers, render
 from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
-from shardmill.data_faults.drift import Drift
-from shardmill.data_faults.quality import Fault, SuspectImage, find_faults
-from shardmill.data_faults.row_looks import read_looks
+from shardmill.data_quality.drift import Drift
+from shardmill.data_quality.quality import Fault, SuspectImage, find_faults
+from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.errors import ShardmillError

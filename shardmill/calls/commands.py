@@ -16,10 +16,10 @@ from shardmill.calls.calling import Folder, Place, command
 from shardmill.calls.predictions import Predictions
 from shardmill.calls.result import RunResult, run_result, version_of
 from shardmill.calls.results import Diagnosis, Garbage, GateDecision, Lineage, PromotionResult, TrainingEstimate
-from shardmill.data_faults.drift import DriftResult
-from shardmill.data_faults.findings import QualityFindings
-from shardmill.data_faults.mislabels import Mislabels
-from shardmill.data_faults.near_duplicates import NearDuplicates
+from shardmill.data_quality.drift import DriftResult
+from shardmill.data_quality.findings import QualityFindings
+from shardmill.data_quality.mislabels import Mislabels
+from shardmill.data_quality.near_duplicates import NearDuplicates
 from shardmill.dataset.inspection import Difference, Rejections, SourceFindings, Versions
 from shardmill.dataset.tar_export import TarExport
 from shardmill.jobs.run_files import DEFAULT_WORKDIR

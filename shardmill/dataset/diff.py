@@ -20,7 +20,7 @@ class ChangeKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlace:
+class RowLocation:
     """Position of an image in a version."""
 
     split: str
@@ -32,9 +32,9 @@ class RowChange:
     """One source image that two versions do not hold alike."""
 
     source: str
-    before: RowPlace | None
+    before: RowLocation | None
     """Place in the older version; None for an added row."""
-    after: RowPlace | None
+    after: RowLocation | None
     """Place in the newer version; None for a removed row."""
 
     @property
@@ -44,7 +44,7 @@ class RowChange:
         return ChangeKind.REMOVED if self.after is None else ChangeKind.CHANGED
 
     @property
-    def place(self) -> RowPlace:
+    def place(self) -> RowLocation:
         """The position at which the row is counted: its current one, or the last one of a removed row."""
         place = self.after or self.before
         assert place is not None
@@ -53,7 +53,7 @@ class RowChange:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    place: RowPlace
+    place: RowLocation
     digest: bytes
 
 
@@ -74,7 +74,7 @@ def diff_versions(older: Dataset, newer: Dataset) -> list[RowChange]:
     ]
 
 
-def count_changes(changes: list[RowChange]) -> Counter[tuple[ChangeKind, RowPlace]]:
+def count_changes(changes: list[RowChange]) -> Counter[tuple[ChangeKind, RowLocation]]:
     """Count the added, removed and changed rows of each split and class."""
     return Counter((change.kind, change.place) for change in changes)
 
@@ -90,9 +90,9 @@ def _rows(dataset: Dataset, shards: list[ShardInfo]) -> dict[str, _Row]:
         table = read_segment(dataset.store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
         columns = (table.column(name).to_pylist() for name in ("source", "label", "row_sha256"))
         for key, label, digest in zip(*columns, strict=True):
-            rows[key] = _Row(RowPlace(shard.split, None if label is None else names[label]), digest)
+            rows[key] = _Row(RowLocation(shard.split, None if label is None else names[label]), digest)
     return rows
 
 
-def _place(row: _Row | None) -> RowPlace | None:
+def _place(row: _Row | None) -> RowLocation | None:
     return None if row is None else row.place

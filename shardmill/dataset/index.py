@@ -310,7 +310,7 @@ _MAX_FILE_BYTES = 1 << 60
 _USUAL_PATH = r"^([A-Za-z0-9_=-][A-Za-z0-9_=.-]*/)*[A-Za-z0-9_=-][A-Za-z0-9_=.-]*$"
 
 
-class ChunkPlace(NamedTuple):
+class ChunkLocation(NamedTuple):
     """Where a chunk is, and what it must be."""
 
     shard: int
@@ -365,10 +365,10 @@ class SplitIndex:
         """Stored image bytes of the largest chunk; equal in every format."""
         return int(self.image_bytes.max(initial=1))
 
-    def chunk(self, number: int) -> ChunkPlace:
+    def chunk(self, number: int) -> ChunkLocation:
         """A chunk of the split, by its number in layout order."""
         shard = int(np.searchsorted(self.first_chunk_of_shard, number, side="right")) - 1
-        return ChunkPlace(
+        return ChunkLocation(
             shard,
             number - int(self.first_chunk_of_shard[shard]),
             ByteRange(int(self.chunk_starts[number]), int(self.stored_bytes[number])),

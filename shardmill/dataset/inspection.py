@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.dataset.dataset import Dataset, open_dataset
-from shardmill.dataset.diff import ChangeKind, RowPlace, count_changes, diff_versions
+from shardmill.dataset.diff import ChangeKind, RowLocation, count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
@@ -227,8 +227,8 @@ class ChangedRow:
 
     change: ChangeKind
     source: str
-    before: RowPlace | None
-    after: RowPlace | None
+    before: RowLocation | None
+    after: RowLocation | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
 
@@ -58,14 +58,14 @@ ENVIRONMENTS: Registry[Starter] = Registry(
 )
 
 
-def find_place(variables: Variables) -> tuple[Starter, Place] | None:
+def find_rank_environment(variables: Variables) -> tuple[Starter, RankEnvironment] | None:
     """(what started this process, its place), or None if nothing says so. Raises UsageError for an invalid place."""
     for starter in ENVIRONMENTS.values():
         if starter.rank not in variables or starter.world_size not in variables:
             continue
         try:
             numbers = int(variables[starter.rank]), int(variables[starter.world_size])
-            place = Place(*numbers, *starter.local(variables))
+            place = RankEnvironment(*numbers, *starter.local(variables))
         except (ValueError, IndexError) as error:
             raise UsageError(
                 f"the variables of {starter.name} are not numbers: {error}", "expected whole numbers", starter.if_left

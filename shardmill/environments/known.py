@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from shardmill.environments import Starter, Variables, local_numbers
-from shardmill.environments.place import OURS
+from shardmill.environments.rank_environment import OURS
 
 
 def _local(variables: Variables) -> tuple[int, int]:

@@ -41,17 +41,17 @@ def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
     return bytes_field(1, entries)
 
 
-Place = tuple[int, int]
+ValueRange = tuple[int, int]
 """Where a value begins in the bytes of a chunk, and where it ends."""
 
 
-def find_values(data: bytes | memoryview, start: int, stop: int, wanted: Collection[bytes]) -> dict[bytes, Place]:
+def find_values(data: bytes | memoryview, start: int, stop: int, wanted: Collection[bytes]) -> dict[bytes, ValueRange]:
     """Where the first value of each wanted feature lies: of bytes themselves, of an int64 its varint.
 
     `data[start:stop]` is a tf.Example; features without a value are left out. Of the others it looks at the names
     alone. Raises IntegrityError if that is not a tf.Example.
     """
-    found: dict[bytes, Place] = {}
+    found: dict[bytes, ValueRange] = {}
     try:
         while start < stop:
             features, features_end = _field_of(data, start, stop)
@@ -85,7 +85,7 @@ def integers_at(data: bytes | memoryview, places: np.ndarray) -> np.ndarray:
     return np.where(starts_N < 0, -1, values_N.view(np.int64))
 
 
-def _field_of(data: bytes | memoryview, position: int, end: int) -> Place:
+def _field_of(data: bytes | memoryview, position: int, end: int) -> ValueRange:
     """Where the payload of a message's next length-delimited field lies."""
     # Of a message of ours each tag is one byte: the number of a field is below 16.
     while data[position] & 7 == VARINT:

@@ -23,7 +23,7 @@ from shardmill.formats.tf_example import (
     INT64_LIST,
     FeatureList,
     FeatureValue,
-    Place,
+    ValueRange,
     decode_lists,
     encode_example,
     find_values,
@@ -181,7 +181,7 @@ def masked_crc(data: bytes | memoryview) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _records(data: bytes | memoryview) -> Iterator[Place]:
+def _records(data: bytes | memoryview) -> Iterator[ValueRange]:
     """Where the message of each record lies."""
     position, num_bytes = 0, len(data)
     while position < num_bytes:

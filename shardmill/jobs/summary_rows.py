@@ -73,7 +73,7 @@ def _rejected_rows(dataset: Mapping[str, Any]) -> Rows:
 
 
 def _drift_rows(sections: Mapping[str, Any]) -> Rows:
-    from shardmill.data_faults.drift import Drift
+    from shardmill.data_quality.drift import Drift
 
     if not sections.get("drift"):
         return []

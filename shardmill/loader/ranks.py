@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.environments import find_place
+from shardmill.environments import find_rank_environment
 from shardmill.errors import UsageError
 
 
@@ -57,7 +57,7 @@ def _of_this_process() -> Ranks:
     found = _of_frameworks()
     if found is not None:
         return found
-    if (started := find_place(os.environ)) is not None:
+    if (started := find_rank_environment(os.environ)) is not None:
         return Ranks(started[1].rank, started[1].world_size)
     return _of_tf_config(os.environ["TF_CONFIG"]) if "TF_CONFIG" in os.environ else Ranks(0, 1)
 

@@ -20,7 +20,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import BuildOutcome, build_dataset, stage_record
 from etl.plan import plan_build
 from etl.units.write_unit import Decoders, write_unit
-from shardmill.data_faults.drift import Drift
+from shardmill.data_quality.drift import Drift
 from shardmill.dataset.build import PENDING
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections

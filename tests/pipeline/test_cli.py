@@ -23,9 +23,9 @@ import train.job
 from pipeline.cli import COMMANDS, app
 from pipeline.output.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS
-from shardmill.data_faults.findings import EqualBytes, QualityFindings
-from shardmill.data_faults.near_duplicates import SimilarImage, SimilarImages
-from shardmill.data_faults.quality import Fault
+from shardmill.data_quality.findings import EqualBytes, QualityFindings
+from shardmill.data_quality.near_duplicates import SimilarImage, SimilarImages
+from shardmill.data_quality.quality import Fault
 from shardmill.dataset.dataset import open_dataset
 from shardmill.jobs.run_record import RunRecord
 from tests.lab.commands import BIN, BUILD_HERE, ENVIRONMENT, ROOT, in_process, last_line, shardmill

@@ -16,8 +16,8 @@ import pytest
 from benchmarks.planted_labels import plant_wrong_labels
 from etl.config import SplitFractions
 from etl.job import build_dataset
-from shardmill.data_faults.mislabels import Mislabels, find_mislabels
-from shardmill.data_faults.predicted_rows import check_memory, may_be_seen, read_predicted_rows
+from shardmill.data_quality.mislabels import Mislabels, find_mislabels
+from shardmill.data_quality.predicted_rows import check_memory, may_be_seen, read_predicted_rows
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.errors import UsageError
 from shardmill.loader.samples import iterate_samples
@@ -192,7 +192,7 @@ def test_embeddings_that_tell_nothing_apart_are_refused(planted: Planted, monkey
     with pytest.raises(UsageError, match="0 of 10 classes have 10 different images"):
         find_mislabels(replace(rows, hashes_N=np.zeros_like(rows.hashes_N)))
     with monkeypatch.context() as patched:
-        patched.setattr("shardmill.data_faults.predicted_rows.np.isfinite", np.isnan)
+        patched.setattr("shardmill.data_quality.predicted_rows.np.isfinite", np.isnan)
         with pytest.raises(UsageError, match="1,797 of 1,797 embeddings have numbers that are NaN or infinite"):
             read_predicted_rows(planted.predictions)
 

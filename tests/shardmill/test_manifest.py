@@ -15,7 +15,7 @@ import pytest
 from etl.config import EtlConfig
 from shardmill.checksummed import ChecksummedFile
 from shardmill.dataset.dataset import open_dataset
-from shardmill.dataset.diff import ChangeKind, RowPlace, count_changes, diff_versions
+from shardmill.dataset.diff import ChangeKind, RowLocation, count_changes, diff_versions
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import (
     Counts,
@@ -378,7 +378,7 @@ def test_added_removed_changed_and_relabelled_images_are_found_by_their_keys(tmp
     assert added.before is None and added.after is not None and added.after.class_name == "class_x"
     counts = count_changes(changes)
     assert counts.total() == len(changes) == 10
-    assert counts[ChangeKind.ADDED, RowPlace(added.after.split, "class_x")] == 1
+    assert counts[ChangeKind.ADDED, RowLocation(added.after.split, "class_x")] == 1
 
     # The other way round, everything is the other way round; and a compaction changes no row.
     backwards = diff_versions(second, first)

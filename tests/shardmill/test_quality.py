@@ -15,10 +15,10 @@ import pytest
 
 from etl.checks.version import fault_warnings
 from etl.config import EtlConfig
-from shardmill.data_faults.drift import Aspect, AspectDrift, amount_words, measure_drift, previous_content
-from shardmill.data_faults.near_duplicates import connect, find_near_duplicates
-from shardmill.data_faults.quality import Fault, find_faults
-from shardmill.data_faults.row_looks import read_looks
+from shardmill.data_quality.drift import Aspect, AspectDrift, amount_words, measure_drift, previous_content
+from shardmill.data_quality.near_duplicates import connect, find_near_duplicates
+from shardmill.data_quality.quality import Fault, find_faults
+from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.manifest import Manifest

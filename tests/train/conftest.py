@@ -60,7 +60,7 @@ def choice_of(tiny_uri):
 
     def choose(models, tree):
         setup, dataset, store = resolve(tree.train, SparkConfig()), open_dataset(tiny_uri), open_store(str(models))
-        return setup.config, dataset, choose_training(store, setup.named_by, dataset.pin), store
+        return setup.config, dataset, choose_training(store, setup.identity_config, dataset.pin), store
 
     return choose
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.jobs.process import PREFIX, raise_on_signals
 from shardmill.values import DatasetPin
 from tests.services.marked import MARK, free_ports, marked
@@ -43,7 +43,7 @@ def start_driver(
     if launcher == "attach":
         # The same program in as many processes, all of them marked.
         train = {**train, "attach": {"port": free_ports(1)[0]}}
-        local = [Place(rank, num_workers, rank, num_workers) for rank in range(num_workers)]
+        local = [RankEnvironment(rank, num_workers, rank, num_workers) for rank in range(num_workers)]
         places = [{JOB_TOKEN_VARIABLE: "t" * 32, **place.environment()} for place in local]
     given = {"train": train, "dataset": {"uri": dataset.uri, "version": dataset.version,
                                          "manifest_sha256": dataset.manifest_sha256},

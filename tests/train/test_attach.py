@@ -17,9 +17,9 @@ import pytest
 
 from pipeline.preflight import check_one_process
 from pipeline.tree import PipelineTree
-from shardmill.environments import ENVIRONMENTS, find_place
+from shardmill.environments import ENVIRONMENTS, find_rank_environment
 from shardmill.environments.known import first_host, tasks_per_node
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.jobs.spark import loopback_warning as spark_loopback_warning
@@ -44,11 +44,11 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "S
 @pytest.mark.parametrize(
     ("environment", "place", "host"),
     [
-        (SLURM, Place(3, 5, 1, 2), "gpu07"),
+        (SLURM, RankEnvironment(3, 5, 1, 2), "gpu07"),
         # torchrun and mpirun that srun has started are nearer to this process than srun.
         (
             {**SLURM, "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
-            Place(1, 4, 1, 2),
+            RankEnvironment(1, 4, 1, 2),
             "a",
         ),
         (
@@ -59,28 +59,29 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "S
                 "OMPI_COMM_WORLD_LOCAL_RANK": "0",
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             },
-            Place(0, 2, 0, 2),
+            RankEnvironment(0, 2, 0, 2),
             "127.0.0.1",
         ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, Place(1, 2, 1, 2),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+         RankEnvironment(1, 2, 1, 2),
          "127.0.0.1"),
         # A pod of Kubernetes' PyTorchJob is a host of one process.
-        ({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0"}, Place(2, 3, 0, 1), "job-0"),
-        ({"JOB_COMPLETION_INDEX": "2", "SHARDMILL_JOB_COMPLETIONS": "3"}, Place(2, 3, 0, 1), ""),
-        ({"SHARDMILL_RANK": "2", "SHARDMILL_WORLD_SIZE": "3"}, Place(2, 3, 0, 1), ""),
+        ({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0"}, RankEnvironment(2, 3, 0, 1), "job-0"),
+        ({"JOB_COMPLETION_INDEX": "2", "SHARDMILL_JOB_COMPLETIONS": "3"}, RankEnvironment(2, 3, 0, 1), ""),
+        ({"SHARDMILL_RANK": "2", "SHARDMILL_WORLD_SIZE": "3"}, RankEnvironment(2, 3, 0, 1), ""),
     ],
 )  # fmt: skip
 def test_a_place_is_read_from_the_variables_of_whoever_started_us(environment, place, host):
-    found = find_place(environment)
+    found = find_rank_environment(environment)
     assert found is not None and found[1] == place
     assert host_of_rank_0(environment, place) == host
 
 
 def test_without_a_starter_there_is_no_place_and_nonsense_is_refused():
-    assert find_place({"SLURM_JOB_NODELIST": "a"}) is None
+    assert find_rank_environment({"SLURM_JOB_NODELIST": "a"}) is None
     for rank, said in (("first", "torchrun are not numbers"), ("2", "rank 2 of 2")):
         with pytest.raises(UsageError, match=f"{said}.*`unset RANK WORLD_SIZE`"):
-            find_place({"RANK": rank, "WORLD_SIZE": "2"})
+            find_rank_environment({"RANK": rank, "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_job_that_cannot_meet_is_refused_at_once(monkeypatch, environment, con
 def test_a_taken_port_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for name, value in {**Place(0, 2, 0, 2).environment(), JOB_TOKEN_VARIABLE: TOKEN}.items():
+        for name, value in {**RankEnvironment(0, 2, 0, 2).environment(), JOB_TOKEN_VARIABLE: TOKEN}.items():
             monkeypatch.setenv(name, value)
         config = TrainConfig(num_workers=2, launcher="attach").with_options(AttachOptions(port=port))
         with pytest.raises(UsageError, match=rf"127.0.0.1:{port}.*free port"), attached(config):
@@ -385,7 +386,7 @@ def of_hosts(monkeypatch, addresses: dict[str, list[str]]) -> None:
 
 def test_a_loopback_address_of_rank_0_is_warned_of_if_ranks_are_on_other_hosts(monkeypatch):
     of_hosts(monkeypatch, {"gpu-1": ["127.0.1.1"], "gpu-2": ["10.0.0.2"], "gpu-3": ["10.0.0.3", "127.0.1.1"]})
-    here, there, together = Place(0, 4, 0, 2), Place(2, 4, 0, 2), Place(0, 2, 0, 2)
+    here, there, together = RankEnvironment(0, 4, 0, 2), RankEnvironment(2, 4, 0, 2), RankEnvironment(0, 2, 0, 2)
     assert all(loopback_warning(host, together) == "" for host in ("gpu-1", "127.0.0.1", "::1"))
     for place, does in (
         (here, "rank 0 is rank 0 at gpu-1, which is 127.0.1.1"),

@@ -32,7 +32,7 @@ from tests.train.training import ETL, ONE_LAYER, DriverRecorder, Killed, tree_of
 from train.config import TrainConfig
 from train.identity import fields_of_settings, settings_of
 from train.planning.plan import TrainingPlan, keep_plan
-from train.planning.resume import Again, BegunTraining, check_allowed
+from train.planning.resume import BegunTraining, ResumePolicy, check_allowed
 from train.planning.setup import Facts, Setup, choose_ranks, resolve
 from train.planning.trainings import PLAN, as_begun, read_plan
 from train.settings import DURATION, EXECUTION, RESUMABLE
@@ -48,7 +48,9 @@ def begun(tmp_path_factory):
     made = tmp_path_factory.mktemp("begun")
     uri = make_dataset(made)
     with pytest.raises(TrainingError, match="stopped here"):
-        train_model(tree_of(uri, made / "models"), DriverRecorder(fail_after_steps=7), again=Again(begun=file_of(made)))
+        train_model(
+            tree_of(uri, made / "models"), DriverRecorder(fail_after_steps=7), again=ResumePolicy(begun=file_of(made))
+        )
 
     def copy(folder: Path) -> Path:
         shutil.copytree(made / "models", folder / "models")
@@ -66,7 +68,7 @@ def file_of(folder: Path) -> BegunTraining:
 
 
 def train(uri: str, folder: Path, recorder: DriverRecorder | None = None, *, allow_change=(), is_run=True, **settings):
-    again = Again(allow_change=tuple(allow_change), begun=file_of(folder) if is_run else None)
+    again = ResumePolicy(allow_change=tuple(allow_change), begun=file_of(folder) if is_run else None)
     return train_model(tree_of(uri, folder / "models", **settings), recorder or DriverRecorder(), again=again)
 
 
@@ -441,7 +443,7 @@ def test_changed_settings_resume_with_the_streams_that_the_training_had(tiny_uri
     monkeypatch.undo()
     changed = tree.model_copy(update={"train": tree.train.model_copy(update={"learning_rate": 0.01})})
     observer = DriverRecorder()
-    resumed = train_model(changed, observer, again=Again(allow_change=("learning_rate",))).result
+    resumed = train_model(changed, observer, again=ResumePolicy(allow_change=("learning_rate",))).result
     assert resumed.resumed_from is not None
     [told] = observer.named("changed")
     assert "num_streams" not in told["changes"]

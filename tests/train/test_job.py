@@ -517,7 +517,7 @@ def test_a_training_keeps_its_window_on_other_ranks(tiny_uri, tmp_path):
     fewer, anew = set_up(2, read_plan(store, ["t"])), set_up(4)
     assert [each.config.reading.window_chunks for each in (first, fewer, anew)] == [4, 4, 1]
     assert fewer.config.plan_spec(dataset) == first.config.plan_spec(dataset)
-    assert len({training_id(each.named_by, "d", "") for each in (first, fewer, anew)}) == 1
+    assert len({training_id(each.identity_config, "d", "") for each in (first, fewer, anew)}) == 1
     told = window_memory(fewer).as_fields()[WARNING]
     assert "windows of 4 chunks, with which this training began, take" in told and "on a rank with 8 streams" in told
     assert WARNING not in window_memory(first).as_fields()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
 from shardmill.dataset.dataset import open_dataset
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
@@ -218,7 +218,10 @@ def test_the_variable_is_read_as_cuda_reads_it(given_variable, num_gpus, expecte
 @given(num_ranks=st.integers(1, 16), num_gpus=st.integers(0, 16), is_one=st.booleans())
 def test_ranks_of_a_host_share_its_gpus_without_overlap_or_are_refused(num_ranks, num_gpus, is_one):
     gpus = [f"gpu-{number}" for number in range(num_gpus)]
-    shares = [share_of_rank(gpus, Place(rank, num_ranks, rank, num_ranks), is_one=is_one) for rank in range(num_ranks)]
+    shares = [
+        share_of_rank(gpus, RankEnvironment(rank, num_ranks, rank, num_ranks), is_one=is_one)
+        for rank in range(num_ranks)
+    ]
     placement = [RankDevices(rank, "a", devices) for rank, devices in enumerate(shares)]
     used = [device for share in shares for device in share]
     assert len({len(share) for share in shares}) == 1 and set(used) <= set(gpus)

@@ -33,7 +33,7 @@ from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.contracts.values import StepReport
 from train.launching.inline import InlineWatch, ObserverReporter
-from train.planning.resume import AS_USUAL
+from train.planning.resume import DEFAULT_RESUME
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog, StepsLog
 from train.reporting.trackers import TRACKERS, sent
@@ -260,7 +260,7 @@ def test_a_tracker_gets_the_settings_that_were_chosen_and_none_of_a_finished_tra
     tree = tree_of(tiny_uri, tmp_path / "models", epochs=1, num_streams=0, log={"trackers": trackers})
     for run_id in ("first", "again"):
         record = RunRecord(str(tmp_path), run_id, sections=())
-        train_in_run(tree, record, Steps(), None, AS_USUAL)
+        train_in_run(tree, record, Steps(), None, DEFAULT_RESUME)
     [settings] = Remembering.settings
     chosen = {"num_workers": 1, "num_streams": 8, "strategy": "single", "launcher": "inline", "backend": "keras"}
     assert {name: settings[name] for name in chosen} == chosen

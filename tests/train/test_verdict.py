@@ -456,18 +456,18 @@ def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):
 )
 def test_an_axis_that_ranks_leave_empty_is_told(strategy, num_ranks, sizes, words):
     config = TrainConfig(strategy=strategy, num_workers=num_ranks, mesh=MeshConfig(**sizes), model="vit")
-    told = resolve(config, SparkConfig()).lacks
+    told = resolve(config, SparkConfig()).unused_axes_warning
     assert words in told and bool(words) == bool(told)
 
 
 def test_one_rank_that_nobody_has_asked_for_is_told(tiny_uri, tmp_path):
     """Nothing is shared then, whatever the strategy promises."""
     for name, strategy in STRATEGIES.installed().items():
-        told = resolve(TrainConfig(strategy=name, model="vit"), SparkConfig()).shares_nothing
+        told = resolve(TrainConfig(strategy=name, model="vit"), SparkConfig()).single_rank_warning
         assert bool(told) == strategy.needs_module, name
     for asked in ({"num_workers": 1}, {"num_workers": 2}, {"mesh": MeshConfig(fsdp=2)}):
         config = TrainConfig(strategy="torch_fsdp", model="vit", launcher="local", **asked)
-        assert not resolve(config, SparkConfig()).shares_nothing
+        assert not resolve(config, SparkConfig()).single_rank_warning
     recorder = DriverRecorder()
     model = "tests.train.torch_models:linear"
     train_model(tree_of(tiny_uri, tmp_path, model=model, strategy="torch_fsdp", epochs=1), recorder)

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from shardmill.environments import find_place
-from shardmill.environments.place import Place
+from shardmill.environments import find_rank_environment
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import (
@@ -224,7 +224,7 @@ def attached(config: TrainConfig) -> Iterator[None]:
 
 def check_world_size(world_size: int, spark: SparkConfig) -> None:
     """Raises UsageError if something has started this command, but not so many times."""
-    found = find_place(os.environ)
+    found = find_rank_environment(os.environ)
     if found and found[1].world_size != world_size:
         starter, place = found
         raise UsageError(
@@ -235,14 +235,14 @@ def check_world_size(world_size: int, spark: SparkConfig) -> None:
 
 
 def _ranks_here(world_size: int, spark: SparkConfig) -> int:
-    found = find_place(os.environ)
+    found = find_rank_environment(os.environ)
     return found[1].ranks_per_node if found else 0
 
 
-def _place(config: TrainConfig) -> Place:
+def _place(config: TrainConfig) -> RankEnvironment:
     if config.num_workers:
         check_world_size(config.num_workers, SparkConfig())
-    found = find_place(os.environ)
+    found = find_rank_environment(os.environ)
     if found is None:
         raise UsageError(
             "train.launcher = 'attach', but no launcher has started this process as one of several",
@@ -265,7 +265,7 @@ def _job_token() -> str:
     return token
 
 
-def _address(config: TrainConfig, place: Place) -> str:
+def _address(config: TrainConfig, place: RankEnvironment) -> str:
     """`host:port` of rank 0's gate."""
     host = config.options(AttachOptions).host or host_of_rank_0(os.environ, place)
     if not host:
@@ -297,7 +297,7 @@ def _environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": python_path()}
 
 
-def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
+def _follow(config: TrainConfig, place: RankEnvironment, address: str, token: str) -> int:
     """The whole life of a process that is not rank 0's. -> the job's exit code."""
     until_seconds = time.monotonic() + config.watch.start_timeout_seconds
     try:
@@ -329,7 +329,7 @@ def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
     return print_error(TrainingError.exit_code, f"the process of rank 0 at {address} has ended, so the job has ended")
 
 
-def _keep(connection: Connection, place: Place, environment: dict[str, str]) -> None:
+def _keep(connection: Connection, place: RankEnvironment, environment: dict[str, str]) -> None:
     try:
         keep_rank(place, environment)
     except (OSError, ProtocolError) as error:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shardmill.environments import ENVIRONMENTS, Variables
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.jobs.config import addresses_of, is_loopback
 from shardmill.section import Section
 from train.contracts.world import LOOPBACK
@@ -24,7 +24,7 @@ class AttachOptions(Section):
     """Port of rank 0."""
 
 
-def host_of_rank_0(variables: Variables, place: Place) -> str:
+def host_of_rank_0(variables: Variables, place: RankEnvironment) -> str:
     """Return the host at which rank 0's process can be reached, or empty if unknown.
 
     Another environment than the one that started the ranks may say it: SLURM, if mpirun runs in its allocation.
@@ -35,7 +35,7 @@ def host_of_rank_0(variables: Variables, place: Place) -> str:
     return next((host for host in hosts if host), "")
 
 
-def loopback_warning(host: str, place: Place) -> str:
+def loopback_warning(host: str, place: RankEnvironment) -> str:
     """Why ranks on other hosts cannot find rank 0 at `host`, or "".
 
     Debian's /etc/hosts maps a host's own name to 127.0.1.1. Of several addresses rank 0 listens on the first alone.

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import UsageError
 from train.backends.frameworks import gpu_problem
 from train.config import TrainConfig
@@ -42,7 +42,7 @@ def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> tuple[str, ..
     return tuple(addresses)
 
 
-def share_of_rank(available: Sequence[str], place: Place, *, is_one: bool) -> tuple[str, ...]:
+def share_of_rank(available: Sequence[str], place: RankEnvironment, *, is_one: bool) -> tuple[str, ...]:
     """The devices of one rank among those that all ranks of its host see: pure.
 
     One, or (not `is_one`) an equal part of them. With fewer devices than ranks some get the same one, which
@@ -84,7 +84,9 @@ def check_devices(wanted: str, ranks: Sequence[RankDevices]) -> None:
         )
 
 
-def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] | None = None) -> tuple[str, ...]:
+def devices_of_rank(
+    place: RankEnvironment, config: TrainConfig, assigned: Sequence[str] | None = None
+) -> tuple[str, ...]:
     """The devices of a rank on this host; none: it computes on the CPU. `assigned`: what Spark gave its task.
 
     In `config` nothing is `auto` any more (train/planning/setup.py).
@@ -115,7 +117,9 @@ def gpus_here(config: TrainConfig, backend: str) -> tuple[str, ...]:
     return visible_gpus(os.environ, _num_gpus_here())
 
 
-def device_environment(place: Place, config: TrainConfig, assigned: Sequence[str] | None = None) -> dict[str, str]:
+def device_environment(
+    place: RankEnvironment, config: TrainConfig, assigned: Sequence[str] | None = None
+) -> dict[str, str]:
     """Variables that make a rank's process see its own devices and no others; set before any framework is imported."""
     devices = devices_of_rank(place, config, assigned)
     variables = {CUDA_VARIABLE: ",".join(devices) or "-1", DEVICES_VARIABLE: ",".join(devices)}
@@ -136,14 +140,14 @@ def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
 
 def devices_here(config: TrainConfig, num_ranks_here: int) -> tuple[RankDevices, ...]:
     """Return the devices of the ranks that start on this host. Raises as `check_devices` does."""
-    places = [Place(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
+    places = [RankEnvironment(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
     ranks = tuple(RankDevices(place.rank, socket.gethostname(), devices_of_rank(place, config)) for place in places)
     check_devices(config.devices, _computing(ranks, config))
     return ranks
 
 
 def agree_on_devices(
-    place: Place, config: TrainConfig, exchange: Callable[[bytes], list[bytes]], reporter: Reporter
+    place: RankEnvironment, config: TrainConfig, exchange: Callable[[bytes], list[bytes]], reporter: Reporter
 ) -> tuple[RankDevices, ...]:
     """Return the devices of all ranks, the same on all ranks; rank 0 reports them. Raises as `check_devices` does, on
     all alike.

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from shardmill.environments.place import HOROVODS, place_from_environment
+from shardmill.environments.rank_environment import HOROVODS, place_from_environment
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context

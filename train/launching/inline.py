@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING, FieldValue
@@ -182,7 +182,7 @@ def launch_inline(
 
 
 def _train_here(task: WorkerTask, observer: TrainObserver, worker: str) -> TrainResult:
-    place, config = Place(0, 1, 0, 1), task.config
+    place, config = RankEnvironment(0, 1, 0, 1), task.config
     watch = InlineWatch(config, observer)
     reporter = ObserverReporter(observer, watch)
     try:

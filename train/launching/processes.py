@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from shardmill.child_process import kill_session, start_python
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
@@ -49,7 +49,9 @@ def launch_local(
     world_size = len(roles_of(task.config))
     with Watchdog(task, worker, observer, LOOPBACK) as watchdog:
         shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
-        places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]
+        places = [
+            RankEnvironment(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)
+        ]
         own = [place.environment() | device_environment(place, task.config) for place in places]
         environments = {rank: shared | each for rank, each in enumerate(own)}
         with rank_processes(environments, watchdog.report_output, watchdog.report_exit):
@@ -133,7 +135,7 @@ def rank_processes(
             process.wait()
 
 
-def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str] | None = None) -> int:
+def keep_rank(place: RankEnvironment, environment: dict[str, str], assigned: Sequence[str] | None = None) -> int:
     """Run one rank and report its exit to the driver, for launchers whose processes start elsewhere. -> its exit code.
 
     `environment` holds the driver's address and token; `assigned`: see `devices_of_rank`.

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from shardmill.child_process import end_with_parent
 from shardmill.dataset.dataset import open_pinned
-from shardmill.environments.place import Place, place_from_environment
+from shardmill.environments.rank_environment import RankEnvironment, place_from_environment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
@@ -117,7 +117,7 @@ def main() -> NoReturn:
     os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
 
 
-def _warn_of_loopback(address: str, place: Place) -> None:
+def _warn_of_loopback(address: str, place: RankEnvironment) -> None:
     sys.stderr.write(
         f"WARNING: rank {place.rank} is called at {address} of {socket.gethostname()}, a loopback address, and ranks "
         "are on several hosts; set train.nics to the interface of their network, or correct /etc/hosts\n"
@@ -138,7 +138,7 @@ def _outcome(work: Callable[[], TrainResult], task: WorkerTask) -> Finished | St
 def _work(
     task: WorkerTask,
     worker: str,
-    place: Place,
+    place: RankEnvironment,
     connection: Connection,
     exchanges: Mapping[Lane, RankExchange],
     stop_point: StopPoint,

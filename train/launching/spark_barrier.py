@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shardmill.applications import OnExecutor
-from shardmill.environments.place import Place
+from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
@@ -83,7 +83,7 @@ def _rank_of_task(environment: dict[str, str]) -> Callable[[Iterable[int]], Iter
         context: Any = BarrierTaskContext.get()
         rank = context.partitionId()
         hosts = [each.address.rpartition(":")[0] or each.address for each in context.getTaskInfos()]
-        place = Place(rank, len(hosts), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+        place = RankEnvironment(rank, len(hosts), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
         # What Spark added to this process's path is not in its environment.
         # A rank's failure is its driver's to judge: a task that fails would be tried again by Spark.
         environment_here = {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, **environment}

@@ -21,7 +21,7 @@ from train.strategies.options import MirroredOptions
 
 if TYPE_CHECKING:
     from shardmill.storage import Store
-    from train.planning.resume import Again
+    from train.planning.resume import ResumePolicy
     from train.planning.setup import Setup
     from train.planning.trainings import FoundTraining, TrainingChoice
     from train.reporting.observer import TrainObserver
@@ -66,7 +66,9 @@ class TrainingPlan:
         return _fitted(self.setup.changed(num_workers=num_workers, rank_weights=()), self.memory)
 
 
-def plan_training(found: FoundTraining, again: Again, observer: TrainObserver) -> tuple[TrainingChoice, TrainingPlan]:
+def plan_training(
+    found: FoundTraining, again: ResumePolicy, observer: TrainObserver
+) -> tuple[TrainingChoice, TrainingPlan]:
     """How a training begins, or resumes as it was begun, in the memory that there is; and the training, which may be
     another unfinished one.
 

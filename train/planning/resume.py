@@ -51,7 +51,7 @@ class BegunTraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class ResumePolicy:
     """The possible fates of an existing training."""
 
     fresh: bool = False
@@ -66,7 +66,7 @@ class Again:
             self.begun.write(models_uri, training_dir)
 
 
-AS_USUAL = Again()
+DEFAULT_RESUME = ResumePolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_resume(
-    store: Store, choice: TrainingChoice, setup: Setup, memory: Memory, again: Again
+    store: Store, choice: TrainingChoice, setup: Setup, memory: Memory, again: ResumePolicy
 ) -> tuple[TrainingChoice, Setup]:
     """`choice`, resuming another unfinished training if that is requested and safe; and the setup for it, which keeps
     the streams of that one.

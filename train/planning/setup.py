@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardmill.environments import find_place
+from shardmill.environments import find_rank_environment
 from shardmill.errors import UsageError
 from shardmill.jobs.config import is_local_master
 from shardmill.jobs.observer import WARNING
@@ -136,7 +136,7 @@ class Setup:
         return self.mesh.num_ranks > self.mesh.data_size
 
     @property
-    def named_by(self) -> TrainConfig:
+    def identity_config(self) -> TrainConfig:
         """The settings that name the training: streams and a window that were left open name none, however they are
         chosen for however many ranks."""
         return self.config.model_copy(update={"num_streams": self.asked.num_streams, "reading": self.asked.reading})
@@ -160,7 +160,7 @@ class Setup:
         return f"{who} (strategy {config.strategy}, launcher {config.launcher}): {why}"
 
     @property
-    def shares_nothing(self) -> str:
+    def single_rank_warning(self) -> str:
         """Why a strategy whose ranks share a model has one rank, if nobody has asked for one; else empty."""
         if self.asked.num_workers or self.config.num_workers > 1 or not self.strategy.needs_module:
             return ""
@@ -170,7 +170,7 @@ class Setup:
         )
 
     @property
-    def lacks(self) -> str:
+    def unused_axes_warning(self) -> str:
         """What a strategy with several ranks does not share because they left an axis of its mesh one rank, if nobody
         has asked for one; else empty."""
         config, sizes = self.config, self.mesh.sizes
@@ -187,14 +187,14 @@ class Setup:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What ranks do not share although the strategy promises it."""
-        return tuple(told for told in (self.shares_nothing, self.lacks) if told)
+        return tuple(told for told in (self.single_rank_warning, self.unused_axes_warning) if told)
 
     def warn(self, observer: Observer) -> None:
         """Each as an event of the run."""
-        if self.shares_nothing:
-            observer.event("one_rank", {"rank": 0, WARNING: self.shares_nothing})
-        if self.lacks:
-            observer.event("undivided", {"rank": 0, WARNING: self.lacks})
+        if self.single_rank_warning:
+            observer.event("one_rank", {"rank": 0, WARNING: self.single_rank_warning})
+        if self.unused_axes_warning:
+            observer.event("undivided", {"rank": 0, WARNING: self.unused_axes_warning})
 
 
 FEW_STEPS = 100
@@ -537,12 +537,12 @@ def _what_keeps_one(config: TrainConfig) -> str:
 
 def _started_by_others() -> int:
     """Processes of this command; 0 if it was started by itself."""
-    found = find_place(os.environ)
+    found = find_rank_environment(os.environ)
     return found[1].world_size if found else 0
 
 
 def _refuse_started_by_others() -> None:
-    found = find_place(os.environ)
+    found = find_rank_environment(os.environ)
     if found and found[1].world_size > 1:
         starter, place = found
         raise UsageError(

@@ -119,7 +119,7 @@ def find_training(tree: TrainTree, version: DatasetPin | None = None, fresh_for:
     check_initial(setup.config)
     setup = setup.changed(init_from=pinned(setup.config).init_from)
     models = open_store(require_uri("models.uri", tree.models.uri))
-    choice = choose_training(models, setup.named_by, dataset.pin, fresh_for)
+    choice = choose_training(models, setup.identity_config, dataset.pin, fresh_for)
     return FoundTraining(setup, models, choice, read_plan(models, choice.folders))
 
 

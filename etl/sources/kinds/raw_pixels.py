@@ -85,7 +85,7 @@ class IdxSource:
             f"{printable(file.path)!r} belongs to no file of images" for file in odd.others if "label" in file.path
         )
         yield ListingBatch(
-            LISTED_SCHEMA.empty_table(), odd.rejections, label_signs=unused if self._takes_labels else ()
+            LISTED_SCHEMA.empty_table(), odd.rejections, label_hints=unused if self._takes_labels else ()
         )
         splits = splits_of(labels)
         listed = each_listed(

@@ -36,7 +36,7 @@ from etl.sources.path_labels import look_alikes, with_warnings
 from etl.sources.row_file import RowFormat, bytes_leaf
 from etl.sources.rows import LABEL_COLUMNS, ChosenColumns, ImageRows, column_of, row_columns, usual_columns
 from etl.sources.table_rows import read_rows
-from etl.sources.unused_labels import column_signs
+from etl.sources.unused_labels import column_hints
 from etl.sources.uris import PathStyle, UriReader, beside, uri_problems, without_dots
 from shardmill.errors import UsageError
 from shardmill.storage import Store, StoredFile
@@ -214,8 +214,8 @@ class TableSource:
             unused = set(names) - {*columns.names, *self._extra.own_names}
             # Of a column that comes later, values beside those of earlier rows say nothing.
             first_rows = rows if len(names) == rows.num_columns else rows.slice(0, 0)
-            signs = column_signs(rows.schema, unused, first_rows, table)
-        return ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
+            signs = column_hints(rows.schema, unused, first_rows, table)
+        return ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=signs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from etl.sources.extra import ExtraColumns
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch, batches_of, in_two_passes
 from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.path_labels import splits_of, with_warnings
-from etl.sources.unused_labels import named_signs
+from etl.sources.unused_labels import named_hints
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, FeatureList, decode_lists
 from shardmill.formats.tfrecord import masked_crc
@@ -310,7 +310,7 @@ def choose_names(config: SourceConfig, features: Features, file: str) -> Feature
     # Two classes may have one text, unless the config says that texts are what is meant.
     text = label if label == _TEXT_FEATURE and number and not config.label_field else None
     key = choose_column(names, config.key_field, (), "key_field")
-    signs = tuple(named_signs(names, file)) if has_classes and label is None else ()
+    signs = tuple(named_hints(names, file)) if has_classes and label is None else ()
     return FeatureNames(image, number if text else label, text, key, has_classes, signs)
 
 
@@ -384,7 +384,7 @@ class TfrecordSource:
         if names is None or names.text is None or names.label is None:
             yield from batches
             signs = names.signs if names is not None else ()
-            yield ListingBatch(LISTED_SCHEMA.empty_table(), label_signs=signs)
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), label_hints=signs)
             return
         texts = ClassTexts()
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEnvironment:
     """One rank among all, and among those of its host."""
 
     rank: int
@@ -24,6 +24,6 @@ OURS = ("SHARDMILL_RANK", "SHARDMILL_WORLD_SIZE", "SHARDMILL_LOCAL_RANK", "SHARD
 HOROVODS = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 
 
-def place_from_environment(names: tuple[str, str, str, str] = OURS) -> Place:
+def place_from_environment(names: tuple[str, str, str, str] = OURS) -> RankEnvironment:
     """The place that the launcher gave this process."""
-    return Place(*(int(os.environ[name]) for name in names))
+    return RankEnvironment(*(int(os.environ[name]) for name in names))

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shardmill.data_faults.near_duplicates import (
+from shardmill.data_quality.near_duplicates import (
     SimilarImages,
     find_equal_bytes,
     find_near_duplicates,
     left_out_rows,
 )
-from shardmill.data_faults.quality import DEFAULT_LIMITS, Fault, SuspectImage, Telltale, find_faults
-from shardmill.data_faults.row_looks import read_looks
+from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, SuspectImage, Telltale, find_faults
+from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset
 from shardmill.result import Result, Rows, plain
 from shardmill.words import counted

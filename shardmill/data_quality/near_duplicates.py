@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardmill.data_faults.row_looks import RowLooks
+from shardmill.data_quality.row_looks import RowLooks
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.row_segments import read_rows
 from shardmill.errors import UsageError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from shardmill.data_faults.row_looks import RowLooks
+    from shardmill.data_quality.row_looks import RowLooks
 
 
 class Fault(StrEnum):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardmill.data_faults.predicted_rows import PredictedRows, out_of_sample_probabilities
+from shardmill.data_quality.predicted_rows import PredictedRows, out_of_sample_probabilities
 from shardmill.dataset.dataset import open_pinned
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.html import picture, text
