@@ -32,16 +32,17 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
         kind = recognise(source_or_config)
         if not is_pattern(source_or_config):
             existing_path(source_or_config, "a folder of images, an archive, a table or a .toml file")
-        if kind == "folders" and "://" not in source_or_config and not Path(source_or_config).is_dir():
-            raise UsageError(
-                f"{source_or_config} is neither a source of images nor a .toml file",
-                "expected a folder, a table or an archive (docs/sources.md)",
-            )
-        if kind == "folders" and not is_pattern(source_or_config) and has_version(source_or_config):
+        is_other = is_pattern(source_or_config) or Path(source_or_config).is_file()
+        if kind == "folders" and not is_other and has_version(source_or_config):
             raise UsageError(
                 f"{source_or_config} is a committed dataset",
                 "expected the images that one is built from, or a .toml file",
                 f"`shardmill train {source_or_config}` trains on it; `shardmill inspect {source_or_config}` shows it",
+            )
+        if kind == "folders" and "://" not in source_or_config and not Path(source_or_config).is_dir():
+            raise UsageError(
+                f"{source_or_config} is neither a source of images nor a .toml file",
+                "expected a folder, a table or an archive (docs/sources.md)",
             )
         source = {"uri": source_or_config, "kind": kind}
         below = {"source": source, "dataset": {"uri": f"{workdir}/dataset"}}
