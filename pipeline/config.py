@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from pipeline.tree import PipelineTree
 
 
-def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
+def load_pipeline(
+    source_or_config: str | None, overrides: tuple[str, ...], workdir: str, *, is_no_dataset: bool = False
+) -> PipelineTree:
     """The tree of a TOML file, or of a source of images (a folder, table or archive) and the sections' defaults.
 
+    A committed dataset is refused; `is_no_dataset`: the caller has looked (`is_dataset`).
     Local URIs come back absolute: Spark's executors and the ranks need not share this process's working directory.
     """
     if source_or_config is None or source_or_config.endswith(".toml"):
@@ -27,13 +30,11 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
     else:
         from etl.sources.names import is_pattern
         from etl.sources.recognise import recognise
-        from shardmill.dataset.dataset import has_version
 
         kind = recognise(source_or_config)
         if not is_pattern(source_or_config):
             existing_path(source_or_config, "a folder of images, an archive, a table or a .toml file")
-        is_other = is_pattern(source_or_config) or Path(source_or_config).is_file()
-        if kind == "folders" and not is_other and has_version(source_or_config):
+        if kind == "folders" and not is_no_dataset and is_dataset(source_or_config):
             raise UsageError(
                 f"{source_or_config} is a committed dataset",
                 "expected the images that one is built from, or a .toml file",
@@ -48,6 +49,14 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
         below = {"source": source, "dataset": {"uri": f"{workdir}/dataset"}}
         tree = _load(None, overrides, below)
     return _with_absolute_uris(tree, workdir)
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source is a committed `DATASET` or `DATASET@N`. One file is an archive, a table or an image."""
+    from etl.sources.names import is_pattern
+    from shardmill.dataset.dataset import has_version
+
+    return not is_pattern(source) and not os.path.isfile(source) and has_version(source)
 
 
 def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         train,
     )  # fmt: skip
     from shardmill.calls.predictions import Predictions
-    from shardmill.calls.result import RunResult
     from shardmill.calls.results import PromotionResult
+    from shardmill.calls.run_result import RunResult
     from shardmill.dataset.dataset import Dataset
     from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
@@ -58,7 +58,7 @@ _HOMES = {
     "Dataset": "dataset.dataset",
     "Predictions": "calls.predictions",
     "PromotionResult": "calls.results",
-    "RunResult": "calls.result",
+    "RunResult": "calls.run_result",
     "ShardmillError": "errors",
     "check_source": "calls.commands",
     "compact": "calls.commands",

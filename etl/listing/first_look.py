@@ -112,7 +112,7 @@ def _some_images(listing: Listing, seed: int) -> list[SourceImage]:
 
 _FOLDER_KINDS = frozenset({"folders", "zip", "webdataset", "several"})
 _MAX_CLASSES, _MAX_IMAGES = 8, 100_000
-# Numbered files have equal names in any two classes: so masks are told by what they hold.
+# Numbered files have equal names in any two classes: so a mask is known by what it holds.
 _MIN_PAIRS, _NUM_READ = 4, 4
 # What names of masks and of their pictures end with: 1_mask.png, 1_gtFine_labelIds.png, 1_leftImg8bit.png.
 _ROLE = re.compile(

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, Generic, TypeVar
 
 import pyarrow as pa
@@ -179,6 +179,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 Opened = TypeVar("Opened")
+Table = TypeVar("Table")
 _NUM_NAMED = 3
 
 
@@ -296,6 +297,23 @@ def files_of_version(
     if not stored:
         raise UsageError(f"the table {uri} is empty", "expected rows", "name another version")
     return tuple(stored[path] for path in sorted(stored))
+
+
+class VersionFiles(Containers, Generic[Table]):
+    """The files of one version of a table, whose own library knows them."""
+
+    def __init__(
+        self, root: str, version: int | None, suffixes: tuple[str, ...], opened: Callable[[str, int | None], Table]
+    ) -> None:
+        """`opened`: the table at a URI, at a version or at its latest one, which is decided now."""
+        super().__init__(root, suffixes)
+        self._table = opened(self.store.uri, None) if version is None else _version_of(opened, self.store.uri, version)
+
+
+@lru_cache(maxsize=8)
+def _version_of(opened: Callable[[str, int | None], Table], uri: str, version: int) -> Table:
+    """A version never changes; each work unit asks for it, and its log may be long."""
+    return opened(uri, version)
 
 
 class ContainerReader(Generic[Opened]):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli_options import ReplaceSource, command
-from pipeline.config import absolute_uri, existing_models, existing_path, load_pipeline, require
+from pipeline.config import absolute_uri, existing_models, existing_path, is_dataset, load_pipeline, require
 from pipeline.output.printing import print_table
 from shardmill.errors import UsageError
 from shardmill.words import harmless, printable, rejected, without_surrogates
@@ -187,9 +187,8 @@ def predict_batch(common: Common, job: BatchJob) -> None:
 def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, of a source of images, or of DATASET[@N]."""
     from etl.sources import COMMITTED
-    from etl.sources.names import IMAGE_SUFFIXES, is_pattern
+    from etl.sources.names import IMAGE_SUFFIXES
     from pipeline.tree import PipelineTree
-    from shardmill.dataset.dataset import has_version
     from shardmill.jobs.config import load_tree
 
     if os.path.isfile(source) and os.path.splitext(source)[1].lower() in IMAGE_SUFFIXES:
@@ -198,9 +197,8 @@ def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> Pipel
             "expected with --out a folder, an archive, a table, DATASET[@N] or a TOML file",
             "leave --out away for a few images, or name their folder",
         )
-    # One file is an archive, a table or a pattern, and no dataset.
-    if source.endswith(".toml") or is_pattern(source) or os.path.isfile(source) or not has_version(source):
-        return load_pipeline(source, overrides, workdir)
+    if source.endswith(".toml") or not is_dataset(source):
+        return load_pipeline(source, overrides, workdir, is_no_dataset=True)
     return load_tree(PipelineTree, None, overrides, {"source": {"uri": absolute_uri(source), "kind": COMMITTED}})
 
 

@@ -11,7 +11,6 @@ import typer
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import report_error
 from shardmill.jobs.summary_rows import weights_words
-from shardmill.result import Rows
 from shardmill.words import printable
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def outcome_words(record: StageRecord) -> str:
     return f"already current, {f'registered as {registered}' if registered else 'and not registered'}"
 
 
-def print_result(common: Common, found: Result, title: str = "", more: Rows = []) -> None:  # noqa: B006  only read
+def print_result(common: Common, found: Result, title: str = "", more: Iterable[tuple[str, ...]] = ()) -> None:
     """What a command has found, `more` below it for people; then the command ends with its error, if it has one."""
     print_table(common, found.document() if common.json else None, [*found.table(), *more], title)
     try:

@@ -15,7 +15,7 @@ from pipeline.report.data import MistakenImage, Picture, RejectedGroup, ReportDa
 from pipeline.report.page import answers, render
 from pipeline.report.thumbnail import THUMBNAIL_SIDE, thumbnail
 from shardmill.data_quality.drift import Drift
-from shardmill.data_quality.quality import Fault, SuspectImage, find_faults
+from shardmill.data_quality.quality import SuspectImage, by_fault, find_faults
 from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_ledger, read_rejections
@@ -145,11 +145,10 @@ def _faults(dataset: Dataset) -> dict[str, Any]:
     if dataset.manifest.counts.accepted > MAX_ROWS_SEARCHED_FOR_FAULTS:
         return {"num_not_searched": dataset.manifest.counts.accepted}
     quality = find_faults(read_looks(dataset))
-    suspects = {fault: quality.of(fault) for fault in Fault}
     return {
         "suspects": tuple(
             SuspectGroup(str(fault), len(images), tuple(_suspects(dataset, images[:EXAMPLES_PER_REASON])))
-            for fault, images in suspects.items()
+            for fault, images in by_fault(quality.suspects).items()
             if images
         ),
         "telltales": tuple(each.words for each in quality.telltales),

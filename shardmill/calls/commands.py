@@ -3,7 +3,7 @@ command of its name, in a process of its own. What is found is returned whatever
 says.
 """
 
-# A declaration's body.
+# Type checkers take `...` for the body of a declaration, which returns nothing itself.
 # ruff: noqa: PIE790
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from shardmill.calls.calling import Folder, Place, command
 from shardmill.calls.predictions import Predictions
-from shardmill.calls.result import RunResult, run_result, version_of
 from shardmill.calls.results import Diagnosis, Garbage, GateDecision, Lineage, PromotionResult, TrainingEstimate
+from shardmill.calls.run_result import RunResult, run_result, version_of
 from shardmill.data_quality.drift import DriftResult
 from shardmill.data_quality.findings import QualityFindings
 from shardmill.data_quality.mislabels import Mislabels

@@ -14,7 +14,7 @@ from shardmill.data_quality.near_duplicates import (
     find_near_duplicates,
     left_out_rows,
 )
-from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, SuspectImage, Telltale, find_faults
+from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, SuspectImage, Telltale, by_fault, find_faults
 from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset
 from shardmill.result import Result, Rows, plain
@@ -66,7 +66,7 @@ class QualityFindings(Result):
             "num_images": self.num_images,
             "limits": plain(DEFAULT_LIMITS),
             "measures": {str(fault): fault.measure for fault in Fault},
-            "faults": {str(fault): [plain(each) for each in self._of(fault)] for fault in Fault},
+            "faults": {str(fault): list(map(plain, images)) for fault, images in by_fault(self.suspects).items()},
             "telltales": [plain(each) for each in self.telltales],
             "equal_bytes": {
                 **plain(self.equal_bytes), "groups": [group.document() for group in self.equal_bytes.groups]
@@ -75,14 +75,10 @@ class QualityFindings(Result):
             "near_duplicates_left_out": self.near_duplicates_left_out,
         }  # fmt: skip
 
-    def _of(self, fault: Fault) -> list[SuspectImage]:
-        return [each for each in self.suspects if each.fault == fault]
-
     def table(self) -> Rows:
         """A row for each fault with the number of images, the worst of them, then warnings and copies."""
         rows: Rows = []
-        for fault in Fault:
-            images = self._of(fault)
+        for fault, images in by_fault(self.suspects).items():
             rows.append((fault, f"{len(images):,} of {self.num_images:,} images" if images else "none"))
             rows += [("", _suspect(each)) for each in images[:_NUM_SHOWN]]
             if len(images) > _NUM_SHOWN:

@@ -5,7 +5,7 @@ Nothing is decoded: the ETL measured each image in its one pass (`RowLooks`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -122,8 +122,10 @@ class Quality:
     """By fault in the order of `Fault`, the worst of each first. An image can have several faults."""
     telltales: tuple[Telltale, ...]
 
-    def of(self, fault: Fault) -> list[SuspectImage]:
-        return [each for each in self.suspects if each.fault == fault]
+
+def by_fault(suspects: Sequence[SuspectImage]) -> dict[Fault, list[SuspectImage]]:
+    """In the order of `Fault`; an empty list for a fault that no image has."""
+    return {fault: [each for each in suspects if each.fault == fault] for fault in Fault}
 
 
 def find_faults(looks: RowLooks, limits: QualityLimits = DEFAULT_LIMITS) -> Quality:

@@ -365,7 +365,7 @@ _BROKEN = (
     botocore_errors.ConnectionError, botocore_errors.HTTPClientError, botocore_errors.IncompleteReadError,
     ConnectionError, Damaged, HTTPError, ResponseParserError, TimeoutError,
 )  # fmt: skip
-# A full bucket does not empty itself. HDFS's quotas are told in the same words.
+# A full bucket does not empty itself. The message is that of HDFS's quotas.
 _FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "ServiceQuotaExceeded", "StorageFull", "XMinioStorageFull"}
 _ADVICE = {
     "RequestTimeTooSkewed": "set this machine's clock (S3 refuses requests that are 15 minutes off); then run it again",

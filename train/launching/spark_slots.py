@@ -225,7 +225,7 @@ class SparkJob:
         output: Callable[[], str] = lambda: "",
         text: Callable[[BaseException], str] | None = None,
     ) -> None:
-        """`run` returns when the tasks have ended, and raises anything, which is told by `text`. `stop` has it end
+        """`run` returns when the tasks have ended, and may raise anything, whose message is `text`. `stop` has it end
         early; `output`: the end of what the tasks have printed."""
         self._what, self._run, self._context, self._watchdog = what, run, context, watchdog
         self._stop, self._output, self._text = stop, output, text or text_of

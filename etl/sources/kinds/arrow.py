@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,10 +24,6 @@ from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
 from etl.sources.rows import ImageRows
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
-
-if TYPE_CHECKING:
-    pass
-
 
 _MAGIC, _OLD_MAGIC, _PREFIX = b"ARROW1\0\0", b"FEA1", struct.Struct("<Ii")
 _NEXT, _END = 0xFFFFFFFF, _PREFIX.pack(0xFFFFFFFF, 0)

@@ -6,13 +6,13 @@ The log is read by the table's own library; files that other versions have left 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
-from etl.sources.containers import Containers, FoundFiles, files_of_version
+from etl.sources.containers import FoundFiles, VersionFiles, files_of_version
 from etl.sources.kinds.parquet import PARQUET
 from etl.sources.kinds.table import TableSource, source_of_rows
 from etl.sources.names import PARQUET_SUFFIXES
@@ -38,13 +38,11 @@ def delta_source(config: SourceConfig) -> ImageRows | TableSource:
     return source_of_rows(config, files, PARQUET, files.schema)
 
 
-class DeltaFiles(Containers):
+class DeltaFiles(VersionFiles["DeltaTable"]):
     """The files of one version of a table."""
 
     def __init__(self, uri: str) -> None:
-        root, version = split_version(uri)
-        super().__init__(root, PARQUET_SUFFIXES)
-        self._table = _opened(self.store.uri, None) if version is None else _version_of(self.store.uri, version)
+        super().__init__(*split_version(uri), PARQUET_SUFFIXES, _opened)
         self.uri = f"{self.store.uri}@{self._table.version()}"
 
     @property
@@ -75,12 +73,6 @@ class DeltaFiles(Containers):
                 "name the table that was cloned",
             )
         return {path: {name: of[place] for name, of in values.items()} for place, path in enumerate(paths)}
-
-
-@lru_cache(maxsize=8)
-def _version_of(uri: str, version: int) -> DeltaTable:
-    """A version never changes; each work unit asks for it, and its log may be long."""
-    return _opened(uri, version)
 
 
 def _opened(uri: str, version: int | None) -> DeltaTable:

@@ -6,14 +6,14 @@ A fragment is known by its newest file, because each change of its columns adds 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 from etl.sources.columns import check_texts
-from etl.sources.containers import Containers, FoundFiles, files_of_version
+from etl.sources.containers import FoundFiles, VersionFiles, files_of_version
 from etl.sources.kinds.table import TableSource, source_of_rows
 from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
 from etl.sources.rows import ImageRows
@@ -38,13 +38,11 @@ def lance_source(config: SourceConfig) -> ImageRows | TableSource:
     return source_of_rows(config, files, RowFormat("Lance", (), files.open_fragment), files.schema)
 
 
-class LanceFiles(Containers):
+class LanceFiles(VersionFiles["LanceDataset"]):
     """The fragments of one version of a table."""
 
     def __init__(self, uri: str) -> None:
-        root, version = split_version(uri)
-        super().__init__(root, ())
-        self._table = _opened(self.store.uri, None) if version is None else _version_of(self.store.uri, version)
+        super().__init__(*split_version(uri), (), _opened)
         self.uri = f"{self.store.uri}@{self._table.version}"
 
     @property
@@ -136,12 +134,6 @@ class FragmentRows:
 def _numbers(rows: pa.Table) -> np.ndarray:
     """Of rows in their fragment, int64; an address has the fragment's own number above them."""
     return (rows.column(_ADDRESS).to_numpy() & 0xFFFFFFFF).astype(np.int64)
-
-
-@lru_cache(maxsize=8)
-def _version_of(uri: str, version: int) -> LanceDataset:
-    """A version never changes; each work unit asks for it."""
-    return _opened(uri, version)
 
 
 def _opened(uri: str, version: int | None) -> LanceDataset:

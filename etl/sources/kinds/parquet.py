@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,6 @@ from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
 from etl.sources.rows import ImageRows
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
-
-if TYPE_CHECKING:
-    pass
-
 
 _MAGIC, _TAIL_BYTES = b"PAR1", 8
 _WRITERS_TYPES = b"ARROW:schema"

@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,6 @@ from train.backends.keras.losses import predictions_of
 from train.backends.keras.runtime import import_tensorflow, standardize, traced
 from train.backends.model_spec import ModelSpec
 from train.backends.rules import no_layer
-
-if TYPE_CHECKING:
-    pass
-
 
 # Outputs of an export.
 PROBABILITIES = "probabilities"
