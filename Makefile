@@ -9,19 +9,23 @@
 # make docs    the documentation site, in ./site; a link that leads nowhere fails it
 # make release   sdist, wheels, SBOM and SHA-256 of them in dist/, built twice with the same bytes
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
-# Each does all its set-up itself; a second call takes none.
+# Each does all its set-up itself; a second call takes none. PYTHON=3.13 behind one that uses an environment takes the
+# newest of everything, in .venv-3.13, without Horovod and Petastorm (docs/get-started/install.md).
 .PHONY: demo test test-fast test-for mutants drill test-all check setup lint docs release bundle clean
 SHELL := /bin/bash
-RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
+# Of the command line alone, not the environment.
+PYTHON :=
+VENV = .venv$(PYTHON:%=-%)
+RUN = source $(VENV)/shardmill.env && PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PYTEST := pytest --dist loadscope --no-loadscope-reorder
 
 demo:
-	@scripts/setup.sh demo
+	@scripts/setup.sh demo $(PYTHON)
 	@$(RUN) python -m pipeline.demo
 	@$(RUN) shardmill run examples/demo.toml --workdir demo-work
 
 setup:
-	@scripts/setup.sh all
+	@scripts/setup.sh all $(PYTHON)
 
 test: setup
 	@$(RUN) $(PYTEST) -n 2 --tier test
@@ -70,4 +74,4 @@ bundle:
 
 clean:
 	rm -rf demo-work shardmill-work dist site .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts metastore_db derby.log
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

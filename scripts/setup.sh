@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
-# Makes .venv from uv.lock with all that it needs from outside: uv, Python 3.11, Java 17 or 21, g++.
+# Makes .venv from uv.lock with all that it needs from outside: uv, Python, Java 17 or 21, g++.
 #   scripts/setup.sh demo    what `make demo` runs: no torch, no Airflow, no test tools
 #   scripts/setup.sh gpu     TensorFlow with CUDA in place of its CPU build, PyTorch; Horovod with NCCL: docs/training/speed.md
 #   scripts/setup.sh all     everything but that
+# With 3.12 or 3.13 behind it, .venv-3.12 or .venv-3.13 from the other half of uv.lock: the newest of everything, on that
+# Python, without Horovod and Petastorm.
 # A second call compares one hash and returns. What cannot be installed here ends with the one command to run; the
 # optional native kernel alone is left out instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 profile=${1:-all}
+python=${2:-}
+usage() { echo "usage: scripts/setup.sh demo|gpu|all [3.12|3.13]" >&2; exit 2; }
+case $python in "" | 3.12 | 3.13) ;; *) usage ;; esac
+venv=.venv${python:+-$python}
 case $profile in
   demo) holds=(demo gpu all); extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
-  gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --extra horovod --extra torch --extra s3 --extra hdfs --extra demo) ;;
+  gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --group horovod-gpu --extra torch --extra s3 --extra hdfs --extra demo) ;;
   all) holds=(all); extras=(--extra all --group docs) ;;
-  *) echo "usage: scripts/setup.sh demo|gpu|all" >&2; exit 2 ;;
+  *) usage ;;
 esac
 
 fingerprint=$(cat uv.lock pyproject.toml .python-version native/*.[ch] native/setup.py native/pyproject.toml "$0" | sha256sum | cut -c1-64)
 for done_profile in "${holds[@]}"; do
-  if [[ -f .venv/setup-$done_profile && $(cat ".venv/setup-$done_profile") == "$fingerprint" ]]; then
+  if [[ -f $venv/setup-$done_profile && $(cat "$venv/setup-$done_profile") == "$fingerprint" ]]; then
     exit 0
   fi
 done
@@ -73,7 +79,7 @@ build_native_kernel() {
   fi
   if ! has_jpeg_headers; then
     say "no native kernel: jpeglib.h is missing (Debian: libjpeg-dev, Fedora: libjpeg-turbo-devel); all works without it"
-  elif ! "$uv" pip install --quiet --python .venv --no-deps --no-build-isolation ./native; then
+  elif ! "$uv" pip install --quiet --python "$venv" --no-deps --no-build-isolation ./native; then
     say "no native kernel: it could not be built, see above; all works without it"
   fi
 }
@@ -87,26 +93,31 @@ if [[ -z $java_home ]]; then
   [[ -n $java_home ]] || stop "no Java 17 or 21 after installing it" "java -version"
 fi
 
-command -v g++ >/dev/null || install_package g++ "g++, which builds Horovod," gcc-c++
-
-say "installing the locked packages into .venv (Horovod is built from source the first time: some minutes)"
+if [[ -z $python ]]; then
+  command -v g++ >/dev/null || install_package g++ "g++, which builds Horovod," gcc-c++
+  say "installing the locked packages into .venv (Horovod is built from source the first time: some minutes)"
+else
+  say "installing the locked packages into $venv"
+  # uv asks the PATH for interpreters, where pyenv names its default one only.
+  PATH=$PATH$(printf ':%s' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$python".*/bin)
+fi
 # Between the two builds of TensorFlow all that the other one brought has to go; else what a user added may stay.
 keep=--inexact
-if [[ $profile == gpu || -f .venv/setup-gpu ]]; then keep=; fi
+if [[ $profile == gpu || -f $venv/setup-gpu ]]; then keep=; fi
 # An empty mark is no finished set-up, and tells the next call of one that was interrupted.
-if [[ -d .venv ]]; then
-  for mark in .venv/setup-* ".venv/setup-$profile"; do [[ $mark == *'*' ]] || : > "$mark"; done
+if [[ -d $venv ]]; then
+  for mark in "$venv"/setup-* "$venv/setup-$profile"; do [[ $mark == *'*' ]] || : > "$mark"; done
 fi
 # Where no process may keep what it compiles, each would compile all that it imports: of TensorFlow, eight seconds.
 compile=
 if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then compile=--compile-bytecode; fi
-"$uv" sync --frozen $keep $compile "${extras[@]}"
-find .venv -maxdepth 1 -name 'setup-*' ! -name "setup-$profile" -delete
+UV_PROJECT_ENVIRONMENT=$venv "$uv" sync --frozen ${python:+--python "$python"} $keep $compile "${extras[@]}"
+find "$venv" -maxdepth 1 -name 'setup-*' ! -name "setup-$profile" -delete
 # For what a user adds; nothing of ours needs it.
-"$uv" pip install --quiet --python .venv pip || say "no pip in .venv: it could not be fetched"
+"$uv" pip install --quiet --python "$venv" pip || say "no pip in $venv: it could not be fetched"
 build_native_kernel
 
 # Spark takes JAVA_HOME before PATH: recipes of the Makefile source this.
-echo "export JAVA_HOME='$java_home'" > .venv/shardmill.env
-echo "$fingerprint" > ".venv/setup-$profile"
+echo "export JAVA_HOME='$java_home'" > "$venv/shardmill.env"
+echo "$fingerprint" > "$venv/setup-$profile"
 say "done"

@@ -309,8 +309,18 @@ def load_object(target: str) -> Any:
         ) from error
 
 
+# What these install runs on no newer Python; there pip installs nothing for them (docs/decisions/0015).
+PYTHON_3_11_EXTRAS = frozenset({"horovod", "petastorm"})
+
+
 def install_hint(extra: str) -> str:
     """The command that installs an extra; in a clone from its folder."""
+    if sys.version_info >= (3, 12) and PYTHON_3_11_EXTRAS.intersection(extra.split(",")):
+        return f"with Python 3.11: {_install_command(extra)}"
+    return _install_command(extra)
+
+
+def _install_command(extra: str) -> str:
     if not extra or not is_clone():
         return f"pip install 'shardmill[{extra}]'" if extra else ""
     # A package of its own, which pip would look for at its index.

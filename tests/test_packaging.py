@@ -90,6 +90,8 @@ def test_hints_name_make_only_in_a_clone(monkeypatch: pytest.MonkeyPatch):
     assert install_hint("native").endswith("pip install ./native there")
     monkeypatch.setattr("shardmill.registry.is_clone", lambda: False)
     assert [install_hint(extra) for extra in ("", "s3")] == ["", "pip install 'shardmill[s3]'"]
+    monkeypatch.setattr("sys.version_info", (3, 13))
+    assert install_hint("spark,horovod") == "with Python 3.11: pip install 'shardmill[spark,horovod]'"
 
 
 @pytest.mark.drill
