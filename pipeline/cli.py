@@ -94,8 +94,8 @@ COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
         ),
         "gc": Entry(
             "pipeline.commands.datasets:gc",
-            "Expire old versions, or trainings and exports, and delete files that nothing refers to, such as leftovers "
-            "of killed runs.",
+            "Expire old versions, trainings, exports or runs, and delete files that nothing refers to, such as "
+            "leftovers of killed processes.",
         ),
         "plan": Entry(
             "pipeline.commands.plan:plan",

@@ -80,11 +80,11 @@ def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
 def gc(
     context: typer.Context,
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET|MODELS", help="A folder or URI, or a TOML file's dataset.")
+        str, typer.Argument(metavar="DATASET|MODELS|WORKDIR", help="A folder or URI, or a TOML file's dataset.")
     ],
     keep: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Keep the newest N versions, trainings and exports."),
+        typer.Option(metavar="N", min=1, help="Keep the newest N versions, trainings and exports, or runs."),
     ] = None,
     older_than: Annotated[
         str, typer.Option(metavar="AGE", help="Keep everything younger than this: 90s, 30m, 12h, 7d.")
@@ -95,6 +95,7 @@ def gc(
 ) -> None:
     from shardmill.calls.results import Garbage, GarbageFile
     from shardmill.dataset.maintenance.gc import Retention, collect_garbage, plan_gc
+    from shardmill.jobs.old_runs import collect_runs, is_workdir, plan_runs
     from shardmill.stores import open_store
     from train.garbage import collect_models, is_models_root, plan_models
 
@@ -109,6 +110,9 @@ def gc(
             "expired_trainings": found.expired_trainings,
             "retained_trainings": found.retained_trainings,
         }
+    elif is_workdir(store):
+        found = collect_runs(store, retention) if delete else plan_runs(store, retention, time.time())
+        expired = {"expired_runs": found.expired, "retained_runs": found.retained}
     else:
         # Ages are by this machine's clock.
         found = collect_garbage(store, retention, common.run_id) if delete else plan_gc(store, retention, time.time())

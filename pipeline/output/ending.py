@@ -18,6 +18,7 @@ import typer
 
 from shardmill.child_process import adopt_orphans
 from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.jobs.json_log import start_json_log
 from shardmill.jobs.process import (
     Terminated,
     end_with_script,
@@ -42,6 +43,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     gc.set_threshold(50_000)
     try:
         start_in_utf8()
+        start_json_log()
         with private_temporary_folder():
             code = app(standalone_mode=False)
             sys.stdout.flush()  # a full disk behind a redirect may show only now

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from shardmill.jobs.json_log import is_json_log_asked, log_as_json
 from shardmill.jobs.observer import AS_JSON, VARIABLE, WARNING, Bar, FieldValue, Observer, SilentObserver, as_line
 from shardmill.words import printable
 
@@ -45,7 +46,7 @@ class Screen(Protocol):
 
 def open_screen() -> Screen:
     """The screen of this process's stderr."""
-    if os.environ.get(VARIABLE) == AS_JSON:
+    if os.environ.get(VARIABLE) == AS_JSON and not is_json_log_asked():
         return RelayedBars()
     return TerminalBars() if sys.stderr.isatty() else PlainLines()
 
@@ -276,16 +277,24 @@ class RunProgress:
                 self._advance(label, int(numbers["step"]) + 1, int(numbers["num_steps"]), unit)
             case _:
                 self._record.event(name, fields)
-                if name == "train.epoch" and fields.get("rank", 0) == 0:
-                    self.finish(_epoch_line(self._epoch(numbers), numbers))
-                elif name in SENTENCES and fields.get("rank", 0) == 0:
-                    shown = {"epoch": self._epoch(numbers), "step": int(numbers.get("step", 0)) + 1}
-                    self._say_of(*_sentence(name, {**fields, **shown}).split(": ", 1))
-                elif WARNING in fields:
-                    self._say_of(name.partition(".")[0], f"WARNING: {fields[WARNING]}")
+                line = self._line_of(name, fields, numbers)
+                if not log_as_json(name, fields, line) and line:
+                    self.finish(line) if name == "train.epoch" else self.say(line)
 
-    def _say_of(self, stage: str, words: str) -> None:
-        self.say(f"{self._builder if stage == 'etl' else stage}: {words}")
+    def _line_of(self, name: str, fields: Mapping[str, FieldValue], numbers: Mapping[str, int | float]) -> str:
+        """What people are told of an event; empty for one that is only recorded."""
+        is_main = fields.get("rank", 0) == 0
+        if name == "train.epoch" and is_main:
+            return _epoch_line(self._epoch(numbers), numbers)
+        if name in SENTENCES and is_main:
+            shown = {"epoch": self._epoch(numbers), "step": int(numbers.get("step", 0)) + 1}
+            return self._of_stage(*_sentence(name, {**fields, **shown}).split(": ", 1))
+        if WARNING in fields:
+            return self._of_stage(name.partition(".")[0], f"WARNING: {fields[WARNING]}")
+        return ""
+
+    def _of_stage(self, stage: str, words: str) -> str:
+        return f"{self._builder if stage == 'etl' else stage}: {words}"
 
     def _epoch(self, numbers: Mapping[str, int | float]) -> str:
         """People count from 1, all others from 0."""

@@ -304,11 +304,11 @@ def rollback(
 
 @command(_found(Garbage))
 def gc(
-    dataset_or_models: Place, /, *, keep: int | None = None, older_than: str = "7d", delete: bool = False,
+    dataset_models_or_workdir: Place, /, *, keep: int | None = None, older_than: str = "7d", delete: bool = False,
     workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
 ) -> Garbage:  # fmt: skip
-    """Old versions, trainings and exports, and files that nothing refers to, as by the command `shardmill gc`: only
-    listed without `delete`.
+    """Old versions, trainings and exports, or runs, and files that nothing refers to, as by the command `shardmill gc`:
+    only listed without `delete`.
     """
     ...
 

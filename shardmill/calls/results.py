@@ -169,7 +169,7 @@ class GarbageFile:
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Garbage(Result):
-    """What `shardmill.gc` has found: of a dataset versions, of models exports and trainings."""
+    """What `shardmill.gc` has found: of a dataset versions, of models exports and trainings, of a workdir runs."""
 
     uri: str
     deleted: bool
@@ -181,20 +181,34 @@ class Garbage(Result):
     retained_exports: tuple[int, ...] = ()
     expired_trainings: tuple[str, ...] = ()
     retained_trainings: tuple[str, ...] = ()
+    expired_runs: tuple[str, ...] = ()
+    retained_runs: tuple[str, ...] = ()
     num_files: int
     size_bytes: int
     files: tuple[GarbageFile, ...]
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """What the place holds."""
+        if self.retained_versions:
+            return ("versions",)
+        return ("runs",) if self.expired_runs or self.retained_runs else ("exports", "trainings")
+
     def document(self) -> dict[str, Any]:
-        others = ("_exports", "_trainings") if self.retained_versions else ("_versions",)
-        return {name: value for name, value in plain(self).items() if not name.endswith(others)}
+        others = {"versions", "exports", "trainings", "runs"}.difference(self._kinds)
+        return {name: value for name, value in plain(self).items() if name.rpartition("_")[2] not in others}
 
     def table(self) -> Rows:
-        """Versions, or exports and trainings, then files by kind."""
+        """Versions, exports and trainings, or runs, then files by kind."""
         if self.retained_versions:
             rows: Rows = [
                 ("expired" if self.deleted else "would expire", _numbers(self.expired_versions)),
                 ("retained", _numbers(self.retained_versions)),
+            ]
+        elif self._kinds == ("runs",):
+            rows = [
+                ("deleted runs" if self.deleted else "runs to delete", f"{len(self.expired_runs)}"),
+                ("runs retained", f"{len(self.retained_runs)}"),
             ]
         else:
             rows = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from shardmill.dataset.leases import alone
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError
 from shardmill.jobs.config import is_under_spark_submit
+from shardmill.jobs.json_log import log_as_json, name_run, start_json_log
 from shardmill.jobs.line_log import LineLog, spark_log, warn_on_stderr
 from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, Observer, is_progress
 from shardmill.jobs.process import (
@@ -46,7 +48,7 @@ from shardmill.jobs.run_files import (
     write_stage_record,
     write_summary,
 )
-from shardmill.storage import join_uri
+from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.stores.retries import num_retried
 from shardmill.words import printable
@@ -188,7 +190,8 @@ class RunRecord:
 @contextmanager
 def recording(record: RunRecord) -> Iterator[RunRecord]:
     """Close the record with the outcome of the work inside; a JVM that is started there logs beside the record."""
-    with _alone(record):
+    name_run(record.run_id)
+    with alone_in_run(record.store, record.run_id):
         try:
             with spark_log(record.store, f"{record.folder}/spark.log"):
                 yield record
@@ -200,24 +203,23 @@ def recording(record: RunRecord) -> Iterator[RunRecord]:
 
 
 @contextmanager
-def _alone(record: RunRecord) -> Iterator[None]:
+def alone_in_run(store: Store, run_id: str) -> Iterator[None]:
     """Raises CommitConflict (exit 6) if another process adds to the same run: events of both would be mixed, and the
     summary would be that of the last one.
 
     A local lock ends with its process. Elsewhere a lease does, of `_RUN_LEASE_SECONDS`.
     """
-    root = record.store.local_root
-    if root is None:
-        place = open_store(join_uri(record.store.uri, f"running/{record.run_id}"))
-        with alone(place, f"run {record.run_id}", ttl_seconds=_RUN_LEASE_SECONDS, on_wait=warn_on_stderr):
+    if store.local_root is None:
+        place = open_store(join_uri(store.uri, f"running/{run_id}"))
+        with alone(place, f"run {run_id}", ttl_seconds=_RUN_LEASE_SECONDS, on_wait=warn_on_stderr):
             yield
         return
-    with open(root / record.folder / EVENTS, "rb") as events:
+    with open(store.local_root / run_folder(run_id) / EVENTS, "rb") as events:
         try:
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CommitConflict(
-                f"run {record.run_id!r} of {record.workdir} is at work in another process",
+                f"run {run_id!r} of {store.uri} is at work in another process",
                 "expected one process at a time for a run id; nothing was changed",
                 "wait for it, or give another --run-id",
             ) from None
@@ -256,6 +258,7 @@ def run_job(
     record: RunRecord | None = None
     try:
         start_in_utf8()
+        start_json_log()
         record = RunRecord(workdir, run_id, sections=sections)
         with private_temporary_folder(), recording(record):
             job(record, _JobObserver(record))
@@ -280,5 +283,12 @@ class _JobObserver:
         self._record.event(name, fields)
         if not is_progress(name) or time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY_SECONDS
-            shown = [f"{key}={value}" for key, value in redacted(dict(fields)).items()]
-            sys.stderr.write(printable(" ".join([name, *shown])) + "\n")
+            if not log_as_json(name, fields):
+                shown = [f"{key}={_quoted(value)}" for key, value in redacted(dict(fields)).items()]
+                sys.stderr.write(printable(" ".join([name, *shown])) + "\n")
+
+
+def _quoted(value: FieldValue) -> str:
+    """As logfmt: a value with spaces, quotes or an equals sign is quoted."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or re.search(r"[\s\"=]", text) else text

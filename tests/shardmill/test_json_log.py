@@ -1,0 +1,93 @@
+"""With SHARDMILL_LOG_FORMAT=json, every line on stderr is one JSON object, whoever writes it."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.output.progress import RunProgress
+from shardmill.errors import UsageError
+from shardmill.jobs import json_log
+from shardmill.jobs.json_log import JsonLog, start_json_log
+from shardmill.jobs.line_log import warn_on_stderr
+from shardmill.jobs.observer import Observer
+from shardmill.jobs.process import print_error
+from shardmill.jobs.run_record import RunRecord, _JobObserver, recording
+
+Objects = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
+    """stderr logs as JSON; returns what it has received."""
+    received = io.StringIO()
+    monkeypatch.setenv("SHARDMILL_LOG_FORMAT", "json")
+    monkeypatch.setattr(json_log, "_logs", [])
+    monkeypatch.setattr(sys, "stderr", received)
+    start_json_log()
+    yield lambda: [json.loads(line, parse_constant=pytest.fail) for line in received.getvalue().splitlines()]
+
+
+def without_time(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: value[key] for key in value if key != "time"}
+
+
+def test_each_line_is_an_object_with_its_level(objects: Objects):
+    sys.stderr.write("etl: 3 of 9 im")
+    sys.stderr.write("ages\n\netl: WARNING: few images\n")
+    warn_on_stderr("no space")
+    print_error(7, "2 of 3 are rejected")
+    assert [without_time(each) for each in objects()] == [
+        {"level": "info", "message": "etl: 3 of 9 images"},
+        {"level": "warning", "message": "etl: few images"},
+        {"level": "warning", "message": "no space"},
+        {"level": "error", "message": "2 of 3 are rejected", "exit_code": 7},
+    ]
+    assert all(each["time"].endswith("+00:00") for each in objects())
+
+
+@pytest.mark.parametrize("observes", [lambda record: RunProgress(record, 2), _JobObserver], ids=["command", "job"])
+def test_events_of_a_run_keep_their_fields(tmp_path: Path, objects: Objects, observes: Callable[[RunRecord], Observer]):
+    with recording(RunRecord(str(tmp_path), "r1")) as record:
+        observer = observes(record)
+        observer.event("etl.units_kept", {"kept": 2, "missing": 1, "token": "hunter2hunter2"})
+        observer.event("train.epoch", {"rank": 1, "epoch": 0, "seconds": 1.0, "train_loss": float("nan")})
+        observer.event("train.stuck", {"rank": 0, "warning": "the loss has not moved"})
+    kept, epoch, stuck = map(without_time, objects())
+    assert kept.pop("message", "etl: work units reused").startswith("etl: work units reused")
+    assert kept == {
+        "level": "info", "run_id": "r1", "event": "etl.units_kept", "kept": 2, "missing": 1, "token": "(hidden)"
+    }  # fmt: skip
+    assert (epoch["rank"], epoch["train_loss"], "message" in epoch) == (1, "nan", False)
+    assert (stuck["level"], stuck["warning"]) == ("warning", "the loss has not moved")
+
+
+def test_a_job_without_it_quotes_values_as_logfmt_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    observer = _JobObserver(RunRecord(str(tmp_path), "r1"))
+    observer.event("etl.warning", {"warning": 'few "images"', "num_images": 3, "uri": "s3://a/b?c=d", "note": ""})
+    assert capsys.readouterr().err == (
+        'etl.warning warning="few \\"images\\"" num_images=3 uri="s3://a/b?c=d" note=""\n'
+    )
+
+
+def test_another_format_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARDMILL_LOG_FORMAT", "yaml")
+    with pytest.raises(UsageError, match="SHARDMILL_LOG_FORMAT is 'yaml'; expected text or json"):
+        start_json_log()
+    assert not isinstance(sys.stderr, JsonLog)
+
+
+@pytest.mark.starts("program")
+def test_a_command_says_how_it_ended(tmp_path: Path):
+    done = subprocess.run(
+        ["shardmill", "verify", str(tmp_path / "nothing")],
+        capture_output=True, text=True, env={**os.environ, "SHARDMILL_LOG_FORMAT": "json"},
+    )  # fmt: skip
+    last = json.loads(done.stderr.splitlines()[-1])
+    assert done.returncode == last["exit_code"] != 0 and last["level"] == "error" and "nothing" in last["message"]
