@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,22 @@ from shardmill.jobs.run_record import RunRecord, _JobObserver, recording
 Objects = Callable[[], list[dict[str, Any]]]
 
 
-@pytest.fixture
-def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
-    """stderr logs as JSON; returns what it has received."""
+def log_as_json(monkeypatch: pytest.MonkeyPatch) -> Objects:
+    """From now on stderr is JSON; returns what it has received. (A fixture comes before pytest takes stderr.)"""
     received = io.StringIO()
     monkeypatch.setenv("SHARDMILL_LOG_FORMAT", "json")
     monkeypatch.setattr(json_log, "_logs", [])
     monkeypatch.setattr(sys, "stderr", received)
     start_json_log()
-    yield lambda: [json.loads(line, parse_constant=pytest.fail) for line in received.getvalue().splitlines()]
+    return lambda: [json.loads(line, parse_constant=pytest.fail) for line in received.getvalue().splitlines()]
 
 
 def without_time(value: dict[str, Any]) -> dict[str, Any]:
     return {key: value[key] for key in value if key != "time"}
 
 
-def test_each_line_is_an_object_with_its_level(objects: Objects):
+def test_each_line_is_an_object_with_its_level(monkeypatch: pytest.MonkeyPatch):
+    objects = log_as_json(monkeypatch)
     sys.stderr.write("etl: 3 of 9 im")
     sys.stderr.write("ages\n\netl: WARNING: few images\n")
     warn_on_stderr("no space")
@@ -53,7 +53,10 @@ def test_each_line_is_an_object_with_its_level(objects: Objects):
 
 
 @pytest.mark.parametrize("observes", [lambda record: RunProgress(record, 2), _JobObserver], ids=["command", "job"])
-def test_events_of_a_run_keep_their_fields(tmp_path: Path, objects: Objects, observes: Callable[[RunRecord], Observer]):
+def test_events_of_a_run_keep_their_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observes: Callable[[RunRecord], Observer]
+):
+    objects = log_as_json(monkeypatch)
     with recording(RunRecord(str(tmp_path), "r1")) as record:
         observer = observes(record)
         observer.event("etl.units_kept", {"kept": 2, "missing": 1, "token": "hunter2hunter2"})
