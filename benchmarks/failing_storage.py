@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.results import hardware
 from benchmarks.servers import s3_root
-from shardmill.stores import s3_requests
+from shardmill.stores.bucket_requests import DEADLINES
 from tests.lab.datasets import upload, write_images
 from tests.services.fault_proxy import FaultProxy, proxying
 from tests.services.versitygw import connect_to
@@ -40,7 +40,7 @@ def main() -> None:
         write_images(Path(temporary, "images"), num_images=80)
         source = upload(Path(temporary, "images"), f"{root}/images")
         with proxying(os.environ["AWS_ENDPOINT_URL"]) as proxy, pytest.MonkeyPatch.context() as patch:
-            patch.setenv(s3_requests.DEADLINE, MIXES_DEADLINE_SECONDS)
+            patch.setenv(DEADLINES["s3"], MIXES_DEADLINE_SECONDS)
             connect_to(proxy.endpoint, patch)
             # The first time, frameworks are imported and graphs made.
             times = [_round(source, root, number, proxy) for number in rounds][1:]

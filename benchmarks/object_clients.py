@@ -6,7 +6,7 @@
 
     uv run --script benchmarks/object_clients.py
 
-obstore is no dependency of ours: uv gives this script an environment of its own.
+uv gives this script an environment of its own.
 """
 
 from __future__ import annotations

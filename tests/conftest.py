@@ -17,6 +17,7 @@ from tests.lab import costs, tiers
 from tests.lab.scale import usually
 from tests.quick_start import pytest_sessionstart
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
+from tests.services.clouds import azure, azure_container, azurite, fake_gcs, gcs, gcs_bucket
 from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
 from tests.services.hosts import two_hosts
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from tests.lab.datasets import SharedDatasets
 
 __all__ = [
-    "api_server", "demo", "faulty", "gateway", "gateway_bucket", "hdfs_root", "hdfs_server",
+    "api_server", "azure", "azure_container", "azurite", "demo", "fake_gcs", "faulty", "gateway", "gateway_bucket",
+    "gcs", "gcs_bucket", "hdfs_root", "hdfs_server",
     "pytest_collection_modifyitems", "pytest_sessionstart", "pytest_xdist_make_scheduler", "s3_bucket", "s3_server",
     "spark_cluster", "two_hosts", "versitygw", "yarn_cluster",
 ]  # fmt: skip

@@ -22,7 +22,14 @@ _SHARED = {
         "etl/test_predictions.py",
     ),
     "spark": ("test_spark_standalone.py", "test_spark_s3.py"),
-    "hdfs": ("test_hdfs_store.py", "test_storage.py", "test_remote_chain.py", "test_yarn.py", "test_on_yarn.py"),
+    "hdfs": (
+        "test_hdfs_store.py",
+        "test_cloud_stores.py",
+        "test_storage.py",
+        "test_remote_chain.py",
+        "test_yarn.py",
+        "test_on_yarn.py",
+    ),
 }
 
 

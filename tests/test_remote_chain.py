@@ -1,4 +1,4 @@
-"""The small chain on S3 and on HDFS: ETL, verify, a training that is killed and resumes, export, promote, predict."""
+"""The small chain on remote storage: ETL, verify, a training that is killed and resumes, export, promote, predict."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from tests.lab.datasets import upload, write_images
 from tests.lab.scale import IS_FULL
 
 # Spark over HDFS is for the tests on YARN.
-CASES = [("gateway_bucket", "spark", "parquet"), ("hdfs_root", "local", "tfrecord")]
+CASES = [
+    ("gateway_bucket", "spark", "parquet"), ("hdfs_root", "local", "tfrecord"), ("gcs_bucket", "local", "parquet"),
+    ("azure_container", "local", "tfrecord"),
+]  # fmt: skip
 if IS_FULL:
-    CASES = [(root, engine, name) for root in ("gateway_bucket", "hdfs_root") for engine in ("spark", "local")
+    CASES = [(root, engine, name) for root, _, _ in CASES for engine in ("spark", "local")
              for name in ("parquet", "tfrecord")]  # fmt: skip
 
 
@@ -117,5 +120,5 @@ random_flip = false
     left = {file.path: runs.read(file.path) for file in runs.list("")}
     assert {"run/events.jsonl", "run/summary.json"} <= left.keys() and left["run/events.jsonl"]
     assert ("spark/spark.log" in left) == (engine == "spark")
-    secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "not on HDFS")
+    secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "not on S3")
     assert secret.encode() not in b"".join(left.values())

@@ -20,7 +20,8 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
-from shardmill.stores import open_store, s3_requests
+from shardmill.stores import open_store
+from shardmill.stores.bucket_requests import DEADLINES
 from tests.canaries import files_with_canaries
 from tests.lab.datasets import build_here, upload, write_images
 from tests.services.fault_proxy import Choice, Fault, at_random, in_turn, proxying
@@ -78,7 +79,7 @@ def test_faults_change_neither_the_dataset_nor_the_training(
     expected = build_and_train(source, f"{gateway_bucket}/expected")
     told: dict[str, Counter[Fault | None]] = {}
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(s3_requests.DEADLINE, MIXES_DEADLINE_SECONDS)
+        monkeypatch.setenv(DEADLINES["s3"], MIXES_DEADLINE_SECONDS)
         connect_to(proxy.endpoint, monkeypatch)
         for name, mix in MIXES.items():
             proxy.choose, proxy.told = mix(_SEED), Counter()
@@ -215,7 +216,7 @@ def test_keys_that_are_revoked_or_expire_during_a_run_end_it_once(
 
     with proxying(gateway.endpoint) as proxy:
         # Longer than a test may take: nothing waits for it.
-        monkeypatch.setenv(s3_requests.DEADLINE, "1200")
+        monkeypatch.setenv(DEADLINES["s3"], "1200")
         connect_to(proxy.endpoint, monkeypatch)
         proxy.choose = choose
         done = run(command, config, "--workdir", tmp_path / "work", "--debug")
@@ -250,7 +251,7 @@ def test_a_commit_that_may_have_happened_is_reported_and_found_later(
         return lost[0] if lost else None
 
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(s3_requests.DEADLINE, "4")
+        monkeypatch.setenv(DEADLINES["s3"], "4")
         connect_to(proxy.endpoint, monkeypatch)
         proxy.choose = choose
         done = run("etl", config, "--workdir", tmp_path / "work")

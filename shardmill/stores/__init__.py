@@ -17,6 +17,18 @@ STORES: Registry[Callable[[str], Store]] = Registry(
         "s3": Entry(
             "shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("botocore", "tenacity")
         ),
+        "gs": Entry(
+            "shardmill.stores.object_stores:GcsStore",
+            "a prefix of a Google Cloud Storage bucket",
+            extra="gcs",
+            packages=("obstore", "tenacity"),
+        ),
+        "az": Entry(
+            "shardmill.stores.object_stores:AzureStore",
+            "a prefix of an Azure Blob Storage container (also abfs://)",
+            extra="azure",
+            packages=("obstore", "tenacity"),
+        ),
         "hdfs": Entry(
             "shardmill.stores.hdfs:HdfsStore", "a folder of an HDFS", extra="hdfs", packages=("hdfs_native",)
         ),
@@ -38,8 +50,8 @@ STORES: Registry[Callable[[str], Store]] = Registry(
 
 ANY_OTHER = "fsspec"
 """The entry for schemes that have none of their own."""
-_ALIASES = {"s3a": "s3"}
-"""Hadoop's names of a scheme -> its name here. A location has one spelling in every record."""
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+"""Names that other tools have for a scheme -> its name here. A location has one spelling in every record."""
 _SHARED = {"https": "http"}
 """Schemes that are places of their own and have the entry of another."""
 

@@ -1,7 +1,4 @@
-"""Requests to S3: transient failures are retried until a deadline, permanent ones are raised at once.
-
-One loop, around each request and the reading of its answer, in place of botocore's own: a conditional PUT that a client
-repeats unseen is refused because of itself. Each request is made by the thread that asks, on a connection of a pool.
+"""Requests to S3 by botocore, none of which it repeats by itself.
 
 Ranged GETs, by which a reader gets its chunks, are signed here and sent on botocore's connections: a request of its
 client takes 0.8 to 1.2 ms of processor time, most of it hooks, serializing and parsing; one of these takes 0.3 to 0.4.
@@ -13,16 +10,13 @@ from __future__ import annotations
 import errno
 import functools
 import io
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import botocore.exceptions as botocore_errors
 from botocore.auth import S3SigV4Auth
@@ -33,9 +27,9 @@ from botocore.response import StreamingBody
 from botocore.utils import get_environ_proxies
 from urllib3.exceptions import HTTPError
 
-from shardmill.errors import UsageError
 from shardmill.storage_errors import with_advice
-from shardmill.stores.retries import has_driver, patiently
+from shardmill.stores import bucket_requests
+from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, a_few_at_once
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -108,47 +102,22 @@ def _is_elsewhere(status: int, error: dict[str, str]) -> bool:
     )
 
 
-DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
-"""Environment variable: seconds that a request may take including all retries; 120 if it is not set."""
-CONNECT_SECONDS = 10.0
-"""Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
-PIECE_BYTES = 1 << 24
-"""Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
 _BLOCK_BYTES = 1 << 20
 _SENT_WHOLE_BYTES = 1 << 17
-_PARALLEL = 4
 _MAX_CONNECTIONS = 32
 _MAX_UPLOADS = 3
-_MAX_DAMAGED = 3
-Value = TypeVar("Value")
 
 
-class UnknownOutcome(OSError):
-    """A conditional PUT was sent, and neither its answer nor the object could be had."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The bytes of an object that one ranged GET returned."""
-
-    data: bytes
-    object_bytes: int
-    etag: str
-
-
-class S3Requests:
-    """The connections of one process, set up from the usual AWS_* environment. Safe to use from several threads.
-
-    What a server refuses is raised as OSError: FileNotFoundError for an object or bucket that is not there,
-    PermissionError for a 403. What cannot be reached is raised as botocore names it.
+class S3Requests(BucketRequests):
+    """The connections of one process, set up from the usual AWS_* environment. What cannot be reached is raised as
+    botocore names it. All of a whole object is compared with the server's checksum, if it has one: raises Damaged.
     """
 
     def __init__(self) -> None:
         from botocore.config import Config
         from botocore.session import Session
 
-        self._deadline_seconds = given_deadline_seconds()
-        self._has_answered = self._is_given_up = False
+        super().__init__("s3")
         # A stall is noticed early enough for further requests.
         config = Config(
             retries={"mode": "standard", "total_max_attempts": 1},
@@ -166,36 +135,11 @@ class S3Requests:
         with as_os_error():
             return self._call(method, **arguments)
 
-    def get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """`num_bytes` from `start`, or all; fewer at the end of the object, none behind it. All of it is compared with
-        the server's checksum, if it has one: raises Damaged."""
-        size = PIECE_BYTES if num_bytes is None else min(num_bytes, PIECE_BYTES)
-        ask = self._client.get_object if num_bytes is None else self._signed.get_object
-
-        def get(at: int, num_bytes: int) -> _Piece:
-            return self._patiently(lambda deadline: _get_piece(ask, bucket, key, (at, num_bytes), deadline))
-
-        with as_os_error():
-            first = get(start, size)
-            end = first.object_bytes if num_bytes is None else min(first.object_bytes, start + num_bytes)
-            others = _a_few_at_once(
-                [
-                    lambda at=at: get(at, min(PIECE_BYTES, end - at))
-                    for at in range(start + PIECE_BYTES, end, PIECE_BYTES)
-                ]
-            )
-        if any(piece.etag != first.etag for piece in others):
-            raise OSError(errno.EIO, "it was replaced while it was read")
-        return b"".join(piece.data for piece in (first, *others)) if others else first.data
-
     def put(self, bucket: str, key: str, data: bytes) -> None:
-        """The object is there whole, or as it was."""
         with as_os_error():
             self._upload(bucket, key, len(data), lambda start, end: data[start:end])
 
     def put_file(self, bucket: str, key: str, file: Path) -> None:
-        """Like `put`, for a file of which only a few pieces are in memory at once."""
-
         def read(start: int, end: int) -> bytes:
             with open(file, "rb") as source:
                 return os.pread(source.fileno(), end - start, start)
@@ -203,62 +147,50 @@ class S3Requests:
         with as_os_error():
             self._upload(bucket, key, file.stat().st_size, read)
 
-    def create(self, bucket: str, key: str, data: bytes) -> bool:
-        """PUT unless the name exists: whether the object is this call's. Raises UnknownOutcome if nothing tells."""
-        is_unknown = False
+    def _put_new(self, bucket: str, key: str, data: bytes) -> None:
+        self._once("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
 
-        def attempt(deadline: float) -> bool:
-            nonlocal is_unknown
-            try:
-                self._once("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-                return True
-            except Exception as error:
-                # A 412 may be the answer to a repetition of what was done, by a proxy on the way. The object alone
-                # tells, now or after the next attempt.
-                is_lost = is_transient(error) and not was_not_sent(error)
-                if status_of(error) != HTTPStatus.PRECONDITION_FAILED and not is_lost:
-                    raise
-                is_unknown = True
-                try:
-                    ask = self._client.get_object
-                    return _get_piece(ask, bucket, key, (0, len(data) + 1), deadline).data == data
-                except botocore_errors.ClientError as absent:
-                    if status_of(absent) != HTTPStatus.NOT_FOUND:
-                        raise
-                raise
+    def _get_piece(self, bucket: str, key: str, place: tuple[int, int], deadline: float, is_whole: bool) -> Piece:
+        # Every read names a range: only then does the answer tell the object's size.
+        start, num_bytes = place
+        asked = f"bytes={start}-{start + num_bytes - 1}"
+        ask = self._client.get_object if is_whole else self._signed.get_object
+        try:
+            answer = ask(Bucket=bucket, Key=key, Range=asked)
+        except botocore_errors.ClientError as error:
+            if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return Piece(b"", 0, "")
+            raise
+        blocks: list[bytes] = []
+        with closing(answer["Body"]) as body:
+            # To the end, where botocore compares checksums.
+            while block := body.read(_BLOCK_BYTES):
+                blocks.append(block)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{sum(map(len, blocks))} bytes received for {asked}, slowly")
+        data = b"".join(blocks)
+        object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
+        if len(data) != min(num_bytes, object_bytes - start):
+            raise ConnectionError(f"received {len(data)} bytes for {asked} of {object_bytes}")
+        return Piece(data, object_bytes, answer.get("ETag", ""))
 
-        with as_os_error():
-            try:
-                return self._patiently(attempt)
-            except Exception as error:
-                if is_unknown:
-                    raise UnknownOutcome(errno.EIO, getattr(error, "strerror", None) or str(error)) from error
-                raise
+    def _failure_of(self, error: BaseException) -> Failure:
+        if was_not_sent(error):
+            return Failure.NOT_SENT
+        if isinstance(error, Damaged):
+            return Failure.DAMAGED
+        if not isinstance(error, botocore_errors.ClientError):
+            return Failure.LOST if is_transient(error) else Failure.OTHER
+        if is_transient(error):
+            return Failure.BUSY
+        named: dict[int, Failure] = {
+            HTTPStatus.NOT_FOUND: Failure.ABSENT,
+            HTTPStatus.PRECONDITION_FAILED: Failure.TAKEN,
+        }
+        return named.get(status_of(error), Failure.REFUSED)
 
-    def _patiently(self, request: Callable[[float], Value]) -> Value:
-        """As `shardmill.stores.retries.patiently`; the last request may stall beyond the deadline by an eighth."""
-        failed: list[BaseException] = []
-
-        def is_worth_another(error: BaseException | None, seconds: float) -> bool:
-            if error is None or isinstance(error, botocore_errors.ClientError):
-                self._has_answered = True
-            if error is None or not is_transient(error):
-                return False
-            failed.append(error)
-            if sum(isinstance(each, Damaged) for each in failed) == _MAX_DAMAGED:
-                # Not on its way: there.
-                return False
-            if self._has_answered or has_driver() or not was_not_sent(error):
-                return True
-            # Once: what comes after it, to clean up, is not to wait as long again.
-            self._is_given_up |= seconds >= CONNECT_SECONDS
-            return not self._is_given_up
-
-        def give_up() -> NoReturn:
-            waited = f"no success within {self._deadline_seconds:g} s ({DEADLINE})"
-            raise OSError(errno.EIO, f"{waited}; the last of {len(failed)} errors: {failed[-1]}") from failed[-1]
-
-        return patiently(request, is_worth_another, self._deadline_seconds, give_up)
+    def _as_os_error(self) -> AbstractContextManager[None]:
+        return as_os_error()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._patiently(lambda deadline: self._once(method, **arguments))
@@ -271,7 +203,7 @@ class S3Requests:
         return getattr(self._client, method)(**arguments)
 
     def _upload(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
-        if num_bytes <= PIECE_BYTES:
+        if num_bytes <= bucket_requests.PIECE_BYTES:
             self._call("put_object", Bucket=bucket, Key=key, Body=read(0, num_bytes))
             return
         for uploads in range(1, _MAX_UPLOADS + 1):
@@ -288,70 +220,19 @@ class S3Requests:
         place = {"Bucket": bucket, "Key": key, "UploadId": upload["UploadId"]}
 
         def send(number: int, start: int) -> dict[str, Any]:
-            data = read(start, min(start + PIECE_BYTES, num_bytes))
+            data = read(start, min(start + bucket_requests.PIECE_BYTES, num_bytes))
             answer = self._call("upload_part", **place, PartNumber=number, Body=data)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
-        starts = enumerate(range(0, num_bytes, PIECE_BYTES), 1)
+        starts = enumerate(range(0, num_bytes, bucket_requests.PIECE_BYTES), 1)
         try:
-            parts = _a_few_at_once([lambda number=n, start=at: send(number, start) for n, at in starts])
+            parts = a_few_at_once([lambda number=n, start=at: send(number, start) for n, at in starts])
             self._call("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
         except Exception:
             # What cannot be removed now is found by `gc`.
             with suppress(Exception):
                 self._once("abort_multipart_upload", **place)
             raise
-
-
-def _get_piece(
-    ask: Callable[..., dict[str, Any]], bucket: str, key: str, place: tuple[int, int], deadline: float
-) -> _Piece:
-    """`place`: start, number of bytes. Every read names a range: only then does the answer tell the object's size."""
-    start, num_bytes = place
-    asked = f"bytes={start}-{start + num_bytes - 1}"
-    try:
-        answer = ask(Bucket=bucket, Key=key, Range=asked)
-    except botocore_errors.ClientError as error:
-        if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return _Piece(b"", 0, "")
-        raise
-    blocks: list[bytes] = []
-    with closing(answer["Body"]) as body:
-        # To the end, where botocore compares checksums.
-        while block := body.read(_BLOCK_BYTES):
-            blocks.append(block)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{sum(map(len, blocks))} bytes received for {asked}, slowly")
-    data = b"".join(blocks)
-    object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
-    if len(data) != min(num_bytes, object_bytes - start):
-        raise ConnectionError(f"received {len(data)} bytes for {asked} of {object_bytes}")
-    return _Piece(data, object_bytes, answer.get("ETag", ""))
-
-
-def _a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:
-    if not requests:
-        return []
-    with ThreadPoolExecutor(_PARALLEL, "shardmill-s3") as pool:
-        futures = [pool.submit(request) for request in requests]
-        # The first error cancels requests that have not begun, and the others are waited for, so that none is still
-        # running when the caller handles the error.
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            future.cancel()
-        return [future.result() for future in futures]
-
-
-def given_deadline_seconds() -> float:
-    """Raises UsageError if the environment's value is not a number of seconds."""
-    given = os.environ.get(DEADLINE) or "120"
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{DEADLINE} = {given!r}", "expected a number of seconds above 0", f"set {DEADLINE}=120")
-    return seconds
 
 
 # What a server says of a request that came late, damaged or too soon, under statuses that mean other things, too.

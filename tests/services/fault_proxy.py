@@ -1,4 +1,4 @@
-"""An HTTP proxy before an S3 server, in threads of the test: it passes on all requests but those that a test spoils."""
+"""An HTTP proxy before an object store, in threads of the test: it passes on all that the test does not spoil."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 _OF_ONE_CONNECTION = {"connection", "transfer-encoding", "expect", "keep-alive"}
 
@@ -67,6 +68,8 @@ _ANSWERS = {
     Fault.EXPIRED: (400, "ExpiredToken"),
 }
 Choice = Callable[[str, str], Fault | None]
+Answer = tuple[int, list[tuple[str, str]], bytes]
+"""Status, headers, body."""
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class FaultProxy:
     upstream: str
     endpoint: str = ""
     choose: Choice = lambda method, path: None
+    withheld: frozenset[str] = frozenset()
+    """Headers, in lower case, that the server never sees."""
     told: Counter[Fault | None] = field(default_factory=Counter)
     """How many requests each fault has spoiled; under None, those that passed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,10 +95,11 @@ class FaultProxy:
 
 
 @contextmanager
-def proxying(upstream: str, port: int = 0) -> Iterator[FaultProxy]:
+def proxying(upstream: str, port: int = 0, handler: type[PassOn] | None = None) -> Iterator[FaultProxy]:
     """A proxy before the endpoint `upstream`, at a free port unless one is given."""
     proxy = FaultProxy(upstream)
-    server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"proxy": proxy}))
+    served: Any = type("Handler", (handler or PassOn,), {"proxy": proxy})
+    server = ThreadingHTTPServer(("127.0.0.1", port), served)
     server.daemon_threads = True
     proxy.endpoint = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -122,7 +128,9 @@ def at_random(rate: float, *faults: Fault, seed: int) -> Choice:
     return lambda method, path: chance.choice(faults) if chance.random() < rate else None
 
 
-class _Handler(BaseHTTPRequestHandler):
+class PassOn(BaseHTTPRequestHandler):
+    """One connection of a client."""
+
     proxy: FaultProxy
     protocol_version = "HTTP/1.1"
     timeout = 120
@@ -159,13 +167,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on
 
-    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _ask(self, body: bytes) -> Answer:
         """What the server answers. The host stays as the client named it: it has signed it."""
         upstream = http.client.HTTPConnection(self.proxy.upstream.removeprefix("http://"), timeout=60)
         upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            if name.lower() not in _OF_ONE_CONNECTION:
-                upstream.putheader(name, value)
+        for name, value in self._passed().items():
+            upstream.putheader(name, value)
         upstream.endheaders(body)
         answer = upstream.getresponse()
         data = answer.read()
@@ -174,6 +181,11 @@ class _Handler(BaseHTTPRequestHandler):
             headers = [pair for pair in headers if pair[0].lower() != "content-length"]
         upstream.close()
         return answer.status, headers, data
+
+    def _passed(self) -> dict[str, str]:
+        """The headers that the server is told, by their names in lower case."""
+        withheld = _OF_ONE_CONNECTION | self.proxy.withheld
+        return {name.lower(): value for name, value in self.headers.items() if name.lower() not in withheld}
 
     def _answer(
         self, status: int, headers: list[tuple[str, str]], data: bytes, told_bytes: int, *, is_slow: bool = False

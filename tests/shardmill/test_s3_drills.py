@@ -15,7 +15,8 @@ from etl.config import EtlConfig
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.stores import open_store, s3, s3_requests
+from shardmill.stores import bucket_requests, open_store, s3
+from shardmill.stores.bucket_requests import DEADLINES
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
 from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying
@@ -131,13 +132,13 @@ def test_a_profile_says_where_and_who(gateway_bucket: str, gateway: Gateway, tmp
 def faults(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """What this process asks of S3 goes through it; a second without a byte is a stall."""
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(s3_requests.DEADLINE, "8")
+        monkeypatch.setenv(DEADLINES["s3"], "8")
         connect_to(proxy.endpoint, monkeypatch)
         yield proxy
 
 
 def limit(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(s3_requests.DEADLINE, seconds)
+    monkeypatch.setenv(DEADLINES["s3"], seconds)
     s3._connected.cache_clear()
 
 
@@ -265,7 +266,7 @@ def test_a_large_file_goes_up_in_parts_each_tried_again(
     faults: FaultProxy, gateway_bucket: str, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
     # The least that S3 takes for a part.
-    monkeypatch.setattr(s3_requests, "PIECE_BYTES", 5 << 20)
+    monkeypatch.setattr(bucket_requests, "PIECE_BYTES", 5 << 20)
     store, data = open_store(gateway_bucket), bytes(range(251)) * 45_000
     lost_end = in_turn(Fault.ERROR_IN_200, Fault.DROPPED, method="POST", path="uploadId")
     busy = in_turn(Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, path="partNumber")
@@ -287,13 +288,13 @@ def test_a_slow_line_needs_no_other_deadline(faults: FaultProxy, gateway_bucket:
     store, data = open_store(gateway_bucket), bytes(range(250)) * 160_000
     store.put("large", data)
     # Four pieces of a second each at a time: all of them take longer than any one of them may.
-    monkeypatch.setattr(s3_requests, "PIECE_BYTES", 1_000_000)
+    monkeypatch.setattr(bucket_requests, "PIECE_BYTES", 1_000_000)
     faults.choose = lambda method, path: Fault.SLOW
     assert store.read("large") == data and faults.told[Fault.SLOW] >= 40
 
 
 def test_a_server_that_is_started_again_is_waited_for(gateway_bucket: str, gateway: Gateway, monkeypatch):
-    monkeypatch.setattr(s3_requests, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.1)
     [port] = free_ports(1)
     with ThreadPoolExecutor(1) as reader:
         with proxying(gateway.endpoint, port) as proxy:
@@ -308,7 +309,7 @@ def test_a_server_that_is_started_again_is_waited_for(gateway_bucket: str, gatew
 
 
 def test_a_server_that_was_never_there_is_told_soon(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(s3_requests, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.5)
     connect_to("http://127.0.0.1:1", monkeypatch)
     limit("3600", monkeypatch)
     # Not: whether it was published is unknown.

@@ -35,7 +35,7 @@ from tests.services.web import serving
 
 # tests/shardmill/test_storage.py has those.
 READ_ONLY = ("http", "fsspec")
-_MARKS = {"s3": pytest.mark.starts("server"), "hdfs": pytest.mark.drill}
+_MARKS = {"s3": pytest.mark.starts("server"), **dict.fromkeys(("gs", "az", "hdfs"), pytest.mark.drill)}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in STORES if name not in READ_ONLY])
@@ -44,6 +44,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     roots = {
         "file": lambda: tmp_path,
         "s3": lambda: f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}",
+        "gs": lambda: f"{request.getfixturevalue('gcs_bucket')}/{tmp_path.name}",
+        "az": lambda: f"{request.getfixturevalue('azure_container')}/{tmp_path.name}",
         "hdfs": lambda: request.getfixturevalue("hdfs_root"),
     }
     return open_store(roots[request.param]())
@@ -246,7 +248,7 @@ def test_a_hostile_path_is_refused(path: str):
 
 def test_an_unknown_scheme_names_the_known_ones():
     with pytest.raises(
-        UsageError, match=r"no storage for s4:// .*one of file, s3, hdfs, http, fsspec; did you mean 's3'\?"
+        UsageError, match=r"no storage for s4:// .*one of file, s3, gs, az, hdfs, http, fsspec; did you mean 's3'\?"
     ):
         open_store("s4://bucket/x")
 
@@ -266,9 +268,11 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path):
         open_store(tmp_path / "file").put("x", b"1")
 
 
-def test_the_name_that_hadoop_has_for_s3_is_taken_and_not_kept():
+def test_names_that_other_tools_have_for_a_scheme_are_taken_and_not_kept():
     assert open_store("s3a://bucket/x").uri == open_store("s3://bucket/x").uri == "s3://bucket/x"
-    assert scheme_of("s3a://bucket") == "s3"
+    assert [scheme_of(f"{name}://x") for name in ("s3a", "gcs", "abfs", "abfss")] == ["s3", "gs", "az", "az"]
+    hadoops = open_store("abfss://photos@account.dfs.core.windows.net/x")
+    assert hadoops.uri == "az://photos@account.dfs.core.windows.net/x"
 
 
 @pytest.mark.parametrize(
@@ -277,10 +281,25 @@ def test_the_name_that_hadoop_has_for_s3_is_taken_and_not_kept():
         ("hdfs:/user/x", "hdfs:///user/x"),
         ("s3:/bucket/x", "s3://bucket/x"),
         ("s3a:/bucket/x", "s3://bucket/x"),
+        ("abfs:/photos/x", "az://photos/x"),
     ],
 )
 def test_a_scheme_with_one_slash_is_not_a_folder_of_that_name(uri: str, meant: str):
     with pytest.raises(UsageError, match=f"no storage for '.*'; expected two slashes; did you mean {meant}"):
+        open_store(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("gs://", "no Google Cloud Storage bucket can be called ''"),
+        ("gs://Upper/x", "expected gs://BUCKET/PATH with 3 or more lowercase letters"),
+        ("az:///x", "no Azure Blob Storage container can be called ''"),
+        ("abfs://photos@elsewhere.org/x", "expected az://CONTAINER/PATH"),
+    ],
+)
+def test_a_bucket_that_cannot_be_is_refused_before_any_request(uri: str, said: str):
+    with pytest.raises(UsageError, match=said):
         open_store(uri)
 
 
