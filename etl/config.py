@@ -110,7 +110,7 @@ class SourceConfig(Section):
     coco_images: str = ""
     """Of kind `coco`: the folder or URI of the images; empty: beside the annotation file, or in a usual folder."""
     coco_masks: bool = False
-    """Of kind `coco`: also make a mask of each image's outlines, with the ids of the categories (docs/boxes.md)."""
+    """Of kind `coco`: also make a mask of each image from its segmentations, of ids of categories (docs/boxes.md)."""
     download: DownloadConfig = DownloadConfig()
     """Downloads of URLs in a table."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SourceConfig] = Field(default_factory=dict)

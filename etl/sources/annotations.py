@@ -251,17 +251,17 @@ class ReaderOfMasks:
         return self._images.is_there(path)
 
 
-OUTLINES = "outlines"
-"""Beside the boxes of a listed image: the text of its outlines, of which its mask is drawn."""
+SEGMENTATIONS = "segmentations"
+"""Beside the boxes of a listed image: the text of its segmentations, of which its mask is drawn."""
 MAX_VALUE = 255
 """Largest number of a mask; 0 is where there is no object."""
 
 
-def outline_text(value: int, segmentation: str, bbox: Any, *, is_crowd: bool) -> str:
-    """One outline, its segmentation as JSON, beside its box, which it must not leave."""
+def segmentation_text(value: int, segmentation: str, bbox: Any, *, is_crowd: bool) -> str:
+    """The polygons or run lengths of one object, as JSON, beside its box, which it must not leave."""
     return f"[{value},{int(is_crowd)},{json.dumps(bbox)},{segmentation}]"
 
 
-def joined(outlines: Iterable[str]) -> str:
-    """The outlines of one image, in the order of the file."""
-    return f"[{','.join(outlines)}]"
+def joined(segmentations: Iterable[str]) -> str:
+    """The segmentations of one image, in the order of the file."""
+    return f"[{','.join(segmentations)}]"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from etl.sources.annotations import ANNOTATED_SIZE, OUTLINES, mask_place
+from etl.sources.annotations import ANNOTATED_SIZE, SEGMENTATIONS, mask_place
 from etl.units.units import UnitTask
 from shardmill.images.annotations import (
     CLIPPED_NOTE,
@@ -128,7 +128,7 @@ class MaskReader:
         if isinstance(data, Rejection) or not self._has_masks:
             return data
         values = decode_values(image.extra)
-        if OUTLINES in values:
+        if SEGMENTATIONS in values:
             return data
         place = mask_place(image, str(values[MASK]), is_in_parts=self._is_in_parts)
         mask = self._read(place.image)
@@ -188,7 +188,7 @@ def move_annotations(image: SourceImage, sample: ImageSample, options: Normalize
     A rejection if boxes are of an image of another size.
     """
     values, geometry = decode_values(image.extra), plan_geometry(sample.source_height, sample.source_width, options)
-    outlines, size = values.pop(OUTLINES, None), values.pop(ANNOTATED_SIZE, None)
+    segmentations, size = values.pop(SEGMENTATIONS, None), values.pop(ANNOTATED_SIZE, None)
     upright = UprightSize(sample.source_height, sample.source_width, sample.orientation)
     shape_HW = (int(size[1]), int(size[0])) if isinstance(size, list) else None
     try:
@@ -196,8 +196,8 @@ def move_annotations(image: SourceImage, sample: ImageSample, options: Normalize
     except Refused as refusal:
         return image.rejected(refusal.reason, refusal.detail, "decode", sample.source_sha256)
     mask_task = None
-    if outlines is not None:
-        mask_task = MaskTask(upright, str(outlines), shape_HW)
+    if segmentations is not None:
+        mask_task = MaskTask(upright, str(segmentations), shape_HW)
     elif MASK in values:
         mask_task = MaskTask(upright)
     sample = replace(sample, notes=(*sample.notes, *notes))

@@ -2,7 +2,7 @@
 
 A box is x0, y0, x1, y1 in pixels of the upright image: pixel n reaches from n to n + 1, so a box over all of an image
 that is 40 wide has x0 = 0 and x1 = 40. A mask has a class number for each pixel: it is a PNG of one channel with at
-most 8 bits, gray or with a palette, whose numbers are then the values, or is drawn from outlines, polygons or COCO's
+most 8 bits, gray or with a palette, whose numbers are then the values, or is drawn from polygons or COCO's
 run lengths. Nothing is interpolated: each stored pixel has the value of one pixel of the source.
 
 Shape legend: K boxes, H height, W width, P corners of a polygon, E edges, C crossings of edges and rows.
@@ -119,9 +119,9 @@ class MaskTask:
     """What a mask is made of, besides its file."""
 
     source: UprightSize
-    outlines: str | None = None
-    """JSON: a value, whether it is of a crowd, a box and a segmentation of COCO's, of each outline; None for a file."""
-    outlines_shape_HW: tuple[int, int] | None = None
+    segmentations: str | None = None
+    """JSON: of each segmentation its value, whether it is of a crowd, its box and its region; None for a file."""
+    segmentations_shape_HW: tuple[int, int] | None = None
     """Of the image in which they were drawn; of the upright one if the source does not say."""
 
     def with_file(self, mask: bytes) -> bytes:
@@ -135,7 +135,7 @@ def make_mask(source: SourceImage, data: bytes, options: NormalizeOptions) -> Im
     facts: dict[str, Any] = json.loads(line)
     task = MaskTask(**{**facts, "source": UprightSize(**facts["source"])})
     try:
-        mask_HW = _of_file(file, task) if task.outlines is None else _of_outlines(task.outlines, task)
+        mask_HW = _of_file(file, task) if task.segmentations is None else _of_segmentations(task.segmentations, task)
         stored_HW = move_mask(mask_HW, plan_geometry(task.source.height, task.source.width, options))
         stored = encode_mask(stored_HW)
     except Exception as error:
@@ -151,15 +151,15 @@ def _of_file(file: bytes, task: MaskTask) -> np.ndarray:
     return _upright(decode_mask(file), task, is_of_file=is_of_file)
 
 
-def _of_outlines(text: str, task: MaskTask) -> np.ndarray:
-    height, width = task.outlines_shape_HW or (task.source.height, task.source.width)
-    outlines = [
-        Outline(value, bool(is_crowd), box=_box_of(bbox), **_region(segmentation, height, width))
+def _of_segmentations(text: str, task: MaskTask) -> np.ndarray:
+    height, width = task.segmentations_shape_HW or (task.source.height, task.source.width)
+    segmentations = [
+        Segmentation(value, bool(is_crowd), box=_box_of(bbox), **_region(segmentation, height, width))
         for value, is_crowd, bbox, segmentation in json.loads(text)
     ]
-    sides = [side for outline in outlines for side in outline.box or ()]
-    is_of_file = task.source.is_of_file(height, width, "its outlines are of", sides)
-    return _upright(draw_outlines(outlines, height, width), task, is_of_file=is_of_file)
+    sides = [side for segmentation in segmentations for side in segmentation.box or ()]
+    is_of_file = task.source.is_of_file(height, width, "its segmentations are of", sides)
+    return _upright(draw_segmentations(segmentations, height, width), task, is_of_file=is_of_file)
 
 
 def _box_of(bbox: Any) -> tuple[float, float, float, float] | None:
@@ -175,7 +175,7 @@ def _region(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     if isinstance(segmentation, list):
         return {"polygons_P2": tuple(map(polygon_of, segmentation))}
     if not isinstance(segmentation, dict) or "counts" not in segmentation:
-        raise Refused(RejectReason.BAD_MASK, f"the outline {printable(repr(segmentation)[:60])} is no polygon")
+        raise Refused(RejectReason.BAD_MASK, f"the segmentation {printable(repr(segmentation)[:60])} is no polygon")
     size = segmentation.get("size")
     if size != [height, width]:
         raise Refused(
@@ -193,14 +193,14 @@ def _upright(mask_HW: np.ndarray, task: MaskTask, *, is_of_file: bool) -> np.nda
 _MAX_COORDINATE = 1e9
 _MAX_CROSSINGS_AT_ONCE = 1 << 20
 _MIN_CORNERS = 3
-# A box may be drawn by hand, and be rounded: the rectangle around an outline is inside by so much of its area.
+# A box may be drawn by hand, and be rounded: the rectangle around a segmentation is inside by so much of its area.
 _BOX_MARGIN, _LEAST_IN_BOX = 2.0, 0.8
 MAX_CROSSINGS = 1 << 24
-"""Of the edges of all outlines of an image and the rows of pixels: those of dense contours are some ten thousand."""
+"""Of all edges of an image's segmentations and the rows of pixels: those of dense contours are some ten thousand."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class Segmentation:
     """The region of one object, or of a crowd of objects."""
 
     value: int
@@ -243,24 +243,26 @@ class _Region:
         mask_HW[self.top : self.top + self.height, self.left : self.left + self.width][is_inside_HW] = value
 
 
-def draw_outlines(outlines: Sequence[Outline], height: int, width: int) -> np.ndarray:
-    """The mask, uint8 (H, W), 0 outside all outlines. Of equally large ones the later is on top.
+def draw_segmentations(segmentations: Sequence[Segmentation], height: int, width: int) -> np.ndarray:
+    """The mask, uint8 (H, W), 0 outside all segmentations. Of equally large ones the later is on top.
 
-    Raises Refused for run lengths of an image of another size, and for outlines that cross too many rows.
+    Raises Refused for run lengths of an image of another size, and for segmentations that cross too many rows.
     """
-    num_crossings = sum(_num_crossings(corners_P2, height) for each in outlines for corners_P2 in each.polygons_P2)
+    num_crossings = sum(_num_crossings(corners_P2, height) for each in segmentations for corners_P2 in each.polygons_P2)
     if num_crossings > MAX_CROSSINGS:
-        detail = f"the outlines cross {num_crossings} rows of pixels; at most {MAX_CROSSINGS} are drawn"
+        detail = f"the segmentations cross {num_crossings} rows of pixels; at most {MAX_CROSSINGS} are drawn"
         raise Refused(RejectReason.BAD_MASK, detail)
-    regions = [_regions_of(outline, height, width) for outline in outlines]
-    for outline, of_outline in zip(outlines, regions, strict=True):
-        _check_in_box(outline, of_outline)
+    regions = [_regions_of(segmentation, height, width) for segmentation in segmentations]
+    for segmentation, of_segmentation in zip(segmentations, regions, strict=True):
+        _check_in_box(segmentation, of_segmentation)
     areas = [sum(region.num_pixels for region in each) for each in regions]
-    order = sorted(range(len(outlines)), key=lambda place: (not outlines[place].is_crowd, -areas[place], place))
+    order = sorted(
+        range(len(segmentations)), key=lambda place: (not segmentations[place].is_crowd, -areas[place], place)
+    )
     mask_HW = np.zeros((height, width), np.uint8)
     for place in order:
         for region in regions[place]:
-            region.paint(mask_HW, outlines[place].value)
+            region.paint(mask_HW, segmentations[place].value)
     return mask_HW
 
 
@@ -273,7 +275,7 @@ def polygon_of(coordinates: Sequence[float]) -> np.ndarray:
     is_polygon = values.ndim == 1 and len(values) % 2 == 0 and len(values) >= 2 * _MIN_CORNERS
     if not is_polygon or not (np.abs(values) <= _MAX_COORDINATE).all():
         text = str(coordinates)[:60]
-        raise Refused(RejectReason.BAD_MASK, f"the outline {text} is no list of x and y of at least three corners")
+        raise Refused(RejectReason.BAD_MASK, f"the segmentation {text} is no list of x and y of at least three corners")
     return values.reshape(-1, 2)
 
 
@@ -285,7 +287,7 @@ def run_lengths_of(counts: Sequence[int] | str) -> np.ndarray:
             return lengths
     except (ValueError, OverflowError):
         pass
-    raise Refused(RejectReason.BAD_MASK, f"the run lengths {str(counts)[:60]!r} of an outline do not decode")
+    raise Refused(RejectReason.BAD_MASK, f"the run lengths {str(counts)[:60]!r} of a segmentation do not decode")
 
 
 def _unpacked(text: str) -> list[int]:
@@ -309,32 +311,34 @@ def _unpacked(text: str) -> list[int]:
     return lengths
 
 
-def _regions_of(outline: Outline, height: int, width: int) -> list[_Region]:
-    if outline.run_lengths is None:
-        return [_inside(corners_P2, height, width) for corners_P2 in outline.polygons_P2]
-    lengths = outline.run_lengths
+def _regions_of(segmentation: Segmentation, height: int, width: int) -> list[_Region]:
+    if segmentation.run_lengths is None:
+        return [_inside(corners_P2, height, width) for corners_P2 in segmentation.polygons_P2]
+    lengths = segmentation.run_lengths
     if (lengths > height * width).any() or int(lengths.sum()) != height * width:
-        raise Refused(RejectReason.BAD_MASK, f"the run lengths of an outline do not add up to {width}x{height} pixels")
+        raise Refused(
+            RejectReason.BAD_MASK, f"the run lengths of a segmentation do not add up to {width}x{height} pixels"
+        )
     # Where a run ends. The last one is not a place if it is outside, and a run of no pixels is none.
     ends, times = np.unique(np.cumsum(lengths)[: len(lengths) // 2 * 2], return_counts=True)
     return [_Region(0, 0, height, width, ends[times % 2 == 1], is_by_columns=True)]
 
 
-def _check_in_box(outline: Outline, regions: Sequence[_Region]) -> None:
-    """Raise Refused for an outline that leaves its box, as one of y and x, or of run lengths row by row, does."""
-    if outline.box is None:
+def _check_in_box(segmentation: Segmentation, regions: Sequence[_Region]) -> None:
+    """Raise Refused for a segmentation that leaves its box, as one of y and x, or of run lengths row by row, does."""
+    if segmentation.box is None:
         return
-    if outline.run_lengths is None:
-        corners_P2 = np.concatenate([np.zeros((0, 2)), *outline.polygons_P2])
+    if segmentation.run_lengths is None:
+        corners_P2 = np.concatenate([np.zeros((0, 2)), *segmentation.polygons_P2])
     else:
         corners_P2 = np.concatenate([_corners_of_columns(region) for region in regions])
     if not len(corners_P2):
         return
-    start, end, box = corners_P2.min(axis=0), corners_P2.max(axis=0), np.array(outline.box)
+    start, end, box = corners_P2.min(axis=0), corners_P2.max(axis=0), np.array(segmentation.box)
     inside = np.minimum(end, box[2:] + _BOX_MARGIN) - np.maximum(start, box[:2] - _BOX_MARGIN)
     if inside.clip(0).prod() < _LEAST_IN_BOX * (end - start).prod():
         spans, boxed = (", ".join(f"{side:g}" for side in sides) for sides in ((*start, *end), box))
-        raise Refused(RejectReason.BAD_MASK, f"an outline from {spans} is not that of its bbox, from {boxed}")
+        raise Refused(RejectReason.BAD_MASK, f"a segmentation from {spans} is not that of its bbox, from {boxed}")
 
 
 def _corners_of_columns(region: _Region) -> np.ndarray:

@@ -163,7 +163,7 @@ def rectangle(x0: float, y0: float, x1: float, y1: float) -> list[float]:
 
 
 def with_masks(folder: Path, segmentations: dict[int, Any]) -> SourceConfig:
-    """`as_coco` with the outline of each annotation: its box, or of those that are named by number another one."""
+    """`as_coco` with the segmentation of each annotation: its box, or of those that are named by number another one."""
     source = as_coco(folder, ROWS)
     content = json.loads(Path(source.uri).read_text())
     for number, each in enumerate(content["annotations"]):

@@ -1,4 +1,4 @@
-"""Masks and outlines of images: they are read, stored and returned with the image that they belong to."""
+"""Masks and segmentations of images: they are read, stored and returned with the image that they belong to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import Image
 
 import shardmill
 from etl.config import BoxesConfig, SourceConfig
-from etl.sources.annotations import ANNOTATED_SIZE, OUTLINES
+from etl.sources.annotations import ANNOTATED_SIZE, SEGMENTATIONS
 from etl.units.after_decoding import Annotated
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import read_rejections
@@ -26,7 +26,7 @@ from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_row, decode_stored_mask, encode_mask
-from shardmill.images.annotations import Outline, decode_mask, draw_outlines, polygon_of, run_lengths_of
+from shardmill.images.annotations import Segmentation, decode_mask, draw_segmentations, polygon_of, run_lengths_of
 from shardmill.images.pixels import Refused
 from shardmill.loader.dataset import LoadableDataset
 from shardmill.loader.pictures import picture_of
@@ -256,8 +256,8 @@ COMPRESSED, COUNTS = "9340005", [9, 3, 4, 3, 4, 3, 9]
 LONGER = r"X2`1f0000\8cNQI00000:", [72, 48, 22, 48, 22, 48, 290, 3, 67, 3, 67, 3, 67, 3, 77]
 
 
-def outline(value: int, *polygons: list[float], is_crowd: bool = False) -> Outline:
-    return Outline(value, is_crowd, tuple(map(polygon_of, polygons)))
+def segmentation(value: int, *polygons: list[float], is_crowd: bool = False) -> Segmentation:
+    return Segmentation(value, is_crowd, tuple(map(polygon_of, polygons)))
 
 
 def test_a_pixel_belongs_to_the_polygon_around_its_centre() -> None:
@@ -270,7 +270,7 @@ def test_a_pixel_belongs_to_the_polygon_around_its_centre() -> None:
         corners_P2 = rng.uniform(-5, 60, 2) + radii * np.stack([np.cos(angles), np.sin(angles)], 1)
         closed = Polygon(np.concatenate([corners_P2, corners_P2[:1]]), closed=True)
         expected = closed.contains_points(np.stack([x.ravel(), y.ravel()], 1)).reshape(height, width)
-        mask_HW = draw_outlines([outline(9, corners_P2.ravel().tolist())], height, width)
+        mask_HW = draw_segmentations([segmentation(9, corners_P2.ravel().tolist())], height, width)
         assert ((mask_HW == 9) == expected).all() and mask_HW.max(initial=0) in (0, 9), seed
 
 
@@ -278,31 +278,33 @@ def test_run_lengths_as_numbers_and_as_text() -> None:
     expected = np.zeros((7, 5), np.uint8)
     expected[2:5, 1:4] = 4
     for counts in (COUNTS, COMPRESSED):
-        assert (draw_outlines([Outline(4, False, (), run_lengths_of(counts))], 7, 5) == expected).all()
+        assert (draw_segmentations([Segmentation(4, False, (), run_lengths_of(counts))], 7, 5) == expected).all()
     assert run_lengths_of(LONGER[0]).tolist() == LONGER[1]
     for bad in ("", "9434é", "9P", [], [1, -1], ["a"], [1.5]):
         with pytest.raises(Refused, match="run lengths"):
             run_lengths_of(bad)  # pyright: ignore[reportArgumentType]
     with pytest.raises(Refused, match="do not add up to 5x8"):
-        draw_outlines([Outline(4, False, (), run_lengths_of(COUNTS))], 8, 5)
+        draw_segmentations([Segmentation(4, False, (), run_lengths_of(COUNTS))], 8, 5)
 
 
-def test_the_smaller_outline_is_on_top_and_crowds_are_below() -> None:
-    large, small = outline(1, rectangle(0, 0, 8, 8)), outline(2, rectangle(2, 2, 4, 4), rectangle(6, 6, 9, 9))
-    crowd = outline(3, rectangle(3, 3, 5, 5), is_crowd=True)
-    found = [draw_outlines(each, 10, 10) for each in ([large, small, crowd], [crowd, small, large])]
+def test_the_smaller_segmentation_is_on_top_and_crowds_are_below() -> None:
+    large, small = segmentation(1, rectangle(0, 0, 8, 8)), segmentation(2, rectangle(2, 2, 4, 4), rectangle(6, 6, 9, 9))
+    crowd = segmentation(3, rectangle(3, 3, 5, 5), is_crowd=True)
+    found = [draw_segmentations(each, 10, 10) for each in ([large, small, crowd], [crowd, small, large])]
     assert (found[0] == found[1]).all()
     assert np.bincount(found[0].ravel()).tolist() == [100 - 64 - 5, 64 - 8, 13]
-    assert draw_outlines([small, outline(5, rectangle(2, 2, 4, 4), rectangle(6, 6, 9, 9))], 10, 10).max() == 5
-    assert not draw_outlines([outline(1, [3, 3, 3, 3, 3, 3]), outline(1, rectangle(20, 20, 30, 30))], 10, 10).any()
+    assert draw_segmentations([small, segmentation(5, rectangle(2, 2, 4, 4), rectangle(6, 6, 9, 9))], 10, 10).max() == 5
+    assert not draw_segmentations(
+        [segmentation(1, [3, 3, 3, 3, 3, 3]), segmentation(1, rectangle(20, 20, 30, 30))], 10, 10
+    ).any()
 
 
-def test_outlines_that_cross_too_many_rows_are_not_drawn() -> None:
+def test_segmentations_that_cross_too_many_rows_are_not_drawn() -> None:
     zigzag = np.stack([np.linspace(0, 3000, 20_000), np.arange(20_000) % 2 * 3000], 1).ravel().tolist()
-    with pytest.raises(Refused, match="the outlines cross 60000000 rows of pixels; at most 16777216 are drawn"):
-        draw_outlines([outline(1, zigzag)], 3000, 3000)
+    with pytest.raises(Refused, match="the segmentations cross 60000000 rows of pixels; at most 16777216 are drawn"):
+        draw_segmentations([segmentation(1, zigzag)], 3000, 3000)
     # A fifth of them: teeth on both sides of the edge that closes the polygon.
-    mask_HW = draw_outlines([outline(1, zigzag[: 2 * 4_000])], 3000, 3000)
+    mask_HW = draw_segmentations([segmentation(1, zigzag[: 2 * 4_000])], 3000, 3000)
     assert 0.32 < mask_HW[:, :600].mean() < 0.34 and not mask_HW[:, 601:].any()
 
 
@@ -311,7 +313,7 @@ def test_a_drawn_mask_lies_where_its_pixels_are(mode: str) -> None:
     height, width, box = 60, 90, [18, 20, 63, 50]
     options = NormalizeOptions(image_size=48, resize_mode=mode, encoding="png")  # pyright: ignore[reportArgumentType]
     for orientation in (1, 3, 6, 8):
-        found = moved_outlines(
+        found = moved_segmentations(
             drawn(height, width, box, orientation), [[7, 0, [rectangle(*box)]]], [width, height], options
         )
         assert isinstance(found, Annotated)
@@ -321,16 +323,16 @@ def test_a_drawn_mask_lies_where_its_pixels_are(mode: str) -> None:
         assert pixels is not None and np.abs(np.subtract(places_of(mask_HW), pixels)).max() <= 1
 
 
-def moved_outlines(
-    data: bytes, outlines: list[Any], size: list[int], options: NormalizeOptions
+def moved_segmentations(
+    data: bytes, segmentations: list[Any], size: list[int], options: NormalizeOptions
 ) -> Annotated | Rejection:
-    boxed = [[value, is_crowd, None, region] for value, is_crowd, region in outlines]
-    values = {OUTLINES: json.dumps(boxed), ANNOTATED_SIZE: size}
+    boxed = [[value, is_crowd, None, region] for value, is_crowd, region in segmentations]
+    values = {SEGMENTATIONS: json.dumps(boxed), ANNOTATED_SIZE: size}
     source = SourceImage("a.png", len(data), extra=encode_values(values))  # pyright: ignore[reportArgumentType]
     return annotated(source, data, options)
 
 
-def test_what_is_no_outline_rejects_its_image() -> None:
+def test_what_is_no_segmentation_rejects_its_image() -> None:
     data = drawn(20, 40, [1, 1, 9, 9])
     for region, size, problem in (
         ([[1, 2, 3, 4]], [40, 20], "at least three corners"),
@@ -341,11 +343,11 @@ def test_what_is_no_outline_rejects_its_image() -> None:
         ({"counts": [800], "size": [40, 20]}, [40, 20], "the size (height, width) of its run lengths is [40, 20]"),
         ([rectangle(0, 0, 9, 9)], [10**6, 10**6], "the image has 40x20"),
     ):
-        found = moved_outlines(data, [[7, 0, region]], size, NormalizeOptions())
+        found = moved_segmentations(data, [[7, 0, region]], size, NormalizeOptions())
         assert isinstance(found, Rejection) and problem in found.detail, region
 
 
-def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:
+def test_a_dataset_has_the_segmentations_of_its_annotations(tmp_path: Path) -> None:
     first = build_from(with_masks(tmp_path, {}), tmp_path / "dataset", image_size=20).manifest
     assert first.columns["mask"] == "png" and first.columns["boxes"] == "list<box>"
     opened = shardmill.open_dataset(str(tmp_path / "dataset"))
@@ -356,7 +358,7 @@ def test_a_dataset_has_the_outlines_of_its_annotations(tmp_path: Path) -> None:
     expected[4:10, 10:12] = 17
     assert (masks["0"] == expected).all()
     assert set(np.unique(masks["1"])) == {0, 18} and not masks["2"].any() and not masks["3"].any()
-    # A later run makes the image again whose outline is another.
+    # A later run makes the image again whose segmentation is another.
     again = build_from(with_masks(tmp_path, {}), tmp_path / "dataset", image_size=20)
     assert again.manifest.version == first.version
     runs = {"counts": [365, 4, 431], "size": [20, 40]}
@@ -385,16 +387,16 @@ def test_a_mask_beyond_the_limits_of_decoding_rejects_its_image(tmp_path: Path) 
 
 def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
     listing = list_images(with_masks(tmp_path, {0: [], 1: None}))
-    assert any(each.startswith("2 annotations") and "no outline" in each for each in listing.warnings)
+    assert any(each.startswith("2 annotations") and "no segmentation" in each for each in listing.warnings)
     source = with_masks(tmp_path, {number: [] for number in range(9)})
-    with pytest.raises(UsageError, match="has no outlines, and source.coco_masks = true"):
+    with pytest.raises(UsageError, match="has no segmentations, and source.coco_masks = true"):
         list_images(source)
     for value in (0, 256, "a"):
         source = with_masks(tmp_path, {})
         content = json.loads(Path(source.uri).read_text())
         content["annotations"][1]["category_id"] = value
         Path(source.uri).write_text(json.dumps(content))
-        with pytest.raises(UsageError, match=f"outlines of the category {value!r}"):
+        with pytest.raises(UsageError, match=f"segmentations of the category {value!r}"):
             list_images(source)
 
 
@@ -415,7 +417,7 @@ def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
         ({"counts": [170, 20, *[20, 20] * 7, 330], "size": [20, 40]}, True),
     ],
 )
-def test_an_outline_lies_in_its_box(segmentation: Any, is_refused: bool, tmp_path: Path) -> None:
+def test_a_segmentation_lies_in_its_box(segmentation: Any, is_refused: bool, tmp_path: Path) -> None:
     source = with_masks(tmp_path, {2: segmentation})
     content = json.loads(Path(source.uri).read_text())
     content["annotations"][2]["bbox"] = [10, 4, 20, 8]

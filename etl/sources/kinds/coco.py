@@ -22,12 +22,12 @@ import pyarrow.compute as pc
 from etl.sources.annotations import (
     ANNOTATED_SIZE,
     MAX_VALUE,
-    OUTLINES,
+    SEGMENTATIONS,
     box_types,
     box_values,
     is_number,
     joined,
-    outline_text,
+    segmentation_text,
 )
 from etl.sources.columns import listed_rows, text_of_value
 from etl.sources.containers import Containers, open_file
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _LISTS = ("images", "annotations", "categories")
 _KEPT = frozenset({*_LISTS, "id", "file_name", "width", "height", "name", "image_id", "category_id", "bbox", "iscrowd"})
 _CROWDS = {"0": False, "false": False, "": False, "1": True, "true": True}
-_KEPT_WITH_OUTLINES = _KEPT | {"segmentation", "counts", "size"}
+_KEPT_WITH_SEGMENTATIONS = _KEPT | {"segmentation", "counts", "size"}
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class CocoImage:
     """The category's name of each box."""
     problem: str = ""
     """What is wrong with its size, or with the first annotation that gives no box."""
-    outlines: list[str] = field(default_factory=list)
-    """If they are read: the text of each outline, those of crowds included."""
+    segmentations: list[str] = field(default_factory=list)
+    """If they are read: the text of each segmentation, those of crowds included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +75,28 @@ class CocoFile:
 
     images: tuple[CocoImage, ...]
     num_crowds: int
-    """Annotations of crowds, which outline a region of many objects; their boxes are left out."""
+    """Annotations of crowds, which show a region of many objects; their boxes are left out."""
     num_strays: int
     """Annotations of images that the file does not list."""
-    num_without_outline: int
-    """If outlines are read: annotations that have none."""
+    num_without_segmentation: int
+    """If segmentations are read: annotations that have none."""
 
 
-def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_outlines: bool = False) -> CocoFile:
-    """The images of an annotation file; without boxes and outlines nothing else of it is read.
+def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_segmentations: bool = False) -> CocoFile:
+    """The images of an annotation file; without boxes and segmentations nothing else of it is read.
 
     Raises IntegrityError for what is no JSON, UsageError for JSON of another kind, if no annotation gives a box, and
     for categories that no mask has.
     """
     try:
-        content = json.loads(stream.read(), object_hook=partial(_packed, has_outlines=has_outlines))
+        content = json.loads(stream.read(), object_hook=partial(_packed, has_segmentations=has_segmentations))
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             f"{printable(where)} does not parse: {error}",
             "expected JSON, as COCO's annotations are",
             "restore the file",
         ) from None
-    names = _LISTS if has_boxes or has_outlines else _LISTS[:1]
+    names = _LISTS if has_boxes or has_segmentations else _LISTS[:1]
     lists = {name: content.get(name) if isinstance(content, Mapping) else None for name in names}
     missing = [
         name
@@ -110,7 +110,7 @@ def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_outli
         categories = {_id(each["id"]): each["name"] for each in _distinct("categories", lists, where)}
         annotations = lists.get("annotations") or []
         num_crowds, num_strays = _add_boxes(images, categories, annotations, where) if has_boxes else (0, 0)
-        num_without = _add_outlines(images, annotations, where) if has_outlines else 0
+        num_without = _add_segmentations(images, annotations, where) if has_segmentations else 0
     except (KeyError, TypeError) as error:
         raise _no_coco(where, f"has an image, category or annotation without {error}") from None
     # Of two records of one file, the boxes are those of one image.
@@ -118,9 +118,11 @@ def read_coco(stream: BinaryIO, where: str, *, has_boxes: bool = True, has_outli
     return CocoFile(tuple(found.values()), num_crowds, num_strays, num_without)
 
 
-def _packed(value: dict[str, Any], *, has_outlines: bool) -> dict[str, Any]:
-    """What is read of an object; its outline as a text, which takes a fraction of the memory of its numbers."""
-    kept = {name: value[name] for name in (_KEPT_WITH_OUTLINES if has_outlines else _KEPT).intersection(value)}
+def _packed(value: dict[str, Any], *, has_segmentations: bool) -> dict[str, Any]:
+    """What is read of an object; its segmentation as a text, which takes a fraction of the memory of its numbers."""
+    kept = {
+        name: value[name] for name in (_KEPT_WITH_SEGMENTATIONS if has_segmentations else _KEPT).intersection(value)
+    }
     if kept.get("segmentation"):
         kept["segmentation"] = json.dumps(kept["segmentation"], separators=(",", ":"))
     return kept
@@ -211,7 +213,7 @@ def _add_boxes(
     return num_crowds, num_strays
 
 
-def _add_outlines(images: Mapping[Any, CocoImage], annotations: list[dict[str, Any]], where: str) -> int:
+def _add_segmentations(images: Mapping[Any, CocoImage], annotations: list[dict[str, Any]], where: str) -> int:
     """Returns how many annotations have none. Raises UsageError for categories that no mask has, or if none has one."""
     num_without = 0
     for each in annotations:
@@ -220,16 +222,16 @@ def _add_outlines(images: Mapping[Any, CocoImage], annotations: list[dict[str, A
             num_without += 1
         elif not isinstance(value, int) or not 0 < value <= MAX_VALUE:
             raise UsageError(
-                f"{printable(where)} has outlines of the category {printable(repr(value))}",
+                f"{printable(where)} has segmentations of the category {printable(repr(value))}",
                 f"expected ids from 1 to {MAX_VALUE}: a mask has one byte for each pixel, and 0 is where no object is",
                 "give the categories other ids, or set source.coco_masks = false",
             )
         elif image is not None:
             crowd = _is_crowd(each, where)
-            image.outlines.append(outline_text(value, each["segmentation"], each.get("bbox"), is_crowd=crowd))
-    if annotations and not any(image.outlines for image in images.values()):
+            image.segmentations.append(segmentation_text(value, each["segmentation"], each.get("bbox"), is_crowd=crowd))
+    if annotations and not any(image.segmentations for image in images.values()):
         raise UsageError(
-            f"{printable(where)} has no outlines, and source.coco_masks = true",
+            f"{printable(where)} has no segmentations, and source.coco_masks = true",
             "expected annotations with a segmentation",
             "set source.coco_masks = false to read the boxes alone",
         )
@@ -272,7 +274,10 @@ class CocoSource:
         for file in files:
             with open_file(self._files.store, file) as stream, as_storage_error(file.path):
                 found = read_coco(
-                    stream, file.path, has_boxes=self._config.labels_are_of_boxes, has_outlines=self._config.coco_masks
+                    stream,
+                    file.path,
+                    has_boxes=self._config.labels_are_of_boxes,
+                    has_segmentations=self._config.coco_masks,
                 )
             yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=tuple(_warnings(found, file.path)))
             folder, found_images = self._folder_of(file, found.images)
@@ -388,7 +393,7 @@ class CocoSource:
         if self._config.labels_are_of_boxes:
             values |= box_values(image.boxes, image.labels, "xywh")
         if self._config.coco_masks:
-            values[OUTLINES] = joined(image.outlines)
+            values[SEGMENTATIONS] = joined(image.segmentations)
         values |= {ANNOTATED_SIZE: list(image.size)} if values and image.size else {}
         return encode_values(values) if values else ""
 
@@ -425,7 +430,7 @@ def _warnings(found: CocoFile, where: str) -> Iterator[str]:
     if found.num_strays:
         strays = counted(found.num_strays, "annotation")
         yield f"left out: {strays} of {printable(where)}, of images that it does not list"
-    if found.num_without_outline:
-        has = "has" if found.num_without_outline == 1 else "have"
-        annotations = counted(found.num_without_outline, "annotation")
-        yield f"{annotations} of {printable(where)} {has} no outline, so no mask shows them"
+    if found.num_without_segmentation:
+        has = "has" if found.num_without_segmentation == 1 else "have"
+        annotations = counted(found.num_without_segmentation, "annotation")
+        yield f"{annotations} of {printable(where)} {has} no segmentation, so no mask shows them"
