@@ -226,10 +226,10 @@ class Registry(Mapping[str, Value], Generic[Value]):
             )
         return getattr(module, object_name)
 
-    def problem_with(self, name: str) -> str:
-        """Why `name` cannot be chosen, with the nearest name; empty if it can. Loads nothing."""
+    def problem_with(self, name: str) -> str | None:
+        """Why `name` cannot be chosen, with the nearest name; None if it can. Loads nothing."""
         if name in self.entries or self.is_own(name):
-            return ""
+            return None
         if self.is_of_library(name):
             return self._problem_in_library(*name.split(":", 1))
         near = self._of_that_name(name) or [each for each in self.entries if name in self.entries[each].packages]
@@ -243,14 +243,14 @@ class Registry(Mapping[str, Value], Generic[Value]):
         installed = {module: entry for module, entry in self.libraries.items() if not entry.missing_packages()}
         return [f"{module}:{name}" for module, entry in installed.items() if name in load_object(entry.target).names()]
 
-    def _problem_in_library(self, module: str, name: str) -> str:
+    def _problem_in_library(self, module: str, name: str) -> str | None:
         entry = self.libraries[module]
         if entry.missing_packages():
             # What it holds is known once it is installed; until then `usable` says what is missing.
-            return ""
+            return None
         names = load_object(entry.target).names()
         if name in names:
-            return ""
+            return None
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         listed = f"expected one of {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
         return f"{listed} of {module}" + (f"; did you mean '{module}:{near[0]}'?" if near else "")
@@ -285,7 +285,7 @@ class OneOf:
 
     def check(self, name: str) -> str:
         """`name` itself. Raises ValueError, as pydantic's validators do, if it is not among the choices."""
-        problem = "" if name in self.also else self.registry.problem_with(name)
+        problem = None if name in self.also else self.registry.problem_with(name)
         if problem:
             rules = "".join(f"{rule}, " for rule in self.also)
             raise ValueError(problem.removeprefix("expected ").replace("one of ", f"one of {rules}", 1))

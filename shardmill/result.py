@@ -18,7 +18,7 @@ from shardmill.words import printable
 
 Rows = list[tuple[str, ...]]
 _ENTRIES_SHOWN = 8
-_FIGURES_IN_REPR = 3
+_ROWS_IN_REPR = 3
 # For those who look something up in it.
 _TOO_LARGE = ("document", "manifest")
 
@@ -57,12 +57,12 @@ class Result:
 
     def table(self) -> Rows:
         """What the command prints for people."""
-        return self.figures()
+        return self.shown_rows()
 
     def raise_if_failed(self) -> None:
         """Raise the error with which the command ends although it has a result."""
 
-    def figures(self) -> Rows:
+    def shown_rows(self) -> Rows:
         """What it shows of itself in Python, beside its lists."""
         return [*_rows(self)]
 
@@ -71,12 +71,12 @@ class Result:
         return [as_list(name, value) for name, value in _fields(self) if _is_list(value)]
 
     def __repr__(self) -> str:
-        figures = [f"{name} {value}" for name, value in self.figures()] or [each.title for each in self.shown_lists()]
-        return printable(f"<{type(self).__name__}: {', '.join(figures[:_FIGURES_IN_REPR])}>")
+        rows = [f"{name} {value}" for name, value in self.shown_rows()] or [each.title for each in self.shown_lists()]
+        return printable(f"<{type(self).__name__}: {', '.join(rows[:_ROWS_IN_REPR])}>")
 
     def __str__(self) -> str:
-        figures = [(name, printable(value)) for name, value in self.figures()]
-        parts = [lines_of(figures)] if figures else []
+        named = [(name, printable(value)) for name, value in self.shown_rows()]
+        parts = [lines_of(named)] if named else []
         for each in self.shown_lists():
             rows = [tuple(map(printable, row)) for row in (each.head, *each.rows)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -86,7 +86,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         lists = (f"<p>{text(each.title)}</p>{table(each.rows, each.head)}" for each in self.shown_lists())
-        return f"<div>{table(self.figures())}{''.join(lists)}</div>"
+        return f"<div>{table(self.shown_rows())}{''.join(lists)}</div>"
 
 
 def lines_of(rows: Rows) -> str:

@@ -89,7 +89,7 @@ def join_new_shared(world: World, config: TrainConfig, build: Build, reporter: R
     learner = cast("TorchLearner", build(materialized=world.rank == 0))
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     ranks = device_mesh_of(mesh.shape, ("data", "fsdp"))
-    sharding = Sharding(partial(_place, ranks), ShardedTensors(mesh.num_ranks, sum_over_all), _add_up_figures)
+    sharding = Sharding(partial(_place, ranks), ShardedTensors(mesh.num_ranks, sum_over_all), _add_up_metrics)
     return ShardedMember(learner, collective, mesh.data_index(world.rank), world, reporter, sharding)
 
 
@@ -102,7 +102,7 @@ def _place(ranks: Any, module: Any, kept: Collection[Any]) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _add_up_figures(learner: TorchLearner, addends: list[Any]) -> list[Any]:
+def _add_up_metrics(learner: TorchLearner, addends: list[Any]) -> list[Any]:
     """(loss, number correct); the backward pass has added up the gradients."""
     sum_over_all(addends[-1])
     return addends

@@ -70,8 +70,8 @@ TESTS: dict[str, list[str]] = {  # The first words of a sentence: functions of t
     ],
     "Exceptions are listed": ["test_every_strategy_declares_its_world_sizes"],
     "**Exact metrics**": [
-        "test_figures_equal_plain_numpy",
-        "test_figures_are_those_of_one_rank",
+        "test_metrics_equal_plain_numpy",
+        "test_metrics_are_those_of_one_rank",
         "test_padding_adds_nothing_to_the_sums_of_the_parts",
     ],
     "If a rank dies": [
@@ -90,7 +90,7 @@ TESTS: dict[str, list[str]] = {  # The first words of a sentence: functions of t
     ],
     "It is loaded back": [
         "test_an_export_that_answers_otherwise_than_was_recorded_is_none",
-        "test_an_export_has_the_weights_and_figures_that_the_training_ended_with",
+        "test_an_export_has_the_weights_and_metrics_that_the_training_ended_with",
     ],
     "The [gate]": ["test_the_decision_table", "test_exports_come_and_go_through_the_gate"],
     "Data is never executed": [

@@ -54,7 +54,7 @@ def describe_lineage(model: str) -> Lineage:
             if each.export == int(number)
         ),
         architecture=record.model,
-        evaluation=_figures(record.evaluation),
+        evaluation=_metrics(record.evaluation),
         training=join_uri(uri, record.training_dir),
         checkpoint=join_uri(uri, record.checkpoint),
         run_id=record.run_id,
@@ -62,7 +62,7 @@ def describe_lineage(model: str) -> Lineage:
     )
 
 
-def _figures(found: Evaluation | None) -> dict[str, Any] | None:
+def _metrics(found: Evaluation | None) -> dict[str, Any] | None:
     return found and {"split": found.split, "num_samples": found.num_samples, found.metric.name: found.metric_value}
 
 

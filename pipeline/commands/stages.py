@@ -132,7 +132,7 @@ def evaluate(context: typer.Context, dataset: DatasetArgument) -> None:
     common: Common = context.obj
     with open_dataset_run(dataset, common) as run:
         found = export_of_run(run)
-        # Training has the figures for its own dataset version; for another one they are computed.
+        # Training has the metrics for its own dataset version; for another one they are computed.
         run.stage(
             "evaluate",
             lambda: evaluate_on(found.models_uri, found.export, run.tree.dataset.uri, is_new=not found.skipped),

@@ -319,12 +319,12 @@ def _sentence(name: str, fields: Mapping[str, FieldValue]) -> str:
 
 
 def _epoch_line(epoch: str, numbers: Mapping[str, int | float]) -> str:
-    parts = [_figures("train_", numbers), _figures("validation_", numbers)]
+    parts = [_metrics("train_", numbers), _metrics("validation_", numbers)]
     validation = f"; validation {parts[1]}" if parts[1] else ""
     return f"train: epoch {epoch} in {numbers['seconds']:.1f} s: {parts[0]}{validation}"
 
 
-def _figures(split: str, numbers: Mapping[str, int | float]) -> str:
-    """Every figure of a split that an event holds; which ones, depends on the labels."""
+def _metrics(split: str, numbers: Mapping[str, int | float]) -> str:
+    """Every metric of a split that an event holds; which ones, depends on the labels."""
     names = [name for name in numbers if name.startswith(split)]
     return ", ".join(f"{name.removeprefix(split).replace('_', ' ')} {numbers[name]:.4f}" for name in names)

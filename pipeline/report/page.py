@@ -91,7 +91,7 @@ def environment() -> Environment:
         "base64": lambda png: base64.b64encode(png).decode(),
         "counted": counted,
         "duration": duration,
-        "figure_of": figure_of,
+        "metric_of": metric_of,
         "hex_loss": hex_loss,
         "number": number,
         "sample_id": format_sample_id,
@@ -101,7 +101,7 @@ def environment() -> Environment:
 
 
 def _cards(data: ReportData) -> list[tuple[str, str]]:
-    """Names and values of the figures that people look for first."""
+    """Names and values of the metrics that people look for first."""
     summary = data.summary
     counts = (summary.get("dataset") or {}).get("counts", {})
     num_refused = sum(group.count for group in data.rejected) if data.rejected else counts.get("rejected")
@@ -110,7 +110,7 @@ def _cards(data: ReportData) -> list[tuple[str, str]]:
         size = train.get("world_size") or 1
         cards.append((f"rank{'s' * (size > 1)}, {train.get('strategy', '')}", number(size)))
     if data.evaluation is not None:
-        cards.append((f"{data.evaluation.metric.words} on {data.evaluation.split}", figure_of(data.evaluation)))
+        cards.append((f"{data.evaluation.metric.words} on {data.evaluation.split}", metric_of(data.evaluation)))
     if promotion := summary.get("promotion"):
         cards.append(("decision", str(promotion.get("decision", "-")).replace("_", " ")))
     cards.append(("all stages together", duration(sum(record.seconds for record in data.stages))))
@@ -177,13 +177,13 @@ def _training_charts(data: ReportData) -> dict[str, Markup]:
     metric = next((each.metric for each in validation if each), METRICS["class"])
     scale, y_format = (100.0, "{:.1f}%") if metric.higher_is_better else (1.0, "{:.3g}")
     accuracies = [record.train_accuracy for record in history]
-    figures = []
+    metrics = []
     if any(each is not None for each in accuracies) and metric == METRICS["class"]:
-        figures.append(Line("train", epochs, tuple(math.nan if each is None else scale * each for each in accuracies)))
+        metrics.append(Line("train", epochs, tuple(math.nan if each is None else scale * each for each in accuracies)))
     if any(validation):
         # NaN leaves a gap at an epoch without validation.
         losses.append(Line("validation", epochs, tuple(each.loss if each else math.nan for each in validation)))
-        figures.append(
+        metrics.append(
             Line("validation", epochs, tuple(scale * each.metric_value if each else math.nan for each in validation))
         )
     counts = (data.summary.get("dataset") or {}).get("counts", {})
@@ -193,7 +193,7 @@ def _training_charts(data: ReportData) -> dict[str, Markup]:
     x_label = "epoch"
     return {
         "loss": line_chart(losses, y_label="loss", x_label=x_label),
-        "figure": line_chart(figures, y_label=metric.words, x_label=x_label, y_format=y_format),
+        "metric": line_chart(metrics, y_label=metric.words, x_label=x_label, y_format=y_format),
         "throughput": line_chart(
             [rates], y_label="images a second", x_label=x_label, y_format="{:,.0f}", from_zero=True
         ),
@@ -211,11 +211,11 @@ def _weakest_classes(evaluation: Evaluation | None) -> list[Any]:
     if evaluation is None:
         return []
 
-    def weakness(figures: MetricsOfClass) -> tuple[bool, float]:
+    def weakness(metrics: MetricsOfClass) -> tuple[bool, float]:
         # Classes without samples come last: their recall is unknown, not 0.
         return (
-            figures.num_samples == 0,
-            figures.recall if figures.average_precision is None else figures.average_precision,
+            metrics.num_samples == 0,
+            metrics.recall if metrics.average_precision is None else metrics.average_precision,
         )
 
     return sorted(evaluation.per_class, key=weakness)[:NUM_WEAKEST_CLASSES]
@@ -223,7 +223,7 @@ def _weakest_classes(evaluation: Evaluation | None) -> list[Any]:
 
 def answers(evaluation: Evaluation, confused: Confusion) -> list[str]:
     """The classes, and what a model may answer beside them."""
-    names = [figures.name for figures in evaluation.per_class]
+    names = [metrics.name for metrics in evaluation.per_class]
     predicted = {*confused.predicted, *(each.predicted for each in confused.mistakes)}
     return [*names, ANOTHER_CLASS] if len(names) in predicted else names
 
@@ -256,8 +256,8 @@ def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]
     return sorted(mistakes, key=lambda mistake: mistake[2], reverse=True)[:NUM_CONFUSED_PAIRS]
 
 
-def figure_of(evaluation: Evaluation) -> str:
-    """The figure by which models are compared: a share in percent, an error as it is."""
+def metric_of(evaluation: Evaluation) -> str:
+    """The metric by which models are compared: a share in percent, an error as it is."""
     return f"{evaluation.metric_value:.2%}" if evaluation.metric.higher_is_better else f"{evaluation.metric_value:.4g}"
 
 

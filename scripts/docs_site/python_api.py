@@ -26,7 +26,7 @@ ALSO = (
     "shardmill.loader.samples.StoredSample",
     "shardmill.epoch_plan.streams_of_rank",
     "shardmill.loader.reader.ReaderOptions",
-    "shardmill.calls.run_result.EpochFigures",
+    "shardmill.calls.run_result.EpochMetrics",
     "shardmill.data_quality.drift.AspectDrift",
     "shardmill.data_quality.mislabels.SuspectLabel",
     "shardmill.data_quality.mislabels.ConfidentMistake",

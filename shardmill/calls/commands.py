@@ -142,7 +142,7 @@ def evaluate(
     dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
 ) -> RunResult:  # fmt: skip
-    """Exact figures of the exported model on the test split, as the command `shardmill evaluate`."""
+    """Exact metrics of the exported model on the test split, as the command `shardmill evaluate`."""
     ...
 
 

@@ -78,7 +78,7 @@ class Predictions(Result):
 
         return read_metadata(self.dataset, next(iter(self.dataset.manifest.splits)), columns, _ROWS_SHOWN)
 
-    def figures(self) -> Rows:
+    def shown_rows(self) -> Rows:
         counts, pin = self.dataset.manifest.counts, self.dataset.pin
         return [
             ("predictions", f"{pin.uri}@{pin.version}"),
@@ -100,4 +100,4 @@ class Predictions(Result):
             first = table([[*row.values()] for row in rows.to_pylist()], rows.column_names)
         except (ShardmillError, OSError) as error:
             first = f"<p>no rows are shown: {text(error)}</p>"
-        return f"<div>{table(self.figures())}{first}</div>"
+        return f"<div>{table(self.shown_rows())}{first}</div>"

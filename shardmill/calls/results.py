@@ -90,7 +90,7 @@ class PromotionResult(Result):
     registered: str | None
     """`models:/NAME/VERSION` at MLflow; empty if that failed, None without a registry."""
 
-    def figures(self) -> Rows:
+    def shown_rows(self) -> Rows:
         rows: Rows = [("models", self.models), ("model", f"{self.decision}: {self.reason}")]
         rows.append(("current", "none" if self.current is None else f"export {self.current}"))
         return [*rows, *([("registered", self.registered)] if self.registered else [])]

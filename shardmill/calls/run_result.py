@@ -1,4 +1,4 @@
-"""What a run did, or one stage of it, as a value: its figures, its dataset and model, and how it shows itself in a
+"""What a run did, or one stage of it, as a value: its metrics, its dataset and model, and how it shows itself in a
 notebook.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochFigures:
+class EpochMetrics:
     """One epoch of a training. What the labels or the splits do not have is None."""
 
     epoch: int
@@ -46,8 +46,8 @@ class RunResult(Result):
     folder: str
     """URI of the run's record, with the report and the log of events."""
     summary: Mapping[str, Any]
-    """The whole `summary.json` (docs/summary.schema.json): every figure of every stage."""
-    epochs: tuple[EpochFigures, ...]
+    """The whole `summary.json` (docs/summary.schema.json): every metric of every stage."""
+    epochs: tuple[EpochMetrics, ...]
     """The training, epoch by epoch; of a training that was skipped, those that it had."""
 
     @property
@@ -66,8 +66,8 @@ class RunResult(Result):
         return self._of("evaluation", "loss")
 
     @property
-    def best_epoch(self) -> EpochFigures:
-        """The epoch whose weights the training gives: compare settings by its validation figures, not by the test's."""
+    def best_epoch(self) -> EpochMetrics:
+        """The epoch whose weights the training gives: compare settings by its validation metrics, not by the test's."""
         return next(each for each in self.epochs if each.epoch == self.summary["train"]["weights_epoch"])
 
     @property
@@ -88,7 +88,7 @@ class RunResult(Result):
     def _of(self, section: str, key: str) -> Any:
         return (self.summary.get(section) or {}).get(key)
 
-    def figures(self) -> Rows:
+    def shown_rows(self) -> Rows:
         return [("run", f"{self.run_id}: {self.summary['status']}"), *summary_rows(self.summary)]
 
     def __repr__(self) -> str:
@@ -102,13 +102,13 @@ class RunResult(Result):
         from shardmill.loader.pictures import thumbnails
 
         if not self.summary.get("dataset"):
-            return f"<div>{table(self.figures())}</div>"
+            return f"<div>{table(self.shown_rows())}</div>"
         try:
             dataset = self.dataset
             images = thumbnails(dataset, dataset.show, num_samples=6)
         except (ShardmillError, OSError) as error:
             images = f"<p>the dataset cannot be opened: {text(error)}</p>"
-        return f"<div>{table(self.figures())}{images}</div>"
+        return f"<div>{table(self.shown_rows())}{images}</div>"
 
 
 def run_result(workdir: str | os.PathLike[str], run_id: str) -> RunResult:
@@ -119,7 +119,7 @@ def run_result(workdir: str | os.PathLike[str], run_id: str) -> RunResult:
         run_id=run_id,
         folder=join_uri(store.uri, run_folder(run_id)),
         summary=json.loads(store.read(f"{run_folder(run_id)}/{SUMMARY}")),
-        epochs=tuple(map(epoch_figures, record.detail["history"])) if record is not None else (),
+        epochs=tuple(map(epoch_metrics, record.detail["history"])) if record is not None else (),
     )
 
 
@@ -134,10 +134,10 @@ def version_of(sections: Mapping[str, Any]) -> LoadableDataset:
     return open_dataset(f"{sections['dataset']['uri']}@{sections['dataset']['version']}")
 
 
-def epoch_figures(record: Mapping[str, Any]) -> EpochFigures:
+def epoch_metrics(record: Mapping[str, Any]) -> EpochMetrics:
     """An epoch of the history that a training's record holds."""
     validation = record["validation"] or {}
-    return EpochFigures(
+    return EpochMetrics(
         epoch=record["epoch"],
         train_loss=record["train_loss"],
         train_accuracy=record["train_accuracy"],

@@ -170,7 +170,7 @@ def was_signalled() -> bool:
 
 
 def raise_on_signals() -> None:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `why_ended` knows of both."""
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `cause_of_end` knows of both."""
 
     def terminate(signal_number: int, frame: FrameType | None) -> None:
         _received.append(Terminated())
@@ -195,7 +195,7 @@ def raise_on_signals() -> None:
             signal.signal(signal.SIGINT, interrupt)
 
 
-def why_ended(error: BaseException) -> BaseException:
+def cause_of_end(error: BaseException) -> BaseException:
     """The first signal that asked this process to end, if there was one; else `error`.
 
     A signal to a whole process group ends Spark's JVM before us. What then fails in our own clean-up (a connection that
@@ -341,7 +341,7 @@ def report_error(error: BaseException, *, debug: bool, committed: str = "") -> i
     """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code. `committed`:
     the version that it has committed.
     """
-    error = why_ended(error)
+    error = cause_of_end(error)
     if debug:
         sys.stderr.write(redacted_text("".join(traceback.format_exception(error))))
     # The end of a failed rank's output explains its error; a refusal says all in its line.
@@ -353,7 +353,7 @@ def report_error(error: BaseException, *, debug: bool, committed: str = "") -> i
 
 def error_line(error: BaseException, committed: str = "") -> str:
     """Why a command ends, in one line for people."""
-    error = why_ended(error)
+    error = cause_of_end(error)
     if isinstance(error, KeyboardInterrupt):
         visible = f"{committed} is committed" if committed else "no partial result is visible"
         line = f"interrupted; {_how_to_go_on(f'{visible}; ')}"

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from shardmill.checksummed import check_relative_path, verified_body, with_checksum
 from shardmill.errors import IntegrityError, SecurityRefusal, ShardmillError, UsageError
-from shardmill.jobs.process import exit_code_of, why_ended
+from shardmill.jobs.process import cause_of_end, exit_code_of
 from shardmill.jobs.redact import redacted, redacted_text
 from shardmill.section import Section
 from shardmill.storage import join_uri
@@ -225,7 +225,7 @@ def redacted_record(record: StageRecord) -> StageRecord:
 
 def failed_stage(stage: str, error: BaseException) -> StageRecord:
     """The record of a stage that ended with `error`, or because this process was asked to end."""
-    error = why_ended(error)
+    error = cause_of_end(error)
     line = f"{type(error).__name__}: {error}"
     detail = error.detail if isinstance(error, ShardmillError) else {}
     if isinstance(error, ShardmillError) or hasattr(error, "exit_code"):

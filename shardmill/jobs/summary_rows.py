@@ -106,8 +106,8 @@ def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:
         return []
     shown = ("accuracy", "mean_average_precision", "mean_absolute_error", "loss")
     known = [f"{name.replace('_', ' ')} {evaluation[name]:.4f}" for name in shown if evaluation.get(name) is not None]
-    figures = f"{evaluation['split']} {', '.join(known)}"
-    return [("evaluation", f"{figures}, on {counted(evaluation['num_samples'], 'sample')}")]
+    metrics = f"{evaluation['split']} {', '.join(known)}"
+    return [("evaluation", f"{metrics}, on {counted(evaluation['num_samples'], 'sample')}")]
 
 
 def _decision_rows(sections: Mapping[str, Any]) -> Rows:

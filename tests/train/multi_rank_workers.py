@@ -157,7 +157,7 @@ def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Repor
     evaluation = result.evaluation
     # At 10,000 classes that would be megabytes.
     assert evaluation is None or evaluation.confused is None, "how classes were confused goes to a file"
-    assert evaluation is None or world.rank == 0 or not evaluation.per_class, "rank 0 alone tells figures of classes"
+    assert evaluation is None or world.rank == 0 or not evaluation.per_class, "rank 0 alone tells metrics of classes"
     open_store(task.models_uri).put(f"told/rank-{world.rank}", result.weights_sha256.encode())
     return result
 

@@ -342,7 +342,7 @@ def statistics(own: list[np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.starts("ranks")
-def test_figures_are_those_of_one_rank(trained, alone):
+def test_metrics_are_those_of_one_rank(trained, alone):
     """Of the last evaluation, and of those that the ranks did while they trained."""
     one = alone(trained.row.training)
     if not trained.row.is_smooth:
@@ -379,7 +379,7 @@ def test_ranks_hold_their_shares_of_the_state(trained):
 
 
 @pytest.mark.starts("ranks")
-def test_an_export_has_the_weights_and_figures_that_the_training_ended_with(trained):
+def test_an_export_has_the_weights_and_metrics_that_the_training_ended_with(trained):
     """It is compared with both before it is there; the state of several ranks is put together for it."""
     record = export_training(str(trained.models), trained.last_config, trained.result, "run").export.record
     assert record.weights_sha256 == trained.result.weights_sha256 and record.parity_num_images > 0

@@ -48,7 +48,7 @@ ONE = Facts(
 FOUR = replace(ONE, num_workers=4, num_ranks=4)
 SERVED = replace(ONE, num_ranks=3)
 OPEN = replace(ONE, num_workers=0, num_ranks=0)
-ON_YARN = replace(OPEN, spark_master="yarn", num_places=8)
+ON_YARN = replace(OPEN, spark_master="yarn", num_slots=8)
 RANKS_CASES = [
     # Facts, row, ranks, and what must be among the words; 16 streams share 64 images of a step.
     (OPEN, "one", 1, "one process uses all devices of this machine"),
@@ -59,12 +59,12 @@ RANKS_CASES = [
     (ON_YARN, "cluster", 8, "the Spark cluster yarn has slots for 8"),
     (replace(ON_YARN, num_gpus=2), "cluster", 8, ""),
     (replace(ON_YARN, may_use_cluster=False), "one", 1, ""),
-    (replace(ON_YARN, num_places=None, rank_slots_problem="it is new"), "unknown_cluster", 1, "it is new"),
+    (replace(ON_YARN, num_slots=None, rank_slots_problem="it is new"), "unknown_cluster", 1, "it is new"),
     (replace(ON_YARN, num_steps=FEW_STEPS), "cluster", 8, ""),
     (replace(ON_YARN, num_steps=FEW_STEPS - 1), "few_steps", 1, "99 steps in total are too few"),
     (replace(OPEN, num_gpus=4, num_steps=5), "few_steps", 1, ""),
     (replace(OPEN, num_gpus=1, num_steps=5), "one", 1, ""),
-    (replace(ON_YARN, num_places=None, num_steps=5), "unknown_cluster", 1, ""),
+    (replace(ON_YARN, num_slots=None, num_steps=5), "unknown_cluster", 1, ""),
     (replace(ON_YARN, only_one="train.launcher = 'inline'"), "one_unless_set", 1, "with train.launcher = 'inline'"),
     (replace(OPEN, mesh_ranks=2), "mesh", 2, "the sizes of train.mesh make 2 ranks"),
     (replace(ON_YARN, mesh_ranks=3, num_steps=5), "mesh", 6, ""),
@@ -128,7 +128,7 @@ FIT_CASES = [
     (twice(max_microbatches=2), "too_large", 2, "(with recomputation, activations still take 2.0 GiB per"),
     (twice(max_microbatches=4, may_change_precision=True), "bfloat16_and_activation_checkpointing", 4,
      "an image takes 2.0 GiB in float32, need 21.0 GiB"),
-    (short(max_microbatches=2, why_not_recomputed="so it is"), "too_large", 2, "are not recomputed: so it is)"),
+    (short(max_microbatches=2, recompute_problem="so it is"), "too_large", 2, "are not recomputed: so it is)"),
     (short(image_bytes=40 * GIB, may_ask_to_recompute=True), "too_large", 64,
      "44.0 GiB: set train.memory.activation_checkpointing = 'on' (does not start a new run"),
     (short(fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
@@ -206,8 +206,8 @@ def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, sett
         ("local[4]", {}, ""),
     ],
 )  # fmt: skip
-def test_why_the_places_of_a_cluster_are_not_known(master: str, conf: dict[str, str], why: str):
-    assert why in rank_slots_problem(master, conf) and bool(why) == bool(rank_slots_problem(master, conf))
+def test_why_the_slots_of_a_cluster_are_not_known(master: str, conf: dict[str, str], why: str):
+    assert why in (rank_slots_problem(master, conf) or "") and bool(why) == bool(rank_slots_problem(master, conf))
     reason = resolve(TrainConfig(), SparkConfig(master=master, train=SparkApplicationConfig(conf=conf))).reason
     assert why in reason
 

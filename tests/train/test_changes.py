@@ -389,7 +389,7 @@ def test_auto_uses_all_devices_that_get_equal_shares(num_gpus: int, expected: in
     facts = Facts(
         num_workers=0, num_ranks=1, local_steps=1, backend="torch", is_keras_model=False, num_devices=num_gpus,
         spark_master="local[*]", installed=frozenset({"torch_ddp", "local"}), num_started=0, num_named=0, only_one="",
-        num_gpus=num_gpus, may_use_cluster=False, num_places=None, rank_slots_problem="", num_steps=10_000,
+        num_gpus=num_gpus, may_use_cluster=False, num_slots=None, rank_slots_problem="", num_steps=10_000,
         num_rows=10**6,
     )  # fmt: skip
     assert choose_ranks(TrainConfig(), facts)[0] == expected

@@ -84,7 +84,7 @@ def evaluate(probabilities_of: Outputs, dataset: Dataset, batch_size: int = 64) 
 
 @pytest.mark.parametrize(("batch_size", "num_streams"), [(8, 1), (8, 8), (64, 4), (3, 3)])
 @pytest.mark.parametrize("split", ["test", "validation"])
-def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
+def test_metrics_equal_plain_numpy(dataset, split, batch_size, num_streams):
     evaluation = evaluate_logits(dataset, split, batch_size, num_streams)
 
     samples = read_samples(dataset, split, 1000)
@@ -114,12 +114,12 @@ def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
     ]
     found = [(-each.confidence, each.sample_id, each.true, each.predicted) for each in evaluation.confused.mistakes]
     assert found == sorted(mistakes)[:NUM_MISTAKES] and len(found) > 5
-    for label, figures in enumerate(evaluation.per_class):
-        assert figures.name == dataset.manifest.class_names[label]
-        assert figures.num_samples == dataset.manifest.splits[split].class_counts[label] == (labels_N == label).sum()
-        assert figures.recall == pytest.approx((predicted_N[labels_N == label] == label).mean())
+    for label, metrics in enumerate(evaluation.per_class):
+        assert metrics.name == dataset.manifest.class_names[label]
+        assert metrics.num_samples == dataset.manifest.splits[split].class_counts[label] == (labels_N == label).sum()
+        assert metrics.recall == pytest.approx((predicted_N[labels_N == label] == label).mean())
         chosen_N = labels_N[predicted_N == label]
-        assert figures.precision == pytest.approx((chosen_N == label).mean() if len(chosen_N) else 0.0)
+        assert metrics.precision == pytest.approx((chosen_N == label).mean() if len(chosen_N) else 0.0)
 
 
 def test_probabilities_give_what_logits_give(dataset):
@@ -162,7 +162,7 @@ FOLDER = "trainings/0/v00000001-00000000/epochs-00001-best"
 
 
 class Trained:
-    """A dataset `a`, and an export of a training on its version 1 that recorded figures like no others."""
+    """A dataset `a`, and an export of a training on its version 1 that recorded metrics like no others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.uri = folder, make_dataset(folder / "a")
@@ -240,7 +240,7 @@ def test_a_class_that_the_dataset_does_not_have_is_a_wrong_answer(tmp_path: Path
     names = ("class_2", *export.record.class_names[:2])
     export = Export(export.number, export.record.model_copy(update={"class_names": names}))
 
-    def figures(answers: list[float]) -> Any:
+    def metrics(answers: list[float]) -> Any:
         served: Any = SimpleNamespace(
             outputs=lambda images_NHWC: np.tile(np.float32(answers), (len(images_NHWC), 1)), outputs_are_logits=False
         )
@@ -250,7 +250,7 @@ def test_a_class_that_the_dataset_does_not_have_is_a_wrong_answer(tmp_path: Path
 
     two = make_dataset(tmp_path / "two", num_classes=2)
     num_first, num_second = open_dataset(two).manifest.splits["test"].class_counts
-    found = figures([0.9, 0.06, 0.04])
+    found = metrics([0.9, 0.06, 0.04])
     assert found.accuracy == 0 and [each.recall for each in found.per_class] == [0, 0]
     assert [each.precision for each in found.per_class] == [0, 0]
     assert (found.confused.true, found.confused.predicted) == ((0, 1), (2, 2))
@@ -258,7 +258,7 @@ def test_a_class_that_the_dataset_does_not_have_is_a_wrong_answer(tmp_path: Path
     assert found.loss == pytest.approx(
         -(num_first * np.log(0.06) + num_second * np.log(0.04)) / (num_first + num_second), rel=1e-5
     )
-    sure = figures([0.2, 0.5, 0.3])
+    sure = metrics([0.2, 0.5, 0.3])
     assert sure.accuracy == num_first / (num_first + num_second)
     assert sure.confused.predicted == (0, 0) and sure.per_class[0].precision == sure.accuracy
 

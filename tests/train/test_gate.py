@@ -287,7 +287,7 @@ def evaluation(accuracy: float) -> Evaluation:
 def test_the_gates_arithmetic(candidate, current, gate, decision, said):
     against = Comparison(candidate, current, 200) if current is not None else None
     found = decide(evaluation(candidate), against, GateConfig(**gate))
-    assert (found.decision, found.candidate_figure) == (decision, candidate)
+    assert (found.decision, found.candidate_value) == (decision, candidate)
     assert found.is_passed == (decision == "promoted")
     assert said in found.reason
 
@@ -387,8 +387,8 @@ def test_a_class_that_an_export_does_not_know_is_never_its_answer(kind, are_logi
 
 
 def test_a_class_without_a_sample_counts_in_no_mean():
-    figures = tuple(MetricsOfClass(name, 9, 0.0, 0.0, mean) for name, mean in (("a", 0.5), ("b", None), ("c", 1.0)))
-    several = Evaluation("test", 9, 0.0, None, None, figures, label_kind="multi_label")
+    metrics = tuple(MetricsOfClass(name, 9, 0.0, 0.0, mean) for name, mean in (("a", 0.5), ("b", None), ("c", 1.0)))
+    several = Evaluation("test", 9, 0.0, None, None, metrics, label_kind="multi_label")
     assert _metric_among(["a", "b", "c"], several) == 0.75 and _metric_among(["a", "b"], several) == 0.5
 
 

@@ -172,9 +172,9 @@ def test_ranks_get_the_sums_and_each_others_bytes(horovod, compression):
     sums, *others = first
     assert sums[:2] == [[[1.0, 1.0]], [2.0]] and sums[2] == pytest.approx([2000.2, 4.0], rel=1e-7)
     assert others == [[3.0, 10.0], [b"", b"\0of rank 0"], [b"ab", b"cdefg"], [b"", b"x"]]
-    # One group of one type; figures are never halved.
-    groups = ["gradients 3 float32"] if compression == "none" else ["halves 2 float16", "figures 1 float32"]
-    assert [each for each in horovod.calls if each.split()[0] in ("gradients", "halves", "figures")][::2] == groups
+    # One group of one type; metrics are never halved.
+    groups = ["gradients 3 float32"] if compression == "none" else ["halves 2 float16", "metrics 1 float32"]
+    assert [each for each in horovod.calls if each.split()[0] in ("gradients", "halves", "metrics")][::2] == groups
     # All of them knew where the others are.
     assert all(GLOO_ADDRESS in each and each["HOROVOD_SIZE"] == "2" for each in horovod.environments)
     assert len(horovod.environments) == NUM_RANKS and horovod.calls.count("shutdown") == NUM_RANKS

@@ -200,7 +200,7 @@ def test_backends_agree_on_loss_and_gradient(kind, smoothing):
 
 
 @pytest.mark.starts("ranks")
-def test_two_ranks_have_the_figures_of_one(datasets, tmp_path):
+def test_two_ranks_have_the_metrics_of_one(datasets, tmp_path):
     settings = {"model": LINEAR["torch"], "epochs": 1, "augment": {"random_crop_padding": 0}}
     uri = datasets["multi_label"].pin.uri
     one = train_here(uri, tmp_path, **settings)

@@ -379,7 +379,7 @@ def test_slots_are_counted_where_they_are_known(master, conf, expected):
 
 
 @pytest.mark.parametrize(
-    ("master", "conf", "num_places"),
+    ("master", "conf", "num_slots"),
     [
         ("local[4]", {"spark.executor.instances": "3"}, None),
         ("yarn", {}, None),
@@ -392,8 +392,8 @@ def test_slots_are_counted_where_they_are_known(master, conf, expected):
                   "spark.executor.resource.gpu.amount": "4", "spark.task.resource.gpu.amount": "1"}, 12),
     ],
 )  # fmt: skip
-def test_places_of_a_cluster(master: str, conf: dict[str, str], num_places: int | None):
-    assert num_rank_slots(master, conf) == num_places
+def test_places_of_a_cluster(master: str, conf: dict[str, str], num_slots: int | None):
+    assert num_rank_slots(master, conf) == num_slots
 
 
 @pytest.mark.parametrize(

@@ -266,9 +266,9 @@ def test_averages_leave_out_what_was_not_applied_and_begin_with_given_weights(na
     batch = batch_of(SHAPE)
     one.apply(one.gradients(batch, 4, 1.0), 0.1)
     before = [array.tobytes() for part in StatePart for array in one.arrays(part)]
-    *gradients, figures = one.gradients(batch, 4, 1.0)
+    *gradients, metrics = one.gradients(batch, 4, 1.0)
     own = one.arrays(StatePart.OWN)
-    assert not one.apply([*gradients, figures * float("nan")], 0.1).is_applied
+    assert not one.apply([*gradients, metrics * float("nan")], 0.1).is_applied
     after = {part: one.arrays(part) for part in StatePart} | {StatePart.OWN: own}
     changed = [array.tobytes() for array in (*after[StatePart.WEIGHTS], *after[StatePart.OPTIMIZER])]
     assert changed == before[: len(changed)]
@@ -300,12 +300,12 @@ def test_a_killed_training_continues_with_its_averages_and_exports_them(name, ti
         for old, average, weight in zip(before, after, weights, strict=True):
             np.testing.assert_allclose(average, old + share * (weight - old), rtol=1e-4, atol=1e-6)
 
-    # Without them the same losses, and other figures.
+    # Without them the same losses, and other metrics.
     plain = train_here(tiny_uri, tmp_path / "plain", bare := Recorder(), **{**how, "ema_decay": 0.0})
     assert bare.losses == whole.losses and plain.weights_sha256 != result.weights_sha256
     config = task_of(tiny_uri, tmp_path, **how).config
     outcome = export_training(str(tmp_path / "whole"), config, result, "run")
-    # Loaded back it has the figures that were recorded, or it would not be there.
+    # Loaded back it has the metrics that were recorded, or it would not be there.
     assert outcome.export.record.weights_sha256 == result.weights_sha256
 
 

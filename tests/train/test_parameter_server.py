@@ -255,7 +255,7 @@ class Disturbing(DriverRecorder):
 
 @pytest.mark.starts("ranks")
 def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos):
-    """The figures are those on the pinned dataset, of whose classes no silo has all."""
+    """The metrics are those on the pinned dataset, of whose classes no silo has all."""
     of_silos = {"silos": silos, "local_steps": 4, "silo_timeout_seconds": 1.5}
     config = {**TORCH, "local_sgd": of_silos, "num_workers": 3, "global_batch_size": 48, "epochs": 16}
     task = task_of(tiny_uri, tmp_path, **config)
@@ -309,8 +309,8 @@ def test_silos_give_samples_in_proportion_to_their_size_and_end_together():
 def test_a_round_without_samples_leaves_the_weights_as_rank_0_has_them():
     """The last step of an epoch, if the silos that still have samples are away."""
     first, second = np.full((2, 3), 5.0, np.float32), np.full((2, 3), 7.0, np.float32)
-    figures, [mean] = mean_of([[np.array([0.0, 0.0]), first], [np.array([0.0, 0.0]), second]])
-    assert figures.tolist() == [0, 0] and np.array_equal(mean, first)
+    metrics, [mean] = mean_of([[np.array([0.0, 0.0]), first], [np.array([0.0, 0.0]), second]])
+    assert metrics.tolist() == [0, 0] and np.array_equal(mean, first)
     _, [mean] = mean_of([[np.array([1.0, 0.0]), first], [np.array([3.0, 0.0]), second]])
     assert np.array_equal(mean, np.full((2, 3), 6.5))
 

@@ -105,8 +105,8 @@ def test_an_overflow_halves_the_scale_and_nothing_else_until_it_cannot(monkeypat
 
     # A loss that is not finite is a fault at any scale, and no reason to lower it.
     with_scale(one, 8.0)
-    *gradients, figures = one.gradients(batch, 4, 1.0)
-    outcome = one.apply([*gradients, figures * float("nan")], 0.1)
+    *gradients, metrics = one.gradients(batch, 4, 1.0)
+    outcome = one.apply([*gradients, metrics * float("nan")], 0.1)
     assert (outcome.is_applied, outcome.overflowed, scale_of(one)) == (False, False, 8.0)
 
 
@@ -215,7 +215,7 @@ def test_a_batch_without_a_finite_loss_is_left_out_and_counted(tiny_uri, tmp_pat
     events = recorder.named("step_skipped")
     assert [(each["epoch"], each["step"]) for each in events] == [(report.epoch, report.step) for report in skipped]
     assert ["warning" in each for each in events] == [True] + [False] * (len(events) - 1)
-    # Nothing of the batch is left: neither in the weights nor in the moving statistics, nor in the epoch's figures.
+    # Nothing of the batch is left: neither in the weights nor in the moving statistics, nor in the epoch's metrics.
     assert result.evaluation is not None and np.isfinite(result.evaluation.loss)
     assert all(np.isfinite(epoch.train_loss) and 0 <= epoch.train_accuracy <= 1 for epoch in result.history)
     assert np.isfinite(float.fromhex(result.final_loss_hex))

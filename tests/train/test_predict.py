@@ -429,7 +429,7 @@ def test_training_export_and_predictions_have_one_size(of_size_20, tmp_path):
     assert on_other is not None and on_other.accuracy > 0.8
     whole = export(small_tree_of(tmp_path, 0, epochs=2))
     assert whole.record.image_shape_HWC == (24, 24, 3)
-    assert promote_export(models, whole, GateConfig(min_accuracy=0.5), "run").gate.current_figure is not None
+    assert promote_export(models, whole, GateConfig(min_accuracy=0.5), "run").gate.current_value is not None
 
 
 def test_a_larger_size_than_stored_is_refused_before_anything_starts(tiny_uri):

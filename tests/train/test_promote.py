@@ -89,7 +89,7 @@ def test_exports_come_and_go_through_the_gate(exports, tiny_uri):
     assert (first.gate.decision, first.previous, first.current) == ("promoted", None, bad.number)
     second = promote_export(root, good, gate, "run-2")
     assert (second.gate.decision, second.previous, second.current) == ("promoted", bad.number, good.number)
-    assert second.gate.current_figure == bad.record.evaluation.accuracy < good.record.evaluation.accuracy
+    assert second.gate.current_value == bad.record.evaluation.accuracy < good.record.evaluation.accuracy
     again = promote_export(root, good, gate, "run-3")
     assert (again.gate.decision, again.previous, again.current) == ("already_current", good.number, good.number)
     # A second try of the run that promoted it finds it current, and that its own run has published it.

@@ -378,9 +378,9 @@ def test_what_a_guess_reaches_depends_on_the_labels(uri):
         changed = {"splits": {"train": split, "validation": split}, "columns": {"label": LABEL_TYPES[kind]}}
         return Chance.of(manifest.model_copy(update=changed))
 
-    assert of("class", (80, 10, 10)).train_accuracy == of("class", (80, 10, 10)).validation_figure == 0.8
+    assert of("class", (80, 10, 10)).train_accuracy == of("class", (80, 10, 10)).validation_metric == 0.8
     # The mean precision of any order of images is the share of a class; "no" is right for the rare one.
-    assert of("multi_label", (80, 10, 0)).validation_figure == pytest.approx(0.45)
+    assert of("multi_label", (80, 10, 0)).validation_metric == pytest.approx(0.45)
     assert of("multi_label", (80, 10, 0)).train_accuracy == pytest.approx((0.8 + 0.9 + 1.0) / 3)
     assert of("class", (80, 10, 10)).validation_limit == pytest.approx(0.88)
     assert (

@@ -121,7 +121,7 @@ def test_the_result_tells_what_happened(tiny_uri, tmp_path):
     assert [record.epoch for record in result.history] == list(range(8))
     assert all(record.validation.num_samples == manifest.splits["validation"].num_rows for record in result.history)
     assert all(record.validation.confused is None for record in result.history), "a history must not grow with classes"
-    # What is exported are the weights of the epoch with the lowest validation loss, and the figures are theirs.
+    # What is exported are the weights of the epoch with the lowest validation loss, and the metrics are theirs.
     losses = [record.validation.loss for record in result.history]
     assert (result.exported, result.weights_epoch) == ("best", losses.index(min(losses)))
     best = open_checkpoint(open_store(tmp_path), result.checkpoint)

@@ -16,10 +16,10 @@ from shardmill.errors import UsageError
 from train.contracts.world import World
 
 
-def gpu_problem(backend: str) -> str:
-    """Why this backend's framework, as it is installed here, cannot use a GPU; empty if it can, or is not known."""
+def gpu_problem(backend: str) -> str | None:
+    """Why this backend's framework, as it is installed here, cannot use a GPU; None if it can, or that is not known."""
     reason = {"keras": _tensorflow, "torch": _torch}.get(backend)
-    return reason() if reason else ""
+    return reason() if reason else None
 
 
 def check_seen(world: World, framework: str, num_seen: int) -> None:
@@ -33,21 +33,21 @@ def check_seen(world: World, framework: str, num_seen: int) -> None:
         )
 
 
-def _tensorflow() -> str:
+def _tensorflow() -> str | None:
     try:
         version = metadata.version("tensorflow-cpu")
     except metadata.PackageNotFoundError:
-        return ""
+        return None
     return f"tensorflow-cpu {version} is installed, which was built without CUDA"
 
 
-def _torch() -> str:
+def _torch() -> str | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return ""
+        return None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     if re.search(r"^(cuda|hip)\b[^=]*= '", text, re.MULTILINE):
-        return ""
+        return None
     return f"torch {metadata.version('torch')} is installed, which was built without CUDA"
 
 

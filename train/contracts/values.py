@@ -47,7 +47,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The figure by which models on labels of one kind are compared."""
+    """The metric by which models on labels of one kind are compared."""
 
     name: str
     """The field of `Evaluation`."""
@@ -55,11 +55,11 @@ class Metric:
     """Words for people."""
     higher_is_better: bool
 
-    def reaches(self, figure: float, limit: float) -> bool:
-        return figure >= limit if self.higher_is_better else figure <= limit
+    def reaches(self, value: float, limit: float) -> bool:
+        return value >= limit if self.higher_is_better else value <= limit
 
     def limit_after(self, before: float, max_regression: float) -> float:
-        """The worst figure that counts as no regression; of errors, which have a unit, it is relative."""
+        """The worst metric that counts as no regression; of errors, which have a unit, it is relative."""
         return before - max_regression if self.higher_is_better else before * (1 + max_regression)
 
 
@@ -122,7 +122,7 @@ class Confusion:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Exact figures over one split: every sample counted once, at any world size."""
+    """Exact metrics over one split: every sample counted once, at any world size."""
 
     split: str
     num_samples: int
@@ -143,7 +143,7 @@ class Evaluation:
 
     @property
     def metric(self) -> Metric:
-        """The figure by which models are compared."""
+        """The metric by which models are compared."""
         return METRICS[self.label_kind]
 
     @property
@@ -152,7 +152,7 @@ class Evaluation:
         return getattr(self, self.metric.name)
 
     def without_classes(self) -> Evaluation:
-        """The figures that do not grow with the number of classes, for a history of many epochs."""
+        """The metrics that do not grow with the number of classes, for a history of many epochs."""
         return replace(self, per_class=(), confused=None)
 
 
@@ -168,7 +168,7 @@ class EpochRecord:
     learning_rate: float
     seconds: float
     validation: Evaluation | None
-    """Without its per-class figures."""
+    """Without its per-class metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class EarlyStop:
 class BestEpoch:
     """The epoch with the lowest validation loss so far, the first of equal ones, and where its weights are.
 
-    One whose figure is that of guessing only counts as long as there is no other: a low loss then means nothing.
+    One whose metric is that of guessing only counts as long as there is no other: a low loss then means nothing.
     """
 
     epoch: int

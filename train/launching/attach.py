@@ -24,13 +24,13 @@ from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import (
+    cause_of_end,
     error_line,
     exit_code_of,
     one_of_a_job,
     print_error,
     python_path,
     request_stop,
-    why_ended,
 )
 from train.api import Launcher
 from train.config import TrainConfig
@@ -215,7 +215,7 @@ def attached(config: TrainConfig) -> Iterator[None]:
             yield
         except BaseException as error:
             # A rank may fail while all are being stopped: all processes end with the one code that this one ends with.
-            code, line = exit_code_of(why_ended(error)), error_line(error)
+            code, line = exit_code_of(cause_of_end(error)), error_line(error)
             raise
         finally:
             _gate.end(code, line)

@@ -136,7 +136,7 @@ class Deadlines:
         return (
             f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} "
             f"s{_while(rank)} (train.watch.silent_seconds = {self._limits.silent_seconds:g}); after "
-            f"{self._limit_seconds(rank):.0f} s it will be killed ({self._why_limited(rank)})"
+            f"{self._limit_seconds(rank):.0f} s it will be killed ({self._limit_words(rank)})"
         )
 
     def _absent(self, now: float) -> list[RankFault]:
@@ -215,9 +215,9 @@ class Deadlines:
 
     def _pause(self, rank: WatchedRank, now: float) -> str:
         pause_seconds, limit_seconds = now - rank.progress_seconds, self._limit_seconds(rank)
-        return f"no progress for {pause_seconds:.0f} s ({self._why_limited(rank)}; {limit_seconds:.0f} s are allowed)"
+        return f"no progress for {pause_seconds:.0f} s ({self._limit_words(rank)}; {limit_seconds:.0f} s are allowed)"
 
-    def _why_limited(self, rank: WatchedRank) -> str:
+    def _limit_words(self, rank: WatchedRank) -> str:
         longest_seconds = self._longest_seconds(rank)
         if longest_seconds is None:
             return f"train.watch.progress_timeout_seconds = {self._limits.progress_timeout_seconds:g}"

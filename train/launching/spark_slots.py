@@ -160,11 +160,11 @@ def num_rank_slots(master: str, conf: dict[str, str]) -> int | None:
     return _number(conf, "spark.executor.instances") if is_told else None
 
 
-def rank_slots_problem(master: str, conf: dict[str, str]) -> str:
-    """Explain why `num_rank_slots` returns no number above 0, and which settings would change it; empty if it does."""
-    if is_local_master(master) or (num_places := num_rank_slots(master, conf)):
-        return ""
-    if num_places == 0:
+def rank_slots_problem(master: str, conf: dict[str, str]) -> str | None:
+    """Explain why `num_rank_slots` returns no number above 0, and which settings would change it; None if it does."""
+    if is_local_master(master) or (num_slots := num_rank_slots(master, conf)):
+        return None
+    if num_slots == 0:
         return f"by its settings {master} has no slot for a rank"
     if not master.startswith("spark://") and not _keeps_executors(conf):
         fix = "set spark.dynamicAllocation.enabled = false and spark.executor.instances"

@@ -89,7 +89,7 @@ def evaluate_batches(
 
 
 def evaluation_section(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    """The figures that a run's summary holds; None if there was no split to evaluate on."""
+    """The metrics that a run's summary holds; None if there was no split to evaluate on."""
     if evaluation is None:
         return None
     names = ["split", "num_samples", "loss", "accuracy", "top5_accuracy"]
@@ -137,7 +137,7 @@ class Metrics(Protocol):
         ...
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
-        """The figures over all ranks, equal on all of them; all call it. Raises TrainingError for a loss of NaN."""
+        """The metrics over all ranks, equal on all of them; all call it. Raises TrainingError for a loss of NaN."""
         ...
 
 

@@ -79,9 +79,9 @@ class ClassMetrics:
             Mistake(sample_id, pair // num_columns, pair % num_columns, confidence)
             for confidence, sample_id, pair in _most_confident(mistakes_M).tolist()
         )
-        return self._figures(split, loss, int(sum(each[1] for each in sums)), pairs_P, counts_P, mistakes)
+        return self._evaluation(split, loss, int(sum(each[1] for each in sums)), pairs_P, counts_P, mistakes)
 
-    def _figures(
+    def _evaluation(
         self, split: str, loss: float, num_top5: int, pairs_P: np.ndarray, counts_P: np.ndarray,
         mistakes: tuple[Mistake, ...],
     ) -> Evaluation:  # fmt: skip
@@ -154,7 +154,7 @@ class MultiLabelMetrics:
             classes = slice(start, start + block)
             all_scores_NB, all_truth_NB = _gathered(probabilities_NK[:, classes], truth_NK[:, classes], exchange)
             per_class += [
-                _figures(name, all_scores_NB[:, place], all_truth_NB[:, place])
+                _metrics_of_class(name, all_scores_NB[:, place], all_truth_NB[:, place])
                 for place, name in enumerate(self._names[classes])
             ]
         known = [each.average_precision for each in per_class if each.average_precision is not None]
@@ -184,7 +184,7 @@ def average_precision(scores_N: np.ndarray, truth_N: np.ndarray) -> float | None
     return float((np.diff(num_right, prepend=0) * num_right / (ends + 1)).sum() / num_right[-1])
 
 
-def _figures(name: str, scores_N: np.ndarray, truth_N: np.ndarray) -> MetricsOfClass:
+def _metrics_of_class(name: str, scores_N: np.ndarray, truth_N: np.ndarray) -> MetricsOfClass:
     is_chosen_N = scores_N >= 0.5
     num_right, num_chosen, num_true = int((is_chosen_N & truth_N).sum()), int(is_chosen_N.sum()), int(truth_N.sum())
     return MetricsOfClass(

@@ -25,7 +25,7 @@ from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.optimizers import check_optimizer
-from train.planning.memory_fit import why_not_recompute
+from train.planning.memory_fit import recompute_problem
 from train.readers import reader_of
 from train.settings import EXECUTION, GateConfig
 from train.strategies import STRATEGIES, find_strategy, fitting_strategies, has_chief
@@ -174,8 +174,8 @@ def _batch_norm_problem(setup: Setup) -> UsageError | None:
 
 
 def _recompute_problem(setup: Setup) -> UsageError | None:
-    other = why_not_recompute(setup.config)
-    if not other:
+    other = recompute_problem(setup.config)
+    if other is None:
         return None
     return UsageError(
         f"train.memory.activation_checkpointing = 'on' with {other}",

@@ -23,7 +23,7 @@ from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.shards import weight_bytes
 from train.config import TrainConfig
 from train.contracts.row_source import evaluation_spec
-from train.planning.memory_fit import HALF, Fit, MemoryFacts, MemoryRecord, decided, fit, why_not_recompute
+from train.planning.memory_fit import HALF, Fit, MemoryFacts, MemoryRecord, decided, fit, recompute_problem
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, StepCost, probe
 from train.planning.state_bytes import RankPart, RankParts, StateBytes, spec_of
 from train.strategies import has_chief
@@ -195,9 +195,9 @@ def measured(limit: Limit, setup: Setup, part: RankPart | None = None) -> Memory
     """
     if part is None:
         record = _probed(limit, setup)
-    elif part.whole.why_not_stepped and part.whole.state < (free_bytes(Path("/")) or math.inf):
+    elif part.whole.step_problem and part.whole.state < (free_bytes(Path("/")) or math.inf):
         record = _probed(limit, setup, part)
-        note = f"measured with the whole model in one process of this host: {part.whole.why_not_stepped}"
+        note = f"measured with the whole model in one process of this host: {part.whole.step_problem}"
         record = record.model_copy(update={"note": note})
     else:
         record = counted_record(limit, part.whole, setup.config)
@@ -222,14 +222,14 @@ def counted_record(limit: Limit, whole: StateBytes, config: TrainConfig) -> Memo
         recomputed_fixed_bytes=always + whole.recomputed_step if recomputes else 0,
         recomputed_image_bytes=math.ceil(share * whole.recomputed_image),
         state_bytes=whole.state,
-        why_not_recomputed=whole.why_not_recomputed,
-        note=_without_activations(whole) if whole.why_not_stepped else "",
+        recompute_problem=whole.recompute_problem,
+        note=_without_activations(whole) if whole.step_problem else "",
     )
 
 
 def _without_activations(whole: StateBytes) -> str:
     return (
-        f"activations are not counted ({whole.why_not_stepped}), nor measured: this host has less memory free than the "
+        f"activations are not counted ({whole.step_problem}), nor measured: this host has less memory free than the "
         f"{size_of(whole.state)} of the whole model's state"
     )
 
@@ -265,8 +265,8 @@ def considered(
 
 
 def _recomputed(record: MemoryRecord, limit: Limit, task: ProbeTask, config: TrainConfig) -> MemoryRecord:
-    why_not = why_not_recompute(config)
-    if not why_not:
+    problem = recompute_problem(config)
+    if problem is None:
         memory = task.config.memory.model_copy(update={"activation_checkpointing": "on"})
         recomputing = task.config.model_copy(update={"memory": memory})
         num_images = min(NUM_PROBED_IMAGES, task.local_batch_size)
@@ -274,12 +274,12 @@ def _recomputed(record: MemoryRecord, limit: Limit, task: ProbeTask, config: Tra
             cost = probe(replace(task, config=recomputing, local_batch_size=num_images, num_steps=NUM_PROBED_STEPS))
         except ShardmillError as error:
             # Without it the training can still be tried.
-            why_not = str(error)
+            problem = str(error)
         else:
             there = record_of(limit, cost)
             found = {"recomputed_fixed_bytes": there.fixed_bytes, "recomputed_image_bytes": there.image_bytes}
             return record.model_copy(update=found)
-    return record.model_copy(update={"why_not_recomputed": why_not})
+    return record.model_copy(update={"recompute_problem": problem})
 
 
 def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
@@ -314,8 +314,8 @@ def facts_of(record: MemoryRecord, setup: Setup, part: RankPart | None = None) -
     may_recompute = config.memory.activation_checkpointing == "auto"
     recomputed_image_bytes = int(share * record.recomputed_image_bytes) if may_recompute else 0
     # The first world size may have fitted without it, and then it was not looked at.
-    why_not = record.why_not_recomputed or why_not_recompute(config)
-    is_settled = config.memory.activation_checkpointing == "on" or recomputed_image_bytes > 0 or why_not != ""
+    problem = record.recompute_problem or recompute_problem(config)
+    is_settled = config.memory.activation_checkpointing == "on" or recomputed_image_bytes > 0 or problem is not None
     return MemoryFacts(
         device=record.device,
         device_bytes=bytes_of_a_rank(record, setup),
@@ -327,7 +327,7 @@ def facts_of(record: MemoryRecord, setup: Setup, part: RankPart | None = None) -
         is_halved=record.to_bfloat16 and config.mixed_precision in ("auto", "bfloat16"),
         recomputed_fixed_bytes=record.recomputed_fixed_bytes + beside,
         recomputed_image_bytes=recomputed_image_bytes,
-        why_not_recomputed=why_not if may_recompute else "",
+        recompute_problem=problem if may_recompute else None,
         may_ask_to_recompute=not is_settled,
         may_divide=setup.trains_module and part is None,
     )

@@ -39,7 +39,7 @@ class MemoryRecord(Section):
     """Both with `train.memory.activation_checkpointing`; 0 if that was not measured."""
     state_bytes: int = 0
     """Of `fixed_bytes`: weights, gradients and optimizer of a rank with the whole model; 0 if that is not known."""
-    why_not_recomputed: str = ""
+    recompute_problem: str | None = None
     """Why the model, or what it is trained with, does not have it."""
     note: str = ""
     """How a model that ranks share was measured, if it could not be counted from shapes; for people."""
@@ -67,7 +67,7 @@ class MemoryFacts:
     """Both values with recomputed activations."""
     recomputed_image_bytes: int = 0
     """0: that is not allowed, or was not measured."""
-    why_not_recomputed: str = ""
+    recompute_problem: str | None = None
     """Reason, for people, if recomputation was requested."""
     may_ask_to_recompute: bool = False
     """A person can still switch that on; what it would save was not measured."""
@@ -229,8 +229,8 @@ def _way_out(facts: MemoryFacts) -> str:
             "set train.strategy = 'torch_fsdp' and more ranks, which then share the model (does not start a new "
             f"run); or {way_out}"
         )
-    if facts.why_not_recomputed:
-        way_out += f" (activations are not recomputed: {facts.why_not_recomputed})"
+    if facts.recompute_problem:
+        way_out += f" (activations are not recomputed: {facts.recompute_problem})"
     elif facts.recomputed_image_bytes:
         way_out += f" (with recomputation, activations still take {size_of(facts.recomputed_image_bytes)} per image)"
     return way_out
@@ -251,8 +251,8 @@ def decided(config: TrainConfig, num_microbatches: int, *, to_bfloat16: bool, re
     return config.model_copy(update=found)
 
 
-def why_not_recompute(config: TrainConfig) -> str:
-    """Name the other setting that prevents `train.memory.activation_checkpointing`; empty if none does.
+def recompute_problem(config: TrainConfig) -> str | None:
+    """Name the other setting that prevents `train.memory.activation_checkpointing`; None if none does.
 
     `config`: one without `auto` for strategy and backend.
     """
@@ -260,4 +260,4 @@ def why_not_recompute(config: TrainConfig) -> str:
         return f"train.strategy = {config.strategy!r}"
     if config.sync_batch_norm and not BACKENDS[config.backend].recomputes_sync_batch_norm:
         return f"train.sync_batch_norm = true with the backend {config.backend}"
-    return ""
+    return None

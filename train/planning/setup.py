@@ -230,10 +230,10 @@ class Facts:
     """Number of GPUs of this machine, for ranks that use one each."""
     may_use_cluster: bool = True
     """The launcher is not one that starts ranks on this machine."""
-    num_places: int | None = None
+    num_slots: int | None = None
     """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
     rank_slots_problem: str = ""
-    """Reason why a cluster's `num_places` is unknown or 0."""
+    """Reason why a cluster's `num_slots` is unknown or 0."""
     axes: frozenset[str] = frozenset()
     """Those of `train.mesh` that are set to several ranks, beside `data`."""
     mesh_ranks: int = 1
@@ -255,7 +255,7 @@ class Facts:
     @property
     def room(self) -> int:
         """Ranks that there are slots or GPUs for; 0 if none is known."""
-        return (self.num_places or 0) if self.has_cluster else self.num_gpus
+        return (self.num_slots or 0) if self.has_cluster else self.num_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +313,9 @@ RANKS_RULES = (
     ),
     Rule(
         "cluster",
-        lambda facts: facts.has_cluster and bool(facts.num_places),
-        "the Spark cluster {spark_master} has slots for {num_places} ranks",
-        lambda facts: facts.num_places,
+        lambda facts: facts.has_cluster and bool(facts.num_slots),
+        "the Spark cluster {spark_master} has slots for {num_slots} ranks",
+        lambda facts: facts.num_slots,
     ),
     Rule("unknown_cluster", lambda facts: facts.has_cluster, "{rank_slots_problem}"),
     Rule("gpus", lambda facts: facts.num_gpus > 1, "this machine has {num_gpus} GPUs", lambda facts: facts.num_gpus),
@@ -488,8 +488,8 @@ def _facts(
         only_one=_what_keeps_one(config),
         num_gpus=len(gpus) if takes_one else 0,
         may_use_cluster=config.launcher == AUTO or is_on_spark(config.launcher),
-        num_places=num_rank_slots(spark.master, spark.train.conf),
-        rank_slots_problem=rank_slots_problem(spark.master, spark.train.conf),
+        num_slots=num_rank_slots(spark.master, spark.train.conf),
+        rank_slots_problem=rank_slots_problem(spark.master, spark.train.conf) or "",
         axes=frozenset(axis for axis, size in config.mesh.sizes.items() if axis != "data" and size > 1),
         mesh_ranks=math.prod(max(1, size) for size in config.mesh.sizes.values()),
         num_steps=config.epochs * -(-split.num_rows // config.global_batch_size) if split else None,
@@ -510,7 +510,7 @@ def _numbers(config: TrainConfig, facts: Facts) -> tuple[str, ...]:
         found.append(f"one host, because {why}")
     else:
         found.append(
-            f"spark.master = {facts.spark_master} with slots for {facts.num_places or 'an unknown number of'} ranks"
+            f"spark.master = {facts.spark_master} with slots for {facts.num_slots or 'an unknown number of'} ranks"
         )
     if facts.num_steps is not None:
         steps = f"{facts.num_steps // config.epochs:,} steps of {config.global_batch_size} images an epoch"

@@ -148,7 +148,7 @@ def row_of(setup: Setup, state: StateBytes, room: Room) -> MemoryRow:
         accumulation_steps=found.num_microbatches * config.num_accumulated,
         mixed_precision="bfloat16" if found.to_bfloat16 and config.mixed_precision == "auto" else "",
         recomputes=found.recomputes,
-        not_counted=state.why_not_stepped,
+        not_counted=state.step_problem,
     )
     return replace(row, fits=max(row.total, row.start) <= room.device_bytes)
 

@@ -54,8 +54,8 @@ class StateBytes:
     recomputed_step: int = 0
     recomputed_image: int = 0
     """Both with `train.memory.activation_checkpointing`; 0 if the model does not have it."""
-    why_not_recomputed: str = ""
-    why_not_stepped: str = ""
+    recompute_problem: str | None = None
+    step_problem: str | None = None
     """Why the forward and backward pass could not be followed without numbers; `step` and `image` are then 0."""
     refused: str = ""
     """Why the ranks cannot divide this model; everything else is then 0."""

@@ -20,7 +20,7 @@ from train.backends.torch.meta_device import (
 )
 from train.config import TrainConfig
 from train.launching.side_process import answer
-from train.planning.memory_fit import why_not_recompute
+from train.planning.memory_fit import recompute_problem
 from train.planning.state_bytes import StateAnswer, StateBytes, StateTask
 from train.strategies import STRATEGIES, mesh_of
 
@@ -39,8 +39,8 @@ class _Step:
     image: int = 0
     recomputed_step: int = 0
     recomputed_image: int = 0
-    why_not_recomputed: str = ""
-    why_not_stepped: str = ""
+    recompute_problem: str | None = None
+    step_problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ def _placed(
             return held, _step_of_whole(config, module, spec, steps)
         step = _step(config, held.module, spec)
         # As a whole it may look at numbers, which it has not here.
-        if step.why_not_stepped and not _step_of_whole(config, module, spec, steps).why_not_stepped:
+        if step.step_problem and not _step_of_whole(config, module, spec, steps).step_problem:
             raise UsageError(
-                f"train.model = {config.model!r} does not compute with its layers divided: {step.why_not_stepped}",
+                f"train.model = {config.model!r} does not compute with its layers divided: {step.step_problem}",
                 f"expected sizes that {mesh_of(config).shape.tensor} ranks divide, and layers that take what the ones "
                 "before them leave on a rank",
                 f"correct its parallelize(mesh): a ColwiseParallel layer goes with a RowwiseParallel one, {ANOTHER}",
@@ -130,8 +130,8 @@ def _counted(config: TrainConfig, module: Any, held: RankState, step: _Step, who
         whole_image=whole.image,
         recomputed_step=int(share * step.recomputed_step),
         recomputed_image=math.ceil(share * step.recomputed_image),
-        why_not_recomputed=step.why_not_recomputed,
-        why_not_stepped=step.why_not_stepped,
+        recompute_problem=step.recompute_problem,
+        step_problem=step.step_problem,
     )
 
 
@@ -143,17 +143,17 @@ def _step(config: TrainConfig, module: Any, spec: ModelSpec) -> _Step:
         # A user's module may raise anything if its tensors have no numbers.
         line = line_of_user(error)
         where = f" ({line})" if line else ""
-        return _Step(why_not_stepped=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}")
+        return _Step(step_problem=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}")
     found = _Step(step, image)
     if config.memory.activation_checkpointing == "on":
         return found
-    if why_not := why_not_recompute(config):
-        return replace(found, why_not_recomputed=why_not)
+    if problem := recompute_problem(config):
+        return replace(found, recompute_problem=problem)
     memory = config.memory.model_copy(update={"activation_checkpointing": "on"})
     try:
         step, image = step_bytes(config.model_copy(update={"memory": memory}), classifier, spec.image_shape_HWC)
     except ShardmillError as error:
-        return replace(found, why_not_recomputed=str(error))
+        return replace(found, recompute_problem=str(error))
     return replace(found, recomputed_step=step, recomputed_image=image)
 
 

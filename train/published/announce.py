@@ -115,8 +115,8 @@ def _evaluation(record: ExportRecord) -> str:
     found = record.evaluation
     if found is None:
         return "none: the dataset has no split for it"
-    figures = f"{found.metric.words} {found.metric_value:.4f}, loss {found.loss:.4f}"
-    return f"{figures} on {found.num_samples:,} samples of the split {found.split}"
+    metrics = f"{found.metric.words} {found.metric_value:.4f}, loss {found.loss:.4f}"
+    return f"{metrics} on {found.num_samples:,} samples of the split {found.split}"
 
 
 def _limits(record: ExportRecord) -> str:

@@ -45,7 +45,7 @@ MAX_CELLS_SHOWN = 2500
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Exact figures of an export; None if the dataset has no split to evaluate on."""
+    """Exact metrics of an export; None if the dataset has no split to evaluate on."""
 
     evaluation: Evaluation | None
     dataset: DatasetPin
@@ -64,7 +64,7 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
     result = read_result(store, record.training_dir)
     # The training's rows, and not only its number: each dataset counts from 1, and so does one that is built anew.
     if result is not None and result.dataset in (pin, first_alike(pin)):
-        # The figures of a skipped export were recorded by an earlier run; those of a new one are news of this run.
+        # The metrics of a skipped export were recorded by an earlier run; those of a new one are news of this run.
         evaluation = result.evaluation
         if evaluation is not None:
             evaluation = replace(evaluation, confused=read_confusion(store, record.training_dir))
@@ -118,7 +118,7 @@ def evaluation_record(found: Evaluated) -> StageRecord:
 def evaluate_export(
     model: ExportedModel, dataset: Dataset, split: str, batches: Iterable[Batch], among: Sequence[str] = ()
 ) -> Evaluation:
-    """Exact figures of an export on the batches of a dataset's split, whose images have its size.
+    """Exact metrics of an export on the batches of a dataset's split, whose images have its size.
 
     It answers among all classes that it knows: one that the dataset does not have is a wrong answer. A class of the
     dataset that the export does not know gets a probability near 0. `among` limits its answers to these classes. Raises

@@ -48,7 +48,7 @@ NUM_PARITY_IMAGES = 64
 # multiply in 10 bits of mantissa. Where training computed in 16 bits and the export in 32, more of it.
 LOSS_TOLERANCE = 0.01
 """Relative tolerance of the recorded loss, and absolute below a loss of 1."""
-FIGURE_TOLERANCE = 0.005
+METRIC_TOLERANCE = 0.005
 """Tolerance of accuracy or mean average precision; or one sample, if that is more."""
 MIXED_PRECISION_FACTOR = 5
 
@@ -77,7 +77,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     """Export what a training ended with, once.
 
     Raises TrainingError if the export does not predict what the training model predicts, IntegrityError if the
-    checkpoint was altered, or if the export's figures on the evaluated split are not those that the training recorded.
+    checkpoint was altered, or if the export's metrics on the evaluated split are not those that the training recorded.
     """
     earlier = _find_whole_export(models_uri, result)
     if earlier is not None:
@@ -141,32 +141,32 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
 
 
 def check_metrics(measured: Evaluation, recorded: Evaluation, precision: str, *, rounding: float = 0.0) -> None:
-    """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded.
+    """Raises IntegrityError, with both metrics, if an export does not answer as well (or as badly) as was recorded.
 
     `precision`: that of the training, as `train.mixed_precision` names it.
     `rounding`: by how much numbers may differ that are predictions; a model without error would have to answer exactly.
     """
     factor = MIXED_PRECISION_FACTOR if precision != "off" else 1
-    metric, figure = recorded.metric, recorded.metric_value
+    metric, value = recorded.metric, recorded.metric_value
     if metric.higher_is_better:
         loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
-        figure_limit = factor * max(FIGURE_TOLERANCE, 1 / recorded.num_samples)
+        metric_limit = factor * max(METRIC_TOLERANCE, 1 / recorded.num_samples)
     else:
         # Errors have a unit: what is small is known relative to them alone.
         loss_limit = factor * LOSS_TOLERANCE * recorded.loss + rounding * (2 * math.sqrt(recorded.loss) + rounding)
-        figure_limit = factor * LOSS_TOLERANCE * figure + rounding
-    # Not `>`: a figure that is not a number must fail, too. Sums of floats do not decide about the last sample.
+        metric_limit = factor * LOSS_TOLERANCE * value + rounding
+    # Not `>`: a metric that is not a number must fail, too. Sums of floats do not decide about the last sample.
     agree = (
         measured.num_samples == recorded.num_samples
         and abs(measured.loss - recorded.loss) <= loss_limit + 1e-9
-        and abs(measured.metric_value - figure) <= figure_limit + 1e-9
+        and abs(measured.metric_value - value) <= metric_limit + 1e-9
     )
     if not agree:
         raise IntegrityError(
             f"the export has loss {measured.loss:.4f} and {metric.words} {measured.metric_value:.4f} on "
             f"{measured.num_samples} {measured.split} samples; the training recorded {recorded.loss:.4f} and "
-            f"{figure:.4f} on {recorded.num_samples}",
-            f"expected them within {loss_limit:.4g} and {figure_limit:.4g}",
+            f"{value:.4f} on {recorded.num_samples}",
+            f"expected them within {loss_limit:.4g} and {metric_limit:.4g}",
             "the model's code or the training's result has changed since: train again",
         )
 

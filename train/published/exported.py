@@ -73,7 +73,7 @@ class ExportRecord(Section):
     caution: str = ""
     """Why the gate must not let it pass by itself, as the training said; most often empty."""
     evaluation: Evaluation | None
-    """The same figures of the reloaded SavedModel: measured when it was exported, and found equal to those."""
+    """The same metrics of the reloaded SavedModel: measured when it was exported, and found equal to those."""
     parity_max_abs_diff: float
     """Largest difference between the reloaded export and the training model, in predictions and logits; relative to the
     largest logit or number, if that is over 1."""

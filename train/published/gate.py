@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardmill.dataset.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError
@@ -32,18 +33,18 @@ def decide(
 
     `replace_current`: the user allows to replace a current export that cannot be compared.
     """
-    below = _below_floor(candidate, gate)
+    problem = _floor_problem(candidate, gate)
     # The floor comes first: it holds also if there is no current export, or one that cannot be compared.
-    if candidate is None or below:
-        return GateDecision(
-            "kept", below, candidate.metric_value if candidate else None, None, _metric(candidate), False
-        )
-    metric, figure, before = candidate.metric, candidate.metric_value, None
+    if problem is not None:
+        value = candidate.metric_value if candidate is not None else None
+        return GateDecision("kept", problem, value, None, _metric_name(candidate), is_passed=False)
+    assert candidate is not None
+    metric, value, before = candidate.metric, candidate.metric_value, None
     num_samples = candidate.num_samples
-    name, limit = _limit(gate, candidate)
-    reached = f"{metric.words} {_on(candidate)} reaches {name} = {limit:g}"
+    name, limit = _floor(gate, candidate)
+    reached = f"{metric.words} {_measured(candidate)} reaches {name} = {limit:g}"
     if not limit and name == "gate.metric_limit":
-        reached = f"{metric.words} {_on(candidate)}, without a limit because {name} is not set"
+        reached = f"{metric.words} {_measured(candidate)}, without a limit because {name} is not set"
     is_promoted = True
     if against is None:
         reason = f"{reached}; there was no current model"
@@ -56,10 +57,10 @@ def decide(
         else:
             reason = f"{against.reason}; `shardmill promote MODELS --replace-current` promotes without a comparison"
     else:
-        figure, before = against.candidate_figure, against.current_figure
+        value, before = against.candidate_value, against.current_value
         num_samples = against.num_samples
-        is_promoted = metric.reaches(figure, metric.limit_after(before, gate.max_regression))
-        compared = f"{metric.words} {figure:.4f} on {num_samples} {candidate.split} samples{against.on}"
+        is_promoted = metric.reaches(value, metric.limit_after(before, gate.max_regression))
+        compared = f"{metric.words} {value:.4f} on {num_samples} {candidate.split} samples{against.on}"
         if not is_promoted:
             reason = (
                 f"{compared} falls behind the current model's {before:.4f} "
@@ -71,66 +72,60 @@ def decide(
             reason = f"{reached}; the current model has {before:.4f}"
     if num_samples < FEW_SAMPLES:
         reason += f"; caution: {num_samples} samples are too few to compare models"
-    return GateDecision("promoted" if is_promoted else "kept", reason, figure, before, metric.name, is_promoted)
+    return GateDecision("promoted" if is_promoted else "kept", reason, value, before, metric.name, is_promoted)
 
 
-def judge(
-    models_uri: str,
-    candidate: Export,
-    history: History,
-    gate: GateConfig,
-    compare: Callable[[], Comparison | Incomparable | None],
-    *,
-    replace_current: bool = False,
+def _judged(
+    models_uri: str, candidate: Export, history: History, gate: GateConfig, *, replace_current: bool = False
 ) -> GateDecision:
-    """Whether an export may follow what `history` says is current. `compare` is called only if that depends on it."""
+    """Whether an export may follow what `history` says is current. The two are compared only if that depends on it."""
     evaluation = candidate.record.evaluation
     check_gate(gate, candidate.record.label_kind)
-    figure = evaluation.metric_value if evaluation is not None else None
-    metric = _metric(evaluation)
+    value = evaluation.metric_value if evaluation is not None else None
+    metric = _metric_name(evaluation)
     if history.current is not None and history.current.export == candidate.number:
-        below = _below_floor(evaluation, gate)
-        reason = f"export {candidate.number} is the current one" + (f", but {below}" if below else "")
-        return GateDecision("already_current", reason, figure, figure, metric, is_passed=not below)
+        problem = _floor_problem(evaluation, gate)
+        reason = f"export {candidate.number} is the current one" + (f", but {problem}" if problem else "")
+        return GateDecision("already_current", reason, value, value, metric, is_passed=not problem)
     if history.was_rolled_back(candidate.number):
         # A person took it back. A scheduled run finds the same export again and must not undo that.
         doubt = f" ({history.damage})" if history.damage else ""
         reason = f"export {candidate.number} was promoted before and rolled back{doubt}; `shardmill promote "
         reason += f"{models_uri}@{candidate.number}` makes it current again"
-        return GateDecision("kept", reason, figure, None, metric, is_passed=False)
+        return GateDecision("kept", reason, value, None, metric, is_passed=False)
     if candidate.record.caution:
         reason = f"{candidate.record.caution}; `shardmill promote {models_uri}@{candidate.number}` promotes it anyway"
-        return GateDecision("kept", reason, figure, None, metric, is_passed=False)
-    if _below_floor(evaluation, gate):
+        return GateDecision("kept", reason, value, None, metric, is_passed=False)
+    if _floor_problem(evaluation, gate):
         # Refused already; the current export need not be loaded and evaluated for it.
         return decide(evaluation, None, gate)
-    return decide(evaluation, compare(), gate, replace_current=replace_current)
+    against = compare_with_current(models_uri, candidate, history)
+    return decide(evaluation, against, gate, replace_current=replace_current)
 
 
-def _below_floor(candidate: Evaluation | None, gate: GateConfig) -> str:
-    """Why a candidate does not reach the floor; empty if it does."""
+def _floor_problem(candidate: Evaluation | None, gate: GateConfig) -> str | None:
+    """Why a candidate does not reach the floor; None if it does."""
     if candidate is None:
         return "there is no test or validation split to evaluate on"
-    metric, (name, limit) = candidate.metric, _limit(gate, candidate)
+    metric, (name, limit) = candidate.metric, _floor(gate, candidate)
     if limit and not metric.reaches(candidate.metric_value, limit):
-        return (
-            f"{metric.words} {_on(candidate)} is {'below' if metric.higher_is_better else 'above'} {name} = {limit:g}"
-        )
-    return ""
+        side = "below" if metric.higher_is_better else "above"
+        return f"{metric.words} {_measured(candidate)} is {side} {name} = {limit:g}"
+    return None
 
 
-def _limit(gate: GateConfig, candidate: Evaluation) -> tuple[str, float]:
-    """The setting that bounds the candidate's figure, and its value; 0 for no bound."""
+def _floor(gate: GateConfig, candidate: Evaluation) -> tuple[str, float]:
+    """The setting that bounds the candidate's metric, and its value; 0 for no bound."""
     if candidate.label_kind == "class" and gate.min_accuracy >= gate.metric_limit:
         return "gate.min_accuracy", gate.min_accuracy
     return "gate.metric_limit", gate.metric_limit
 
 
-def _metric(evaluation: Evaluation | None) -> str:
+def _metric_name(evaluation: Evaluation | None) -> str:
     return (evaluation.metric if evaluation is not None else METRICS["class"]).name
 
 
-def _on(evaluation: Evaluation) -> str:
+def _measured(evaluation: Evaluation) -> str:
     return f"{evaluation.metric_value:.4f} on {evaluation.num_samples} {evaluation.split} samples"
 
 
@@ -147,7 +142,7 @@ def judge_export(models_uri: str, candidate: Export, gate: GateConfig) -> Judgem
     """Return the decision that `promote_export` would make now; nothing is promoted."""
     history = read_history(open_store(models_uri))
     current = history.current.export if history.current is not None else None
-    return Judgement(candidate.number, current, _judge(models_uri, candidate, history, gate))
+    return Judgement(candidate.number, current, _judged(models_uri, candidate, history, gate))
 
 
 def promote_export(
@@ -164,11 +159,8 @@ def promote_export(
     `replace_current`: the user allows to replace a current export that cannot be compared. Raises GateNotPassed if it
     does not pass and `require` is set, IntegrityError if its files are damaged.
     """
-
-    def decide(history: History) -> GateDecision:
-        return _judge(models_uri, candidate, history, gate, replace_current=replace_current)
-
-    return promote_if_passed(models_uri, candidate, decide, run_id, require=require)
+    decide_at = partial(_judged, models_uri, candidate, gate=gate, replace_current=replace_current)
+    return promote_if_passed(models_uri, candidate, decide_at, run_id, require=require)
 
 
 def gate_record(judgement: Judgement) -> StageRecord:
@@ -193,20 +185,11 @@ def promotion_record(promotion: Promotion) -> StageRecord:
         "published": promotion.is_published,
         "registered": promotion.registered,
         "metric": promotion.gate.metric,
-        "candidate_figure": promotion.gate.candidate_figure,
-        "current_figure": promotion.gate.current_figure,
+        "candidate_value": promotion.gate.candidate_value,
+        "current_value": promotion.gate.current_value,
     }
     status = "skipped" if promotion.gate.decision == "already_current" else "done"
     return StageRecord(stage="promote", status=status, sections={"promotion": section})
-
-
-def _judge(
-    models_uri: str, candidate: Export, history: History, gate: GateConfig, *, replace_current: bool = False
-) -> GateDecision:
-    def compare() -> Comparison | Incomparable | None:
-        return compare_with_current(models_uri, candidate, history)
-
-    return judge(models_uri, candidate, history, gate, compare, replace_current=replace_current)
 
 
 def compare_with_current(models_uri: str, candidate: Export, history: History) -> Comparison | Incomparable | None:
@@ -240,26 +223,26 @@ def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) 
     dataset = open_pinned(candidate.record.dataset)
     # Numbers have no names: two empty sets are equal.
     if set(names) == set(current.export.record.class_names):
-        # The candidate's own figures are of this split already, measured when it was exported.
-        figures = _evaluated(current, dataset, evaluation.split)
-        return Comparison(evaluation.metric_value, figures.metric_value, evaluation.num_samples)
+        # The candidate's own metrics are of this split already, measured when it was exported.
+        measured = _evaluated(current, dataset, evaluation.split)
+        return Comparison(evaluation.metric_value, measured.metric_value, evaluation.num_samples)
     common = [name for name in names if name in current.export.record.class_names]
     num_samples = sum(dataset.manifest.splits[evaluation.split].class_counts[names.index(name)] for name in common)
     if not num_samples:
         return Incomparable(
             f"the current export {current.export.number} has none of the classes of the {evaluation.split} split"
         )
-    candidate_figure, current_figure = (
+    candidate_value, current_value = (
         _metric_among(common, _evaluated(model, dataset, evaluation.split, common))
         for model in (load_exported(models_uri, candidate.number), current)
     )
     on = f" of the {len(common)} classes that both know (of {len(names)})"
-    return Comparison(candidate_figure, current_figure, num_samples, on)
+    return Comparison(candidate_value, current_value, num_samples, on)
 
 
 def _metric_among(names: list[str], evaluation: Evaluation) -> float:
     """Top-1 over the samples of these classes; of several classes an image, the mean average precision over these."""
-    classes = [figures for figures in evaluation.per_class if figures.name in names]
+    classes = [each for each in evaluation.per_class if each.name in names]
     if evaluation.label_kind == "multi_label":
         known = [each.average_precision for each in classes if each.average_precision is not None]
         return sum(known) / len(known)

@@ -143,7 +143,7 @@ def _versions(client: MlflowClient, name: str) -> Iterator[ModelVersion]:
 
 
 def _create(client: MlflowClient, name: str, models_uri: str, export: Export, card: str) -> ModelVersion:
-    """A version whose run holds the figures of the evaluation and names the dataset."""
+    """A version whose run holds the metrics of the evaluation and names the dataset."""
     try:
         client.create_registered_model(name)
     except Exception as error:
@@ -202,8 +202,8 @@ def _log(client: MlflowClient, run_id: str, export: Export, tags: dict[str, str]
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
     if (found := record.evaluation) is not None:
         now = int(time.time() * 1000)
-        figures = {f"{found.split}/{found.metric.name}": found.metric_value, f"{found.split}/loss": found.loss}
-        client.log_batch(run_id, metrics=[Metric(key, value, now, 0) for key, value in figures.items()])
+        metrics = {f"{found.split}/{found.metric.name}": found.metric_value, f"{found.split}/loss": found.loss}
+        client.log_batch(run_id, metrics=[Metric(key, value, now, 0) for key, value in metrics.items()])
 
 
 def _version_of_alias(client: MlflowClient, registry: RegistryConfig) -> str:

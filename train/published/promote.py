@@ -25,9 +25,14 @@ from train.records import read_record
 
 
 def promote_if_passed(
-    models_uri: str, candidate: Export, judge: Callable[[History], GateDecision], run_id: str, *, require: bool = False
+    models_uri: str,
+    candidate: Export,
+    decide: Callable[[History], GateDecision],
+    run_id: str,
+    *,
+    require: bool = False,
 ) -> Promotion:
-    """Make an export the current one if `judge` lets it pass; a pointer that another run set meanwhile is judged anew.
+    """Make an export the current one if `decide` lets it pass; a pointer that another run set meanwhile is judged anew.
 
     Raises GateNotPassed if it does not pass and `require` is set, IntegrityError if its files are damaged.
     """
@@ -37,7 +42,7 @@ def promote_if_passed(
     # race judges again, against the winner. Each extra round means that another writer won.
     while True:
         history = read_history(store)
-        decision = judge(history)
+        decision = decide(history)
         before = history.current.export if history.current is not None else None
         if require and not decision.is_passed:
             raise GateNotPassed(
@@ -47,7 +52,7 @@ def promote_if_passed(
         if decision.decision != "promoted":
             # `already_current` may be this run's own work: an earlier try set the pointer and died before its record.
             return Promotion(models_uri, decision, before, before, _was_promoted(history, candidate.number, run_id))
-        if _set(models_uri, history, candidate.number, decision, run_id):
+        if _publish(models_uri, history, candidate.number, decision, run_id):
             return Promotion(models_uri, decision, before, candidate.number, True)
 
 
@@ -59,17 +64,17 @@ def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
     export = read_export(models_uri, number)
     verify_export(models_uri, export)
     evaluation = export.record.evaluation
-    figure = evaluation.metric_value if evaluation is not None else None
+    value = evaluation.metric_value if evaluation is not None else None
     metric = METRICS[export.record.label_kind].name
     while True:
         # Naming an export is the way out of a damaged or foreign newest record, so neither may be an error here.
         history = read_history(open_store(models_uri), is_layout_free=True)
         before = history.current.export if history.current is not None else None
         if before == number:
-            decision = GateDecision("already_current", f"export {number} is the current one", figure, figure, metric)
+            decision = GateDecision("already_current", f"export {number} is the current one", value, value, metric)
             return Promotion(models_uri, decision, before, before)
-        decision = GateDecision("chosen", f"export {number} was chosen by name, without the gate", figure, None, metric)
-        if _set(models_uri, history, number, decision, run_id):
+        decision = GateDecision("chosen", f"export {number} was chosen by name, without the gate", value, None, metric)
+        if _publish(models_uri, history, number, decision, run_id):
             return Promotion(models_uri, decision, before, number)
 
 
@@ -84,20 +89,20 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
     history = read_history(store)
     if history.damage:
         raise unknown_current(models_uri, history)
-    current, below = history.current, history.stack[:-1]
-    if current is None or not below:
+    current, earlier = history.current, history.stack[:-1]
+    if current is None or not earlier:
         raise UsageError(
             f"{models_uri} has nothing to roll back to",
             "expected an export that was current before",
             f"run `shardmill promote {models_uri}@N` to make any export current",
         )
-    target = below.pop()
+    target = earlier.pop()
     restored = read_export(models_uri, target)
     verify_export(models_uri, restored)
     promoted = next((each for each in reversed(history.readable[:-1]) if each.export == target), None)
     new = Pointer(
         export=target,
-        previous=below[-1] if below else None,
+        previous=earlier[-1] if earlier else None,
         replaced=current.export,
         decision="rolled_back",
         reason=f"export {target} is current again; export {current.export} was rolled back",
@@ -123,7 +128,7 @@ def _was_promoted(history: History, number: int, run_id: str) -> bool:
     return current is not None and (current.export, current.decision, current.run_id) == (number, "promoted", run_id)
 
 
-def _set(models_uri: str, history: History, number: int, decision: GateDecision, run_id: str) -> bool:
+def _publish(models_uri: str, history: History, number: int, decision: GateDecision, run_id: str) -> bool:
     assert decision.decision in ("promoted", "chosen")
     before = history.current.export if history.current is not None else None
     pointer = Pointer(
@@ -132,7 +137,7 @@ def _set(models_uri: str, history: History, number: int, decision: GateDecision,
         replaced=before,
         decision=decision.decision,
         reason=decision.reason,
-        accuracy=decision.candidate_figure,
+        accuracy=decision.candidate_value,
         run_id=run_id,
         created_at=now(),
     )
@@ -146,8 +151,8 @@ Decision = Literal["promoted", "kept", "already_current", "chosen", "rolled_back
 class Comparison:
     """Candidate and current export on the same samples."""
 
-    candidate_figure: float
-    current_figure: float
+    candidate_value: float
+    current_value: float
     """Value of the labels' metric (train/labels.py)."""
     num_samples: int
     on: str = ""
@@ -169,8 +174,8 @@ class GateDecision:
 
     decision: Decision
     reason: str
-    candidate_figure: float | None = None
-    current_figure: float | None = None
+    candidate_value: float | None = None
+    current_value: float | None = None
     metric: str = METRICS["class"].name
     """Name of the metric: a field of `Evaluation`."""
     is_passed: bool = True

@@ -311,13 +311,13 @@ class Chance:
     """Metrics of a model that knows class frequencies and ignores the images."""
 
     train_accuracy: float
-    validation_figure: float
-    """Validation figure of guessing; figures within two standard errors (`validation_limit`) are not better."""
+    validation_metric: float
+    """Validation metric of guessing; metrics within two standard errors (`validation_limit`) are not better."""
     validation_limit: float
 
     @classmethod
     def of(cls, manifest: Manifest) -> Chance | None:
-        """Compute the chance figures. None without enough validation samples, or if any guess would be right there."""
+        """Compute the chance metrics. None without enough validation samples, or if any guess would be right there."""
         validation, kind = manifest.splits.get("validation"), manifest.row_schema.label_kind
         if validation is None or validation.num_rows < MIN_SAMPLES:
             return None
@@ -325,13 +325,13 @@ class Chance:
             return cls(0.0, 0.0, 0.0)
         shares, trained = _shares(validation), _shares(manifest.splits["train"])
         if kind == "class":
-            figure, accuracy = max(shares), max(trained)
+            metric, accuracy = max(shares), max(trained)
         else:
             occurring = [share for share in shares if share] or [1.0]
-            figure = math.fsum(occurring) / len(occurring)
+            metric = math.fsum(occurring) / len(occurring)
             accuracy = math.fsum(max(share, 1 - share) for share in trained) / len(trained)
-        limit = figure + NUM_STANDARD_ERRORS * math.sqrt(figure * (1 - figure) / validation.num_rows)
-        return cls(accuracy, figure, limit) if limit < 1 else None
+        limit = metric + NUM_STANDARD_ERRORS * math.sqrt(metric * (1 - metric) / validation.num_rows)
+        return cls(accuracy, metric, limit) if limit < 1 else None
 
     def is_all(self, history: Sequence[EpochRecord]) -> bool:
         """Whether the last epoch's validation is no better; for numbers, than the training before its first epoch."""
@@ -361,7 +361,7 @@ class Chance:
             )
             found = f"loss {last.validation.loss:.4g}"
         else:
-            guess, reached = f"guessing ({self.validation_figure:.4f})", f"an accuracy of {last.train_accuracy:.4f}"
+            guess, reached = f"guessing ({self.validation_metric:.4f})", f"an accuracy of {last.train_accuracy:.4f}"
             found = f"{metric.words} {last.validation.metric_value:.4f}"
         return (
             f"the validation {found} after epoch {last.epoch + 1} is no better than {guess}, although the training "

@@ -71,7 +71,7 @@ from train.strategies import find_strategy
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """Train, or resume, as one rank of `world`; every rank returns the same figures but for its own times.
+    """Train, or resume, as one rank of `world`; every rank returns the same metrics but for its own times.
 
     Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then.
     """
@@ -92,7 +92,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
             progress, last_checkpoint = save(session, progress)
         progress, last_checkpoint = save_last(session, progress, last_checkpoint)
 
-    # The weights that count, and their figures on data that no decision has seen.
+    # The weights that count, and their metrics on data that no decision has seen.
     caution = _caution(session, progress)
     best = load_best(session, None if caution else progress.best, last_checkpoint)
     result = replace(_result(session, progress, best, last_checkpoint, found), caution=caution)
@@ -273,7 +273,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     session.member.average_moving_statistics()
     validation = None
     if "validation" in manifest.splits:
-        # Best epoch and early stop follow from these figures. All ranks must decide alike, so all use rank 0's bits.
+        # Best epoch and early stop follow from these metrics. All ranks must decide alike, so all use rank 0's bits.
         with session.member.learner.averaged():
             here = evaluate_split(session, "validation").without_classes()
         validation = from_json(Evaluation, session.member.broadcast_bytes(to_json(here)))
@@ -351,7 +351,7 @@ def _without_rows(batch: Batch) -> Batch:
 
 
 def evaluate_finally(session: Session) -> Evaluation | None:
-    """The figures on data that no decision has seen; None if there is no such split.
+    """The metrics on data that no decision has seen; None if there is no such split.
 
     Rank 0 alone has those of each class, and writes to a file how the classes were confused.
     """

@@ -80,7 +80,7 @@ def of_step(step: GlobalStep) -> Scalars:
 
 
 def of_event(name: str, fields: Mapping[str, FieldValue]) -> Scalars | None:
-    """The figures of an epoch, if the event tells them."""
+    """The metrics of an epoch, if the event tells them."""
     if name != "epoch" or fields.get("rank", 0) != 0:
         return None
     numbers = {key: float(value) for key, value in fields.items() if isinstance(value, int | float)}

@@ -19,7 +19,7 @@ class Collective(Protocol):
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         """Each tensor of the backend (all of one dtype) summed over all ranks, in ONE grouped operation.
 
-        The last one holds figures of the step, which are never compressed.
+        The last one holds metrics of the step, which are never compressed.
 
         Equal bits on every rank and in every run of the same world size. A strategy that sums inside a compiled step
         (`AnnouncedSum`) has it traced there: then it returns what the graph will compute.

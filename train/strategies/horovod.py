@@ -78,11 +78,11 @@ class HorovodCollective:
         import tensorflow as tf
 
         # A loss of a thousand samples should not be told in sixteen bits; a group has one type.
-        *gradients, figures = tensors
+        *gradients, metrics = tensors
         halves: list[Any] = self._hvd.grouped_allreduce(
             [tf.cast(each, tf.float16) for each in gradients], op=self._hvd.Sum, name="halves", ignore_name_scope=True
         )
-        summed = self._hvd.allreduce(figures, op=self._hvd.Sum, name="figures", ignore_name_scope=True)
+        summed = self._hvd.allreduce(metrics, op=self._hvd.Sum, name="metrics", ignore_name_scope=True)
         return [*(tf.cast(each, tf.float32) for each in halves), summed]
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:

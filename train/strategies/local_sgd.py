@@ -124,14 +124,14 @@ BACK = "back/back-"
 EXCHANGING = Activity("exchanging weights with the other silos")
 
 Arrays = list[np.ndarray]
-"""The file of a silo: its figures, then its weights."""
+"""The file of a silo: its metrics, then its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """The result of a round."""
 
-    figures: np.ndarray
+    metrics: np.ndarray
     """Their sum over the silos that took part."""
     weights: Arrays
     """The mean; empty if this silo is so far behind that the mean has been deleted."""
@@ -155,7 +155,7 @@ class SiloMailbox:
         self._present = set(range(1, self._world_size))
 
     def average(self, compute: Callable[[], Arrays]) -> Round:
-        """One round. `compute` gives the silo's figures, of which the first is its number of samples, and weights.
+        """One round. `compute` gives the silo's metrics, of which the first is its number of samples, and weights.
 
         It is not called if the round is over already: this silo was away.
         """
@@ -171,21 +171,21 @@ class SiloMailbox:
         if self._rank == 0:
             contributions = {0: compute()}
             contributions |= self._collect(contributions[0])
-            figures, mean = mean_of([contributions[rank] for rank in sorted(contributions)])
+            metrics, mean = mean_of([contributions[rank] for rank in sorted(contributions)])
             self._store.put(self._path("mean.npz"), dump_arrays(mean))
-            self._store.put(self._path("told"), dump_arrays([figures]))
+            self._store.put(self._path("told"), dump_arrays([metrics]))
             self._forget_old_means()
-            return Round(figures, mean)
+            return Round(metrics, mean)
         if self._store.stat(self._path("told")) is None:
             self._store.put(self._path(f"begun-{self._rank:05d}"), b"begun\n")
             self._store.put(self._path(f"silo-{self._rank:05d}.npz"), dump_arrays(compute()))
         else:
             self._store.put(f"{self._folder}/{BACK}{self._rank:05d}", b"back\n")
-        [figures] = load_arrays(self._wait_until_told())
+        [metrics] = load_arrays(self._wait_until_told())
         try:
-            return Round(figures, load_arrays(self._store.read(self._path("mean.npz"))))
+            return Round(metrics, load_arrays(self._store.read(self._path("mean.npz"))))
         except FileNotFoundError:
-            return Round(figures, [])
+            return Round(metrics, [])
 
     def sum_tensors(self, tensors: list[object]) -> list[object]:
         raise AssertionError("gradients do not leave a silo")
@@ -268,17 +268,17 @@ class SiloMailbox:
 
 
 def mean_of(parts: Sequence[Arrays]) -> tuple[np.ndarray, Arrays]:
-    """(sum of the figures, mean of the weights by number of samples); the first part is rank 0's."""
-    figures = np.sum([part[0] for part in parts], axis=0)
-    num_samples = figures[0]
+    """(sum of the metrics, mean of the weights by number of samples); the first part is rank 0's."""
+    metrics = np.sum([part[0] for part in parts], axis=0)
+    num_samples = metrics[0]
     if not num_samples:
         # All silos with remaining samples are absent, so no weights have changed.
-        return figures, parts[0][1:]
+        return metrics, parts[0][1:]
     means = []
     for place in range(1, len(parts[0])):
         mean = sum(part[place].astype(np.float64) * (part[0][0] / num_samples) for part in parts)
         means.append(np.asarray(mean).astype(parts[0][place].dtype))
-    return figures, means
+    return metrics, means
 
 
 def _fits(part: Arrays, own: Arrays) -> bool:
@@ -303,7 +303,7 @@ class LocalRound:
     is_applied: bool
     """False if one of them was not finite; the rest of the round was left out then."""
 
-    def figures(self) -> np.ndarray:
+    def metrics(self) -> np.ndarray:
         """Everything, as float64 that can be added up over ranks."""
         return np.array([self.loss_sum, self.num_correct, self.gradient_norm, not self.is_applied], np.float64)
 
@@ -345,7 +345,7 @@ class LocalSgdMember(ReplicatedMember):
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         done = local_round(self.learner, batch, self._local_steps, learning_rate)
         stopwatch = Stopwatch()
-        loss_sum, num_correct, norms, num_failed = self._collective.sum_array(done.figures()).tolist()
+        loss_sum, num_correct, norms, num_failed = self._collective.sum_array(done.metrics()).tolist()
         # If a rank could not apply an update, all stop here together; what the others applied is in no checkpoint.
         outcome = StepOutcome(loss_sum / global_weight, num_correct, norms / self.world_size, num_failed == 0)
         if outcome.is_applied and self.world_size > 1:
@@ -386,7 +386,7 @@ class LocalSgdMember(ReplicatedMember):
 
 
 class SiloMember(ReplicatedMember):
-    """A silo: it reads a dataset of its own, and nothing of it travels but weights, and figures of a round."""
+    """A silo: it reads a dataset of its own, and nothing of it travels but weights, and metrics of a round."""
 
     shares_checkpoints = False
 
@@ -410,12 +410,12 @@ class SiloMember(ReplicatedMember):
                     "lower train.learning_rate, or set train.gradient_clip_norm",
                 )
             compute_seconds = stopwatch.lap()
-            return [np.array([done.num_samples, *done.figures()]), *self._travelling()]
+            return [np.array([done.num_samples, *done.metrics()]), *self._travelling()]
 
         done = self._mailbox.average(compute)
         if done.weights:
             self._take_mean(done.weights)
-        num_samples, loss_sum, num_correct, norms, _ = done.figures.tolist()
+        num_samples, loss_sum, num_correct, norms, _ = done.metrics.tolist()
         # As if the silos that are away had done as the others did.
         seen = max(num_samples, 1.0)
         outcome = StepOutcome(loss_sum / seen, num_correct / seen * global_weight, norms, True)

@@ -168,12 +168,12 @@ class RemoteSteps:
             weights_N.set_shape([None])
             sample_keys_N.set_shape([None])
             rows = Rows(images_NHWC, labels_N, weights_N, sample_keys_N)
-            is_applied, gradient_norm, figures = self._learner.step.whole_without_sum(
+            is_applied, gradient_norm, metrics = self._learner.step.whole_without_sum(
                 rows, global_weight, learning_rate
             )
             with tf.control_dependencies([is_applied]):
                 self._applied.assign_add(1, read_value=False)
-            return is_applied, gradient_norm, figures, labels_N, weights_N, sample_ids_N, seconds
+            return is_applied, gradient_norm, metrics, labels_N, weights_N, sample_ids_N, seconds
 
         # Traced here, outside the strategy's scope: inside it Keras's optimizers would exchange gradients themselves.
         signature = [tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int64, tf.float32, tf.float32)]
@@ -182,8 +182,8 @@ class RemoteSteps:
 
 
 def _answer(values: tuple[Any, ...]) -> Answer:
-    is_applied, gradient_norm, figures, labels_N, weights_N, sample_ids_N, seconds = [each.numpy() for each in values]
-    loss, num_correct = figures.tolist()
+    is_applied, gradient_norm, metrics, labels_N, weights_N, sample_ids_N, seconds = [each.numpy() for each in values]
+    loss, num_correct = metrics.tolist()
     wait_seconds, fetch_seconds, decode_seconds = seconds.tolist()
     return Answer(
         bool(is_applied),

@@ -125,11 +125,11 @@ class DdpMember(ReplicatedMember):
 
         summing: list[Any] = []
 
-        def begin_to_sum(figures: Any) -> None:
-            summing.append(dist.all_reduce(figures, async_op=True))
+        def begin_to_sum(metrics: Any) -> None:
+            summing.append(dist.all_reduce(metrics, async_op=True))
             self._sums.begin()
 
-        figures = self._torch_learner.differentiate(batch, global_weight, self.data.fraction, begin_to_sum)
+        metrics = self._torch_learner.differentiate(batch, global_weight, self.data.fraction, begin_to_sum)
         # What is left of the exchange after the backward pass could not be hidden behind it.
         with during(self._reporter, waiting("an allreduce")):
             stopwatch = Stopwatch()
@@ -137,7 +137,7 @@ class DdpMember(ReplicatedMember):
             for work in summing:
                 work.wait()
             exposed_seconds = stopwatch.lap()
-        return MemberStep(self.learner.apply([*sums, figures], learning_rate), exposed_seconds)
+        return MemberStep(self.learner.apply([*sums, metrics], learning_rate), exposed_seconds)
 
 
 def join_ddp(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:

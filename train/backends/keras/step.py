@@ -183,8 +183,8 @@ class TrainStep:
     def are_finite(self, addends: list[Any]) -> bool:
         import tensorflow as tf
 
-        *gradients, figures = addends
-        return math.isfinite(float(tf.linalg.global_norm(gradients))) and math.isfinite(float(figures[0]))
+        *gradients, metrics = addends
+        return math.isfinite(float(tf.linalg.global_norm(gradients))) and math.isfinite(float(metrics[0]))
 
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         import tensorflow as tf
@@ -244,7 +244,7 @@ class TrainStep:
     def _update(self, sums: list[Any]) -> tuple[Any, Any]:
         import tensorflow as tf
 
-        *gradients, figures = sums
+        *gradients, metrics = sums
         model, optimizer = self._built.model, self._chosen.optimizer
         gradient_norm = tf.linalg.global_norm(gradients)
         is_usable = tf.math.is_finite(gradient_norm)
@@ -254,7 +254,7 @@ class TrainStep:
             scale = tf.convert_to_tensor(optimizer.dynamic_scale)
             is_usable |= scale > 1.0
             gradient_norm /= scale
-        is_usable &= tf.math.is_finite(figures[0])
+        is_usable &= tf.math.is_finite(metrics[0])
 
         def update() -> Any:
             variables = model.trainable_variables
@@ -273,8 +273,8 @@ class TrainStep:
         return standardize(images_NHWC, self._scale)
 
 
-def _outcome(is_applied: Any, gradient_norm: Any, figures: Any) -> StepOutcome:
-    loss, num_correct = figures.numpy().tolist()
+def _outcome(is_applied: Any, gradient_norm: Any, metrics: Any) -> StepOutcome:
+    loss, num_correct = metrics.numpy().tolist()
     # The optimizer has left out a scaled loss that overflowed, which is no failure.
     overflowed = bool(is_applied) and not math.isfinite(gradient_norm)
     return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied), overflowed)

@@ -129,15 +129,15 @@ class TorchLearner:
         return float(self.state.optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        figures = self.differentiate(batch, global_weight, share_of_streams)
-        return [*self.own_gradients(), figures]
+        metrics = self.differentiate(batch, global_weight, share_of_streams)
+        return [*self.own_gradients(), metrics]
 
     def differentiate(
         self,
         batch: Batch,
         global_weight: int,
         share_of_streams: float,
-        before_last: Callable[[Any], None] = lambda figures: None,
+        before_last: Callable[[Any], None] = lambda metrics: None,
     ) -> Any:
         """Compute the gradients, which are left at the weights. -> (loss, number correct).
 
@@ -149,20 +149,20 @@ class TorchLearner:
         for weight in self.weights:
             weight.grad = None
         microbatches = list(microbatches_of(batch, self._config.num_accumulated))
-        figures = torch.zeros(2, device=device())
+        metrics = torch.zeros(2, device=device())
         for microbatch in microbatches:
             is_last = microbatch is microbatches[-1]
             labels_N, weights_N = on_device(microbatch.labels_N), on_device(microbatch.weights_N)
             share = share_of_streams / len(microbatches)
-            objective = self._objective(labels_N, weights_N, global_weight, share, figures)
-            before_backward = partial(before_last, figures) if is_last else lambda: None
+            objective = self._objective(labels_N, weights_N, global_weight, share, metrics)
+            before_backward = partial(before_last, metrics) if is_last else lambda: None
             self._passes.differentiate(microbatch, weights_N, objective, before_backward)
-        return figures
+        return metrics
 
     def _objective(
-        self, labels_N: Any, weights_N: Any, global_weight: int, share_of_streams: float, figures: Any
+        self, labels_N: Any, weights_N: Any, global_weight: int, share_of_streams: float, metrics: Any
     ) -> Objective:
-        """That of a microbatch; loss and number correct are added to `figures`."""
+        """That of a microbatch; loss and number correct are added to `metrics`."""
 
         def objective(outputs_NK: Any, places: Any) -> Any:
             total, num_correct = self._loss.sums(outputs_NK, labels_N[places], weights_N[places])
@@ -170,7 +170,7 @@ class TorchLearner:
             loss = total / global_weight
             if self._built.is_keras and self._built.model.losses:
                 loss = loss + sum(self._built.model.losses) * share_of_streams
-            figures.add_(import_torch().stack([loss.detach(), num_correct]).float())
+            metrics.add_(import_torch().stack([loss.detach(), num_correct]).float())
             return self._precision.objective(loss)
 
         return objective
@@ -181,12 +181,12 @@ class TorchLearner:
         return [zeros(each) if each.grad is None else each.grad.float() for each in self.weights]
 
     def are_finite(self, addends: list[Any]) -> bool:
-        *gradients, figures = self._precision.unscaled(addends)
-        return bool(np.isfinite(self.layout.global_norm(gradients)) and np.isfinite(total_norm([figures])))
+        *gradients, metrics = self._precision.unscaled(addends)
+        return bool(np.isfinite(self.layout.global_norm(gradients)) and np.isfinite(total_norm([metrics])))
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
-        *gradients, figures = sums
-        loss, num_correct = figures.tolist()
+        *gradients, metrics = sums
+        loss, num_correct = metrics.tolist()
         gradients = self._precision.unscaled(gradients)
         gradient_norm = self.layout.global_norm(gradients)
         is_usable = np.isfinite(loss) and np.isfinite(gradient_norm)

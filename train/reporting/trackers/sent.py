@@ -46,7 +46,7 @@ class SentTracker(ABC):
         """RankState by either thread for what follows."""
         self._waiting: list[Scalars] = []
         self._num_lost = 0
-        self._why_lost = ""
+        self._cause_of_loss = ""
         self._failing = ""
         """Why the last call failed; empty if it did not."""
         self._to_warn = ""
@@ -104,14 +104,14 @@ class SentTracker(ABC):
     def _what_is_missing(self) -> str:
         """At the end; empty if the server has been told all."""
         with self._lock:
-            why = (self._failing or SLOW) if self._waiting or not self._num_lost else self._why_lost
+            why = (self._failing or SLOW) if self._waiting or not self._num_lost else self._cause_of_loss
             if num_missing := sum(len(each.values) for each in self._waiting) + self._num_lost:
                 return f"{num_missing} metric values were not delivered: {why}"
             return "" if self._is_ended else f"all values were delivered, but not the end of the training: {why}"
 
     def _lose(self, scalars: Sequence[Scalars], why: str) -> None:
         self._num_lost += sum(len(each.values) for each in scalars)
-        self._why_lost = why
+        self._cause_of_loss = why
 
     def _send_all(self) -> None:
         pause = FLUSH_SECONDS

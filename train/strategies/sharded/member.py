@@ -149,11 +149,11 @@ class ShardedMember(CollectiveMember):
         learner, exchange = self._torch_learner, self._sharding.exchange
         with self._waiting():
             exchange(learner, False)
-            figures = learner.differentiate(
-                batch, global_weight, self.data.fraction, lambda figures: exchange(learner, True)
+            metrics = learner.differentiate(
+                batch, global_weight, self.data.fraction, lambda metrics: exchange(learner, True)
             )
-            mine = figures.clone()
-            addends = self._sharding.add_up(learner, [*learner.own_gradients(), figures])
+            mine = metrics.clone()
+            addends = self._sharding.add_up(learner, [*learner.own_gradients(), metrics])
         if self._agreement is not None:
             self._agreement.check(mine, addends[:-1])
         return addends
@@ -291,15 +291,15 @@ class Agreement:
         self._places = [place for place, shard in enumerate(of_ranks[rank]) if shard in common and 0 not in shard.shape]
         self._num_steps = 0
 
-    def check(self, figures: Any, gradients: Sequence[Any]) -> None:
-        """After a backward pass; all ranks call it. `figures`: of its rows, the loss first. `gradients`: of each shard.
+    def check(self, metrics: Any, gradients: Sequence[Any]) -> None:
+        """After a backward pass; all ranks call it. `metrics`: of its rows, the loss first. `gradients`: of each shard.
 
         Raises UsageError on every rank if some that read the same rows have different ones.
         """
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1):
             return
-        loss, squares = float(figures[0]), sum(_square(gradients[place]) for place in self._places)
+        loss, squares = float(metrics[0]), sum(_square(gradients[place]) for place in self._places)
         told = [each.split() for each in self._gather(f"{loss.hex()} {math.sqrt(squares).hex()}".encode())]
         for what, values in zip(("losses", "gradients"), zip(*told, strict=True), strict=True):
             self._compare(what, [float.fromhex(each.decode()) for each in values])

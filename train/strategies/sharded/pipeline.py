@@ -109,10 +109,10 @@ def _tell(config: TrainConfig, pipeline: Pipeline, mesh: Mesh, reporter: Reporte
 
 def _add_up(readers: Any, learner: TorchLearner, addends: list[Any]) -> list[Any]:
     """Gradients over the copies of a stage; loss and number correct, which stages but the last have not, over all."""
-    *gradients, figures = addends
+    *gradients, metrics = addends
     if readers is not None:
         sum_in_place(gradients, readers)
-    sum_over_all(figures)
+    sum_over_all(metrics)
     return addends
 
 
