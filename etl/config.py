@@ -15,7 +15,7 @@ from shardmill.kernel import resolve_kernel
 from shardmill.options import DEFAULT_IMAGE_SIZE, DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section, SettingKind
-from shardmill.typed_columns import BOX_COLUMNS, MASK, names_places, parse_extra
+from shardmill.typed_columns import BOX_COLUMNS, MASK, names_coordinates, parse_extra
 from shardmill.values import SourceLabelKind
 
 REBUILDS_NOTHING = SettingKind("changing it alone does not build stored images again")
@@ -191,7 +191,7 @@ class SourceConfig(Section):
     @classmethod
     def _extra_columns_have_names(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
         types = dict(map(parse_extra, entries))
-        unmoved = next((name for name, kind in types.items() if kind != "string" and names_places(name)), None)
+        unmoved = next((name for name, kind in types.items() if kind != "string" and names_coordinates(name)), None)
         if unmoved is not None:
             raise ValueError(
                 f"no {unmoved!r}, whose numbers would stay places in the source while its pixels are cropped and "

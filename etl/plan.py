@@ -189,7 +189,7 @@ def _plan_behind(
 ) -> BuildPlan:
     source = tree.source
     listed = {"listing_fingerprint": listing.fingerprint, "key_sum": listing.key_sum}
-    found = place_of(source).model_copy(update={**listed, "names_splits": listing.has_splits})
+    found = source_ref_of(source).model_copy(update={**listed, "names_splits": listing.has_splits})
     continued = parent if parent is not None and found.continues(parent.source) else None
     is_append = tree.etl.write_mode == "append"
     kept = parent if is_append else continued
@@ -288,7 +288,7 @@ def _list(
     listed = labelled
     if config.stratified_splits:
         # Of the latest version's images, those of lost shards included, if it is of this source.
-        parent, place = latest(), place_of(tree.source)
+        parent, place = latest(), source_ref_of(tree.source)
         rows = row_ids(store, parent) if parent is not None and place.continues(parent.source) else ()
         known = KnownSplits.of(rows)
         listed = partial(with_stratified_splits, labelled, config.split_fractions, known, observer)
@@ -393,7 +393,7 @@ def _unit_settings(build: Build) -> str:
     return f"{build.config_fingerprint}\0{build.source.kind}\0{build.source.described}"
 
 
-def place_of(section: SourceConfig) -> SourceRef:
+def source_ref_of(section: SourceConfig) -> SourceRef:
     """Return the location of a source, before it is listed."""
     parts = {name: _without_version(part) for name, part in section.parts.items()}
     uri = _without_version(section) or ", ".join(parts)

@@ -59,18 +59,18 @@ def checks(
 ) -> list[Check]:
     """All checks of the ETL, training or both, in execution order. Write checks are cleaned up."""
     first = first or FirstSetup(tree)
-    found = [Check("--workdir", partial(check_place, workdir))]
+    found = [Check("--workdir", partial(check_store, workdir))]
     if "etl" in applications:
         found += [
             *(Check(key, partial(_look_at_source, key, kind, uri)) for key, kind, uri in _sources(tree.source)),
-            Check("dataset.uri", partial(check_place, tree.dataset.uri)),
+            Check("dataset.uri", partial(check_store, tree.dataset.uri)),
             Check("etl", partial(_look_at_etl, tree)),
         ]
     if {"etl", "train"} <= set(applications):
         found.append(Check("etl.resize_mode", partial(_look_at_shape, tree)))
     if "train" in applications:
         found += [
-            Check("models.uri", partial(check_place, tree.models.uri)),
+            Check("models.uri", partial(check_store, tree.models.uri)),
             Check("train.model", partial(_look_at_model, tree)),
             Check("train.num_workers", partial(_look_at_launch, first)),
             Check("train.log.trackers", partial(_look_at_trackers, tree)),
@@ -132,7 +132,7 @@ def _look_at_source(key: str, kind: str, uri: str) -> str:
     return uri
 
 
-def check_place(uri: str) -> str:
+def check_store(uri: str) -> str:
     """Whether the one primitive that commits rely on works here: the second writer must learn that it lost."""
     with _probe(uri) as (store, path):
         first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")

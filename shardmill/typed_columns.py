@@ -47,7 +47,7 @@ class ExtraColumn:
     """A key of `ARROW_TYPES`, or one of `ANNOTATIONS`."""
 
 
-_PLACES = re.compile(
+_COORDINATES = re.compile(
     r"(b|bnd|bounding_?)?box(e?s)?|(bbox_)?[xy]_?(min|max)|bbox_[xywh]|key_?points?|landmarks?|polygons?|segmentations?"
 )
 
@@ -70,9 +70,9 @@ def parse_extra(text: str) -> tuple[str, str]:
     return name, kind
 
 
-def names_places(name: str) -> bool:
+def names_coordinates(name: str) -> bool:
     """Whether a column is called as places in an image usually are: boxes, points, outlines."""
-    return _PLACES.fullmatch(name.rpartition(".")[2].lower()) is not None
+    return _COORDINATES.fullmatch(name.rpartition(".")[2].lower()) is not None
 
 
 def are_types_known(columns: Mapping[str, str], ours: Collection[str]) -> bool:

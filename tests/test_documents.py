@@ -221,7 +221,7 @@ def test_it_names_every_page_and_each_link_leads_to_one(tmp_path: Path):
 
     # What a plugin of MkDocs would insert is there.
     api = (tmp_path / "reference" / "python.md").read_text(encoding="utf-8")
-    assert ":::" not in api and "run(source_or_config: 'Place', /" in api
+    assert ":::" not in api and "run(source_or_config: 'Location', /" in api
     assert "### LoadableDataset.torch_loader" in api
 
 

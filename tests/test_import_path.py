@@ -142,7 +142,7 @@ def write_package(folder: Path, modules: dict[str, str]) -> Path:
 
 @pytest.mark.starts("program")
 @pytest.mark.parametrize("is_regular", [True, False])
-def test_a_users_package_of_our_name_imports_itself_relatively_or_is_told_to(tmp_path: Path, is_regular: bool):
+def test_a_users_package_of_our_name_imports_itself_relatively_or_is_asked_to(tmp_path: Path, is_regular: bool):
     package = write_package(tmp_path / "train", PACKAGE)
     if not is_regular:
         (package / "__init__.py").unlink()

@@ -75,7 +75,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_dataset(tmp_path_factory.mktemp("dataset"), num_images=100, num_classes=3)
 
 
-def test_the_wheel_is_told_to_hold_all_packages_and_takes_no_name_that_people_use():
+def test_the_wheel_holds_all_packages_and_takes_no_name_that_people_use():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert set(wheel["packages"]) == {module.relative.partition("/")[0] for module in modules().values()}

@@ -222,7 +222,7 @@ def test_a_training_continues_after_its_executor_was_killed(
     check_it_went_on(f"{root}/work", run_id, launcher, alone)
 
 
-def test_in_cluster_mode_the_summary_tells_the_exit_code(root: str, dataset: Dataset, submitter: Submitter):
+def test_in_cluster_mode_the_summary_has_the_exit_code(root: str, dataset: Dataset, submitter: Submitter):
     arguments = ("--config", "cluster.toml", "--set", f"source.uri={root}/nowhere", "--set", f"dataset.uri={root}/none")
     failed = submitter.run(
         "etl/job.py", *arguments, "--workdir", f"{root}/work", "--run-id", "failed", options=CLUSTER_MODE

@@ -34,7 +34,7 @@ def current_version(plan: BuildPlan) -> Manifest | None:
     ):  # fmt: skip
         return None
     # Equal facts of a listing are equal files if it is the same source, or at least says how large they are.
-    has_moved = not build.source.is_same_place(parent.source)
+    has_moved = not build.source.is_same_source(parent.source)
     compares_content = plan.task.config.detect_changes == "content"
     if (has_moved and plan.is_append) or ((has_moved or compares_content) and not plan.listing.has_all_sizes):
         return None

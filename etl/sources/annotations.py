@@ -214,7 +214,7 @@ class MaskLocation:
     """For a person."""
 
 
-def mask_place(image: SourceImage, text: str, *, is_in_parts: bool) -> MaskLocation:
+def mask_location(image: SourceImage, text: str, *, is_in_parts: bool) -> MaskLocation:
     """The place that a listing's text names. `is_in_parts`: whether the image is of one source of several."""
     if text.startswith(_BESIDE):
         name, *numbers = text.removeprefix(_BESIDE).split(_BESIDE)
@@ -238,7 +238,7 @@ class ReaderOfMasks:
         self._images, self._masks = images, masks
 
     def read(self, image: SourceImage) -> bytes | Rejection:
-        """The bytes of an image, or of the mask whose `mask_place` this is."""
+        """The bytes of an image, or of the mask whose `mask_location` this is."""
         path, of_mask, _ = image.container.partition(_BESIDE)
         return self._masks.read(replace(image, container=path)) if of_mask else self._images.read(image)
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import NO_LABEL, SPLIT_OF_NAME, WHOLE_NUMBER, class_name_of, is_class_name
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.typed_columns import names_places
+from shardmill.typed_columns import names_coordinates
 from shardmill.values import UNKNOWN_SIZE, LabelKind, Rejection, RejectReason
 from shardmill.words import first_of, printable
 
@@ -104,9 +104,9 @@ def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -
     return tuple(found)
 
 
-def unread_places(names: Sequence[str], used: Sequence[str], table: str) -> tuple[str, ...]:
+def unread_coordinates(names: Sequence[str], used: Sequence[str], table: str) -> tuple[str, ...]:
     """A warning for columns that are called as boxes or points in the image usually are, and are not read as such."""
-    found = [printable(name) for name in names if names_places(name) and name not in used]
+    found = [printable(name) for name in names if names_coordinates(name) and name not in used]
     if not found:
         return ()
     return (

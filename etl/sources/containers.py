@@ -207,7 +207,7 @@ class Containers:
 
     def __init__(self, uri: str, suffixes: tuple[str, ...]) -> None:
         self._suffixes = suffixes
-        place = _Place.of(uri, suffixes)
+        place = _Location.of(uri, suffixes)
         self.store = open_store(place.root)
         self._name, self._is_pattern = place.name, place.is_pattern
         self._seen = ""
@@ -388,7 +388,7 @@ def damaged(file: StoredFile, problem: str) -> Rejection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     """A root to open, and a name or a pattern below it; empty if the root itself is meant."""
 
     root: str
@@ -396,7 +396,7 @@ class _Place:
     is_pattern: bool
 
     @classmethod
-    def of(cls, uri: str, suffixes: tuple[str, ...]) -> _Place:
+    def of(cls, uri: str, suffixes: tuple[str, ...]) -> _Location:
         """Its text alone decides, so that every host decides alike, but for local paths that look like patterns."""
         scheme, separator, path = uri.rpartition("://")
         parts = path.rstrip("/").split("/")

@@ -71,7 +71,7 @@ def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Levels:
     """The levels of split and class, counted from 0; None for none."""
 
     split: int | None
@@ -110,7 +110,7 @@ class _Folders:
 
     rule: FolderRule
     paths: set[str] = field(default_factory=set)
-    place: _Place = _Place(None, None)
+    levels: _Levels = _Levels(None, None)
     num_images: int = 0
     deeper: str | None = None
     """The first key of those below their class folder, so that it does not depend on the order of the walk."""
@@ -135,12 +135,12 @@ class _Folders:
             self.paths.clear()
         folders = [path.split("/") for path in self.paths if path]
         split = self._split_level(folders, has_flat="" in self.paths)
-        self.place = _Place(split, self._label_level(folders, split))
+        self.levels = _Levels(split, self._label_level(folders, split))
         # `images/` beside `train.csv` is no class, unless the config says so.
         if self.has_hints and not self.rule.label_level:
-            labels = {self.place.judge(path.split("/") if path else []).label for path in self.paths}
+            labels = {self.levels.judge(path.split("/") if path else []).label for path in self.paths}
             if len(labels - {None}) == 1:
-                self.place = _Place(split, None)
+                self.levels = _Levels(split, None)
 
     def _split_level(self, folders: list[list[str]], *, has_flat: bool) -> int | None:
         levels = _levels(folders)
@@ -190,7 +190,7 @@ class _Folders:
         """Listed images with split and class; folder by folder, because folders are few."""
         keys = images.column("key").to_numpy().tolist()
         paths = [_folder_of(key) for key in keys]
-        folders = {path: self.place.judge(path.split("/") if path else []) for path in set(paths)}
+        folders = {path: self.levels.judge(path.split("/") if path else []) for path in set(paths)}
         if self.rule.label_level or not self.rule.is_innermost:
             deeper = [key for key, path in zip(keys, paths, strict=True) if folders[path].is_deeper]
             self.num_deeper += len(deeper)
@@ -212,22 +212,22 @@ class _Folders:
 
     def _refused(self, image: SourceImage) -> Rejection:
         path = _folder_of(image.key)
-        return image.rejected(RejectReason.BAD_LABEL, self.place.judge(path.split("/") if path else []).fault, "list")
+        return image.rejected(RejectReason.BAD_LABEL, self.levels.judge(path.split("/") if path else []).fault, "list")
 
     def warnings(self) -> Iterator[str]:
         """Warnings that do not end the build."""
         if self.deeper is not None:
-            label = self.place.judge(_folder_of(self.deeper).split("/")).label
+            label = self.levels.judge(_folder_of(self.deeper).split("/")).label
             yield (
                 f"{self.num_deeper} of {self.num_images} images are deeper than their class folder, such as "
                 f"{printable(self.deeper)}, assigned to class {label}; set source.label_level to change this"
             )
         levels = _levels(path.split("/") for path in self.paths if path)
-        label = len(levels) - 1 if self.place.label == -1 else self.place.label
+        label = len(levels) - 1 if self.levels.label == -1 else self.levels.label
         alike = (
             alike_splits(names, are_classes=level == label)
             for level, names in enumerate(levels)
-            if level != self.place.split
+            if level != self.levels.split
         )
         for names in dict.fromkeys(filter(None, alike)):
             yield (
@@ -293,7 +293,7 @@ def splits_of(paths: Iterable[str]) -> FileSplits:
     meant: their images would be mixed by chance.
     """
     words = {path: _Words.of(path) for path in paths}
-    splits = _told_apart(words)
+    splits = _splits_of_words(words)
     if "train" not in splits.values():
         return FileSplits(dict.fromkeys(splits), look_alikes(words))
     without = next((path for path, split in splits.items() if split is None), None)
@@ -361,7 +361,7 @@ class _Words:
         return found
 
 
-def _told_apart(words: Mapping[str, _Words]) -> _Splits:
+def _splits_of_words(words: Mapping[str, _Words]) -> _Splits:
     """The split of each path, or None. Raises UsageError if a path names several splits and the choice is ambiguous."""
     splits = {path: _only({SPLIT_OF_NAME[word] for word in each.splits}) for path, each in words.items()}
     doubtful = next((path for path, split in splits.items() if split == _SEVERAL), None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from etl.sources.annotations import ANNOTATED_SIZE, SEGMENTATIONS, mask_place
+from etl.sources.annotations import ANNOTATED_SIZE, SEGMENTATIONS, mask_location
 from etl.units.units import UnitTask
 from shardmill.images.annotations import (
     CLIPPED_NOTE,
@@ -130,10 +130,10 @@ class MaskReader:
         values = decode_values(image.extra)
         if SEGMENTATIONS in values:
             return data
-        place = mask_place(image, str(values[MASK]), is_in_parts=self._is_in_parts)
-        mask = self._read(place.image)
+        location = mask_location(image, str(values[MASK]), is_in_parts=self._is_in_parts)
+        mask = self._read(location.image)
         if isinstance(mask, Rejection):
-            return image.rejected(RejectReason.BAD_MASK, f"{place.name}: {mask.detail}")
+            return image.rejected(RejectReason.BAD_MASK, f"{location.name}: {mask.detail}")
         self._masks[image.key] = mask
         return data
 

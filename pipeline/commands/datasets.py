@@ -196,7 +196,7 @@ def dataset_uri(common: Common, dataset: str) -> str:
 
 
 @contextmanager
-def told_from_models(uri: str) -> Iterator[None]:
+def not_models(uri: str) -> Iterator[None]:
     """Raises NoDataset with a hint at `lineage` for a folder of models."""
     try:
         yield

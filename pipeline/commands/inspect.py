@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
-from pipeline.commands.datasets import dataset_uri, told_from_models
+from pipeline.commands.datasets import dataset_uri, not_models
 from pipeline.output.printing import print_result, print_table
 from shardmill.errors import UsageError
 
@@ -57,7 +57,7 @@ def inspect(
         return print_result(common, inspection.list_rejections(ledger or uri), title)
     if versions:
         return print_result(common, inspection.list_versions(split_version(uri)[0]), split_version(uri)[0])
-    with told_from_models(uri):
+    with not_models(uri):
         opened = open_dataset(uri)
     title = f"{opened.pin.uri}@{opened.pin.version}"
     if files:

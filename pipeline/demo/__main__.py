@@ -23,7 +23,7 @@ def prepare() -> None:
         )
     for name in LEFTOVERS:
         shutil.rmtree(Path(WORKDIR, name), ignore_errors=True)
-    sys.stderr.write(f"{write_demo_images(Path(WORKDIR, 'images')).told}\n")
+    sys.stderr.write(f"{write_demo_images(Path(WORKDIR, 'images')).words}\n")
 
 
 def main() -> int:

@@ -131,7 +131,7 @@ class DemoImages:
         return self.num_digits + sum(odd_file.expected_reason is None for odd_file in self.odd_files)
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         return (
             f"demo: {self.num_digits:,} {self.kind} digits and {len(self.odd_files)} odd files in {self.folder}; "
             f"{self.num_accepted:,} of {self.num_files:,} should become samples"

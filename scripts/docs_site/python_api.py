@@ -13,7 +13,7 @@ HEAD = """# Python API
 `import shardmill` loads nothing heavy; each name is imported on first use.
 [Your training loop](../get-started/your-loop.md) shows the calls in order.
 
-`Folder` in a signature is a path or URI, as `str` or `os.PathLike`. `Place` may also be an open version (`Dataset`,
+`Folder` in a signature is a path or URI, as `str` or `os.PathLike`. `Location` may also be an open version (`Dataset`,
 `Predictions`), which stands for its `URI@N`.
 """
 ALSO = (

@@ -210,7 +210,7 @@ def _is_error(line: str) -> bool:
 Given = ParamSpec("Given")
 Value = TypeVar("Value")
 Folder = str | os.PathLike[str]
-Place = Folder | Dataset | Predictions
+Location = Folder | Dataset | Predictions
 
 
 def command(
@@ -277,7 +277,7 @@ def _run(name: str, words: Sequence[str], options: Sequence[str], *, quiet: bool
     return Command(name.replace("_", "-"), [*options, "--", *places]).run(watcher)
 
 
-def word_of(value: Place | float) -> str:
+def word_of(value: Location | float) -> str:
     """A path, a number, or `URI@N` of a version."""
     version = value.dataset if isinstance(value, Predictions) else value
     if isinstance(version, Dataset):

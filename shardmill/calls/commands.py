@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from shardmill.calls.calling import Folder, Place, command
+from shardmill.calls.calling import Folder, Location, command
 from shardmill.calls.predictions import Predictions
 from shardmill.calls.results import Diagnosis, Garbage, GateDecision, Lineage, PromotionResult, TrainingEstimate
 from shardmill.calls.run_result import RunResult, run_result, version_of
@@ -87,7 +87,7 @@ def _inspected(document: Any, given: Arguments) -> Inspected | LoadableDataset:
 
 @command(_of_run)
 def run(
-    source_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
+    source_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
     replace_source: bool = False, fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False,
     **settings: Any,
 ) -> RunResult:  # fmt: skip
@@ -105,7 +105,7 @@ def run(
 
 @command(_built)
 def etl(
-    source_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
+    source_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
     replace_source: bool = False, quiet: bool = False, **settings: Any,
 ) -> LoadableDataset:  # fmt: skip
     """Only the dataset, as the command `shardmill etl`: the version that it committed, or the latest one if nothing has
@@ -116,7 +116,7 @@ def etl(
 
 @command(_of_run)
 def train(
-    dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR,
+    dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR,
     run_id: str = "", fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False, **settings: Any,
 ) -> RunResult:  # fmt: skip
     """Only the training, as the command `shardmill train`: on `DATASET[@N]`, or on the dataset of a TOML file.
@@ -128,7 +128,7 @@ def train(
 
 @command(_of_run)
 def export(
-    dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
+    dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
 ) -> RunResult:  # fmt: skip
     """The trained model in a form that others can load, as the command `shardmill export`: `result.export` is its
@@ -139,7 +139,7 @@ def export(
 
 @command(_of_run)
 def evaluate(
-    dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
+    dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
 ) -> RunResult:  # fmt: skip
     """Exact metrics of the exported model on the test split, as the command `shardmill evaluate`."""
@@ -148,7 +148,7 @@ def evaluate(
 
 @command(_judged)
 def gate(
-    dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
+    dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
 ) -> GateDecision:  # fmt: skip
     """What `promote` would decide, without promoting, as the command `shardmill gate`."""
@@ -157,7 +157,7 @@ def gate(
 
 @command(_promoted, require_promotion="require")
 def promote(
-    models_or_config: Place, /, *, rollback: bool = False, require_promotion: bool = False,
+    models_or_config: Location, /, *, rollback: bool = False, require_promotion: bool = False,
     replace_current: bool = False, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
     quiet: bool = False, **settings: Any,
 ) -> PromotionResult:  # fmt: skip
@@ -171,7 +171,7 @@ def promote(
 
 @command(_of_run)
 def report(
-    source_or_config: Place = "", /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
+    source_or_config: Location = "", /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
 ) -> RunResult:  # fmt: skip
     """The result of an earlier run, the latest one by default, whose report is written again, as by the command
     `shardmill report`.
@@ -181,7 +181,7 @@ def report(
 
 @command(_predicted, _with_folder)
 def predict(
-    models: Place, source_or_config: Place, /, *, out: Folder = "",
+    models: Location, source_or_config: Location, /, *, out: Folder = "",
     top: int = 1, layer: str = "", engine: str = "", replace_source: bool = False,
     workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
 ) -> Predictions:  # fmt: skip
@@ -195,7 +195,7 @@ def predict(
 
 @command(_found(SourceFindings))
 def check_source(
-    source_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, quiet: bool = False, **settings: Any,
+    source_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, quiet: bool = False, **settings: Any,
 ) -> SourceFindings:  # fmt: skip
     """Which images a build would reject, and why, as the command `shardmill check-source`. Nothing is written."""
     ...
@@ -203,7 +203,7 @@ def check_source(
 
 @command(_found(DriftResult))
 def drift(
-    dataset_or_config: Place, /, *, against: Place | int = "", max_drift: float | None = None,
+    dataset_or_config: Location, /, *, against: Location | int = "", max_drift: float | None = None,
     workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
 ) -> DriftResult:  # fmt: skip
     """How far `DATASET[@N]` has drifted from an older version, as the command `shardmill drift`.
@@ -215,7 +215,7 @@ def drift(
 
 @command(_found(Mislabels))
 def mislabels(
-    predictions: Place, /, *, csv: Folder = "", html: Folder = "", limit: int = 0, quiet: bool = False
+    predictions: Location, /, *, csv: Folder = "", html: Folder = "", limit: int = 0, quiet: bool = False
 ) -> Mislabels:
     """Labels that are likely wrong, from predictions with embeddings, as the command `shardmill mislabels`.
 
@@ -226,20 +226,20 @@ def mislabels(
 
 
 @overload
-def inspect(dataset_or_config: Place, /, *, quality: Literal[True], quiet: bool = False) -> QualityFindings: ...
+def inspect(dataset_or_config: Location, /, *, quality: Literal[True], quiet: bool = False) -> QualityFindings: ...
 @overload
-def inspect(dataset_or_config: Place, /, *, near_duplicates: int, quiet: bool = False) -> NearDuplicates: ...
+def inspect(dataset_or_config: Location, /, *, near_duplicates: int, quiet: bool = False) -> NearDuplicates: ...
 @overload
-def inspect(dataset_or_config: Place, /, *, rejects: Literal[True], quiet: bool = False) -> Rejections: ...
+def inspect(dataset_or_config: Location, /, *, rejects: Literal[True], quiet: bool = False) -> Rejections: ...
 @overload
-def inspect(dataset_or_config: Place, /, *, versions: Literal[True], quiet: bool = False) -> Versions: ...
+def inspect(dataset_or_config: Location, /, *, versions: Literal[True], quiet: bool = False) -> Versions: ...
 @overload
-def inspect(dataset_or_config: Place, /, *, diff: int, quiet: bool = False) -> Difference: ...
+def inspect(dataset_or_config: Location, /, *, diff: int, quiet: bool = False) -> Difference: ...
 @overload
-def inspect(dataset_or_config: Place, /, *, quiet: bool = False) -> LoadableDataset: ...
+def inspect(dataset_or_config: Location, /, *, quiet: bool = False) -> LoadableDataset: ...
 @command(_inspected)
 def inspect(
-    dataset_or_config: Place, /, *, rejects: bool = False, versions: bool = False, diff: int | None = None,
+    dataset_or_config: Location, /, *, rejects: bool = False, versions: bool = False, diff: int | None = None,
     near_duplicates: int | None = None, quality: bool = False, quiet: bool = False,
 ) -> Inspected | LoadableDataset:  # fmt: skip
     """What `DATASET[@N]` holds, as the command `shardmill inspect`: the version itself, or one of its lists.
@@ -252,7 +252,7 @@ def inspect(
 
 
 @command(_found(Lineage))
-def lineage(model: Place, /, *, quiet: bool = False) -> Lineage:
+def lineage(model: Location, /, *, quiet: bool = False) -> Lineage:
     """Where a model is, and what it was made of, as the command `shardmill lineage`.
 
     `model`: a models folder (its current model), `MODELS@N`, or `models:/NAME@ALIAS`.
@@ -262,7 +262,7 @@ def lineage(model: Place, /, *, quiet: bool = False) -> Lineage:
 
 @command(_estimated)
 def plan(
-    dataset_or_config: Place, /, *, world_size: int | None = None, workdir: Folder = DEFAULT_WORKDIR,
+    dataset_or_config: Location, /, *, world_size: int | None = None, workdir: Folder = DEFAULT_WORKDIR,
     quiet: bool = False, **settings: Any,
 ) -> TrainingEstimate:  # fmt: skip
     """What `train` would do and cost, as the command `shardmill plan`: the choices of `auto`, memory, and the speed
@@ -273,7 +273,7 @@ def plan(
 
 @command(_found(Diagnosis))
 def doctor(
-    config: Place = "", /, *, rehearse: bool = False, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
+    config: Location = "", /, *, rehearse: bool = False, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
     quiet: bool = False, **settings: Any,
 ) -> Diagnosis:  # fmt: skip
     """What would stop a run on this machine, and how to fix it, as the command `shardmill doctor`."""
@@ -282,7 +282,7 @@ def doctor(
 
 @command(_version)
 def compact(
-    dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
+    dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
 ) -> LoadableDataset:  # fmt: skip
     """Small shards become full ones, as by the command `shardmill compact`: the version that has them, or the latest
@@ -293,7 +293,7 @@ def compact(
 
 @command(_version)
 def rollback(
-    dataset_or_config: Place, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
+    dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
 ) -> LoadableDataset:  # fmt: skip
     """`DATASET@N` becomes the latest version again, as by the command `shardmill rollback`: the version that has its
@@ -304,7 +304,7 @@ def rollback(
 
 @command(_found(Garbage))
 def gc(
-    dataset_models_or_workdir: Place, /, *, keep: int | None = None, older_than: str = "7d", delete: bool = False,
+    dataset_models_or_workdir: Location, /, *, keep: int | None = None, older_than: str = "7d", delete: bool = False,
     workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False, **settings: Any,
 ) -> Garbage:  # fmt: skip
     """Old versions, trainings and exports, or runs, and files that nothing refers to, as by the command `shardmill gc`:
@@ -315,7 +315,7 @@ def gc(
 
 @command(_found(TarExport))
 def export_tar(
-    dataset_or_config: Place, target: Folder, /, *, max_bytes: int = 500_000_000, workdir: Folder = DEFAULT_WORKDIR,
+    dataset_or_config: Location, target: Folder, /, *, max_bytes: int = 500_000_000, workdir: Folder = DEFAULT_WORKDIR,
     quiet: bool = False, **settings: Any,
 ) -> TarExport:  # fmt: skip
     """A dataset version as WebDataset shards in an empty folder, as by the command `shardmill export-tar`."""

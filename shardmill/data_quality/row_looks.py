@@ -63,14 +63,14 @@ class RowLooks:
         return np.cumsum(self.num_rows_of_splits)
 
     def split(self, row: int) -> str:
-        return self.split_names[self._place_of_split(row)]
+        return self.split_names[self._split_index(row)]
 
     def row_in_split(self, row: int) -> int:
         """Its number in `dataset.samples(split)`."""
-        place = self._place_of_split(row)
+        place = self._split_index(row)
         return row - int(self._ends[place] - self.num_rows_of_splits[place])
 
-    def _place_of_split(self, row: int) -> int:
+    def _split_index(self, row: int) -> int:
         return int(np.searchsorted(self._ends, row, side="right"))
 
 

@@ -89,7 +89,7 @@ def commit_version(
         draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
         if (
             draft.is_equivalent_to(parent)
-            and (build.operation == "append" or parent.source.is_same_place(build.source))
+            and (build.operation == "append" or parent.source.is_same_source(build.source))
             and has_all_files(store, parent)
         ):
             record_if_missing(store, parent.version)

@@ -82,7 +82,7 @@ class SourceRef(Section):
         """Description for messages: the URI, or for several sources each name with its URI."""
         return ", ".join(f"{name} ({uri})" for name, uri in self.parts.items()) or self.uri
 
-    def is_same_place(self, other: SourceRef) -> bool:
+    def is_same_source(self, other: SourceRef) -> bool:
         """Whether both name one source, even if its content has changed."""
         return (self.kind, self.uri, self.parts) == (other.kind, other.uri, other.parts)
 
@@ -90,7 +90,7 @@ class SourceRef(Section):
         """Whether this is the earlier source, or holds all of its parts at their places and perhaps more."""
         if self.kind == earlier.kind and self.parts and earlier.parts:
             return earlier.parts.items() <= self.parts.items()
-        return self.is_same_place(earlier)
+        return self.is_same_source(earlier)
 
 
 class VersionRange(Section):

@@ -108,13 +108,13 @@ def add_sizes(parts: Iterable[ImageSizes]) -> ImageSizes:
 def _add(parts: Sequence[SizeCounts]) -> SizeCounts:
     empty = SizeCounts()
     return SizeCounts(
-        by_longer_side=_sum_places(each.by_longer_side for each in (empty, *parts)),
-        by_aspect_ratio=_sum_places(each.by_aspect_ratio for each in (empty, *parts)),
+        by_longer_side=_sum_elementwise(each.by_longer_side for each in (empty, *parts)),
+        by_aspect_ratio=_sum_elementwise(each.by_aspect_ratio for each in (empty, *parts)),
         num_bytes=sum(each.num_bytes for each in parts),
     )
 
 
-def _sum_places(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def _sum_elementwise(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*counts, strict=True)))
 
 

@@ -16,7 +16,7 @@ class RankEnvironment:
     ranks_per_node: int
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that `place_from_environment` reads."""
+        """Return the variables that `read_rank_environment` reads."""
         return {name: str(value) for name, value in zip(OURS, astuple(self), strict=True)}
 
 
@@ -24,6 +24,6 @@ OURS = ("SHARDMILL_RANK", "SHARDMILL_WORLD_SIZE", "SHARDMILL_LOCAL_RANK", "SHARD
 HOROVODS = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 
 
-def place_from_environment(names: tuple[str, str, str, str] = OURS) -> RankEnvironment:
+def read_rank_environment(names: tuple[str, str, str, str] = OURS) -> RankEnvironment:
     """The place that the launcher gave this process."""
     return RankEnvironment(*(int(os.environ[name]) for name in names))

@@ -68,7 +68,7 @@ class Layout:
     rows_per_strip: int
     alpha_kind: int
     """One of the two alpha constants, or 0 without alpha."""
-    alpha_place: int
+    alpha_index: int
     """Index of the alpha sample."""
     byte_order: str
 
@@ -107,7 +107,7 @@ def _decode_page(data: bytes, page: Directory, options: NormalizeOptions) -> Dec
     num_color_samples = NUM_COLOR_SAMPLES[layout.photometric]
     color_HWC, alpha_HW = scale_to_8_bit(
         samples_HWC[:, :, :num_color_samples],
-        samples_HWC[:, :, layout.alpha_place] if layout.alpha_kind else None,
+        samples_HWC[:, :, layout.alpha_index] if layout.alpha_kind else None,
         _declared_bits(page),
         options,
         notes,
@@ -146,7 +146,7 @@ def _read_layout(page: Directory, options: NormalizeOptions) -> Layout:
         for number, kind in enumerate(page.integers(EXTRA_SAMPLES))
         if kind in (PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA)
     ]
-    alpha_kind, alpha_place = alphas[0] if alphas else (0, 0)
+    alpha_kind, alpha_index = alphas[0] if alphas else (0, 0)
     layout = Layout(
         height=height,
         width=width,
@@ -158,13 +158,13 @@ def _read_layout(page: Directory, options: NormalizeOptions) -> Layout:
         uses_predictor=page.integer(PREDICTOR, default=1) == 2,
         rows_per_strip=max(1, min(height, page.integer(ROWS_PER_STRIP, default=height))),
         alpha_kind=alpha_kind,
-        alpha_place=alpha_place,
+        alpha_index=alpha_index,
         byte_order=page.byte_order,
     )
     problem = _find_unsupported(page, layout, all_bits)
     if problem:
         raise Refused(RejectReason.UNSUPPORTED_MODE, f"tiff with {problem}")
-    if num_samples <= max(NUM_COLOR_SAMPLES[photometric] - 1, alpha_place):
+    if num_samples <= max(NUM_COLOR_SAMPLES[photometric] - 1, alpha_index):
         raise Refused(RejectReason.BAD_HEADER, f"{num_samples} samples per pixel in photometric {photometric}")
     return layout
 

@@ -63,11 +63,11 @@ def open_store(uri: str | Path) -> Store:
 
     Nothing is read or created yet.
     """
-    text = check_place(uri)
+    text = checked_uri(uri)
     return STORES[scheme_of(text)](text)
 
 
-def check_place(uri: str | Path) -> str:
+def checked_uri(uri: str | Path) -> str:
     """A path or URI in the spelling that records have of it. Raises UsageError for an unknown scheme."""
     text = str(uri)
     scheme, _, path = text.partition(":/")

@@ -287,7 +287,7 @@ def backfill(airflow: Airflow, folder: Path, num_dates: int) -> None:
 
     def ended() -> list[str]:
         runs = [run for run in airflow.runs(DAG_ID) if run["run_type"] == "backfill"]
-        assert all(run["state"] != "failed" for run in runs), airflow.told()
+        assert all(run["state"] != "failed" for run in runs), airflow.state_and_logs()
         ids = [run["dag_run_id"] for run in runs if run["state"] == "success"]
         return ids if len(ids) == num_dates else []
 

@@ -82,7 +82,7 @@ def test_what_is_appended_equals_one_build_of_all_sources(tmp_path: Path):
         assert build(tmp_path, source).manifest.version == 3
 
 
-def test_an_append_that_finds_nothing_new_says_so_and_tells_no_drift(tmp_path: Path):
+def test_an_append_that_finds_nothing_new_says_so_and_reports_no_drift(tmp_path: Path):
     for source in ("monday", "tuesday"):
         write_source(tmp_path, source)
         build(tmp_path, source)

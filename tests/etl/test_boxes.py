@@ -21,7 +21,7 @@ import shardmill
 from etl.checks.version import version_warnings
 from etl.config import BoxesConfig, SourceConfig
 from etl.sources import SOURCES
-from etl.sources.annotations import ANNOTATED_SIZE, box_values, mask_place
+from etl.sources.annotations import ANNOTATED_SIZE, box_values, mask_location
 from etl.units.after_decoding import Annotated
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.compact import compact_dataset
@@ -310,7 +310,7 @@ def test_a_table_with_a_row_for_each_box_is_refused(tmp_path: Path) -> None:
         ("crop", [[30, 1, 20, 9]], "1 boxes of 1 images end outside of their images"),
     ],
 )
-def test_boxes_outside_of_their_images_are_told_from_what_is_cut(
+def test_boxes_outside_of_their_images_are_distinguished_from_what_is_cut(
     mode: str, boxes: list[list[float]], found: str | None, tmp_path: Path
 ) -> None:
     source = of_rows([boxes, [[15, 5, 9, 9]]], tmp_path, format="xywh")
@@ -515,6 +515,6 @@ def test_archives_and_records_hold_masks(packing: str, tmp_path: Path) -> None:
     for source in (parts["a"], parts["b"]):
         reader = SOURCES[source.kind](source).open(max_source_bytes=60)
         image = images_of(list_images(source, 10_000))[0]
-        place = mask_place(image, str(decode_values(image.extra)["mask"]), is_in_parts=False)
+        place = mask_location(image, str(decode_values(image.extra)["mask"]), is_in_parts=False)
         refused = reader.read(place.image)
         assert isinstance(refused, Rejection) and refused.reason is RejectReason.TOO_LARGE_BYTES

@@ -188,7 +188,7 @@ def test_a_fork_server_forks_from_a_single_thread_and_its_loss_costs_nothing_but
 
 
 @pytest.mark.starts("program")
-def test_a_fork_server_ends_a_worker_once_and_tells_how_it_ended(images: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_fork_server_ends_a_worker_once_and_reports_how_it_ended(images: Path, capfd: pytest.CaptureFixture[str]):
     with closing(ForkServer()) as server:
         first, second = server.start_worker(), server.start_worker()
         # A worker without requests ends by itself.
@@ -440,7 +440,7 @@ class _Context:
         return []
 
 
-def told_of(cause: str) -> ShardmillError:
+def error_of_java(cause: str) -> ShardmillError:
     def fail() -> None:
         raise RuntimeError(FAILED.format(cause=cause))
 
@@ -467,7 +467,7 @@ def told_of(cause: str) -> ShardmillError:
     ],
 )  # fmt: skip
 def test_the_cause_is_pythons_last_line(raised: str, kind: type[ShardmillError], said: str):
-    error = told_of(PYTHON.format(raised=raised))
+    error = error_of_java(PYTHON.format(raised=raised))
     assert type(error) is kind
     with pytest.raises(kind, match=said):
         raise error
@@ -480,8 +480,8 @@ def test_the_cause_is_pythons_last_line(raised: str, kind: type[ShardmillError],
         ("ExecutorLostFailure (executor 0 exited caused by one of the running tasks)", StorageError, "on every try: "),
     ],
 )  # fmt: skip
-def test_a_cause_of_java_is_told_without_its_stack(cause: str, kind: type[ShardmillError], said: str):
-    error = told_of(cause)
+def test_a_cause_of_java_is_reported_without_its_stack(cause: str, kind: type[ShardmillError], said: str):
+    error = error_of_java(cause)
     assert type(error) is kind and "\tat " not in str(error) and "more" not in str(error).split("; ")[0]
     with pytest.raises(kind, match=said):
         raise error

@@ -427,7 +427,7 @@ def tree_of(folder: Path, kind: str = "Mine", error: str = "ValueError('no such 
 
 @pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.starts("jvm"))])
 @pytest.mark.starts("program")
-def test_what_a_users_source_raises_in_a_unit_is_told_with_its_line(engine: str, images: Path, monkeypatch):
+def test_what_a_users_source_raises_in_a_unit_is_reported_with_its_line(engine: str, images: Path, monkeypatch):
     monkeypatch.chdir(images)
     with pytest.raises(UsageError, match=r"work unit \d+: ValueError: no such box \(.*/mysrc_.*\.py:12\)") as raised:
         build_dataset(tree_of(images, engine=engine), run_id="r")
@@ -437,7 +437,7 @@ def test_what_a_users_source_raises_in_a_unit_is_told_with_its_line(engine: str,
         assert [each.read_text() for each in images.glob("*.read")] == ["x"]
 
 
-def test_what_it_raises_in_the_driver_is_told_alike(images: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_it_raises_in_the_driver_is_reported_alike(images: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(images)
     with pytest.raises(UsageError, match=r"source: ValueError: no such box \(.*/mysrc_.*\.py:12\)"):
         build_dataset(tree_of(images, image_size=0), run_id="r")
@@ -453,7 +453,7 @@ def test_a_connection_that_its_source_loses_is_worth_another_try(images: Path, m
 
 
 @pytest.mark.starts("program")
-def test_what_ends_its_process_is_told_by_how_it_ended(images: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_ends_its_process_is_reported_by_how_it_ended(images: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(images)
     with pytest.raises(StorageError, match="ended twice .exit status 3"):
         build_dataset(tree_of(images, error="__import__('os')._exit(3)", engine="local"), run_id="r")

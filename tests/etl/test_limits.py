@@ -324,7 +324,7 @@ def test_a_class_of_several_that_no_row_has_any_more(tmp_path: Path):
     verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
 
 
-def test_a_layout_tells_label_maps_apart_that_give_its_classes_other_numbers(tmp_path: Path):
+def test_a_layout_distinguishes_label_maps_that_give_its_classes_other_numbers(tmp_path: Path):
     write_images(tmp_path / "images", num_images=30, num_classes=2)
     maps = [
         ("class_0", "class_1"),

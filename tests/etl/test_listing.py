@@ -266,7 +266,7 @@ def test_links_and_special_files(tmp_path: Path):
     }  # fmt: skip
 
 
-def test_a_subset_made_of_links_is_read_if_told_so_and_loops_never(tmp_path: Path):
+def test_a_subset_made_of_links_is_read_on_request_and_never_loops(tmp_path: Path):
     make_tree(tmp_path / "all", "cat/1.jpg", "cat/2.jpg", "dog/3.jpg")
     root = tmp_path / "subset"
     (root / "cat").mkdir(parents=True)

@@ -211,7 +211,7 @@ def test_reads_ahead_come_in_order_and_a_failure_where_it_belongs():
         assert found == [(f"{number}", b"%d" % number) for number in range(20)]
 
 
-def test_the_only_thread_tells_of_each_image_once_and_some_time_before_while_reads_wait():
+def test_the_only_thread_announces_each_image_once_and_some_time_before_while_reads_wait():
     images = [SourceImage(f"{number:04d}", 1) for number in range(1_100)]
     waiting = range(1_000, 1_030)
     told: list[SourceImage] = []

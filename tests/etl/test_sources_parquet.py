@@ -421,7 +421,7 @@ def test_classes_that_share_a_text_are_distinguished_by_their_number(tmp_path: P
     assert "several classes have one image/class/text" in warning and "crane (135), crane (518)" in warning
 
 
-def test_a_synset_tells_classes_apart_if_there_is_no_number(tmp_path: Path):
+def test_a_synset_distinguishes_classes_without_a_number(tmp_path: Path):
     cranes = [record(synset=b"n1", text=b"crane"), record(synset=b"n2", text=b"crane"), record(synset=b"n3", text=b"x")]
     listing = list_images(write_records(tmp_path / "a.tfrecord", cranes))
     assert record_labels(listing) == {"crane (n1)": 1, "crane (n2)": 1, "x": 1}

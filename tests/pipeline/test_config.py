@@ -22,7 +22,7 @@ from pipeline.choices import config_keys
 from pipeline.config import load_for_dataset, load_pipeline, require, without_secrets
 from pipeline.config_file import FIRST_KEYS, commented_toml, to_toml
 from pipeline.doctor.doctor import Finding, examine
-from pipeline.preflight import FirstSetup, check_place, refuse_what_cannot_work, setting
+from pipeline.preflight import FirstSetup, check_store, refuse_what_cannot_work, setting
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError, UsageError
 from shardmill.registry import Entry
@@ -310,7 +310,7 @@ def test_probes_of_killed_processes_are_removed_a_day_later(tmp_path: Path):
         probe = tmp_path / "reach" / name
         probe.write_bytes(b"first")
         os.utime(probe, (time.time() - age_seconds,) * 2)
-    check_place(str(tmp_path))
+    check_store(str(tmp_path))
     assert [path.name for path in (tmp_path / "reach").iterdir()] == ["preflight-new"]
 
 
@@ -424,7 +424,7 @@ def test_a_run_with_a_backend_of_ones_own_says_its_name(tmp_path: Path, monkeypa
 
 
 def test_a_place_is_left_as_it_was(tmp_path: Path):
-    assert "a second writer is refused" in check_place(str(tmp_path / "place"))
+    assert "a second writer is refused" in check_store(str(tmp_path / "place"))
     assert not list(tmp_path.iterdir())
 
 

@@ -79,7 +79,7 @@ def test_inspect_shows_what_a_person_asks_and_with_all_the_digests(dataset: str,
     assert [line.partition("\t")[0] for line in everything[-2:]] == ["content_digest", "layout_digest"]
 
 
-def test_gc_lists_first_and_deletes_when_told(dataset: str, tmp_path: Path):
+def test_gc_lists_first_and_deletes_on_request(dataset: str, tmp_path: Path):
     machine("compact", dataset, cwd=tmp_path)
     young = machine("gc", dataset, "--keep", "1", cwd=tmp_path)
     assert (young["expired_versions"], young["num_files"]) == ([], 0)
@@ -100,7 +100,7 @@ def test_gc_ends_with_6_beside_a_writer(dataset: str, tmp_path: Path):
     assert refused.returncode == 6 and "is at work" in last_line(refused)
 
 
-def test_a_wrong_place_is_told_what_the_command_takes(dataset: str, tmp_path: Path):
+def test_a_wrong_uri_is_answered_with_what_the_command_takes(dataset: str, tmp_path: Path):
     write_images(tmp_path / "photos", num_images=3)
     (tmp_path / "models" / "exports").mkdir(parents=True)
     (tmp_path / "models" / "exports" / "00000001.json").write_text("{}")
@@ -173,7 +173,7 @@ def test_rollback_and_the_versions_that_inspect_lists(dataset: str, tmp_path: Pa
     assert refused.returncode == 2 and "names no version; expected DATASET@N" in last_line(refused)
 
 
-def test_inspect_tells_two_versions_apart(dataset: str, tmp_path: Path):
+def test_inspect_shows_how_two_versions_differ(dataset: str, tmp_path: Path):
     assert "no row was added" in in_process("inspect", dataset, "--diff", "1", cwd=tmp_path).stdout
     (tmp_path / "images" / "class_0" / "00003.png").unlink()
     make_dataset(tmp_path, num_images=0)
@@ -229,7 +229,7 @@ def of_dataset(found: DryRun) -> tuple[int | None, int, int, int]:
     return found.latest_version, found.num_unchanged, found.num_removed, found.num_to_process
 
 
-def test_it_tells_what_would_stay_and_what_would_be_made(tmp_path: Path):
+def test_it_reports_what_would_stay_and_what_would_be_made(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     first = plan(tmp_path)
     assert of_dataset(first) == (None, 0, 0, 60) and first.num_units > 1
@@ -257,7 +257,9 @@ def test_it_tells_what_would_stay_and_what_would_be_made(tmp_path: Path):
         plan(tmp_path)
 
 
-def test_it_reads_no_image_and_tells_how_far_the_listing_is(tmp_path, faulty: dict[str, Any], monkeypatch, capsys):
+def test_it_reads_no_image_and_reports_the_progress_of_the_listing(
+    tmp_path, faulty: dict[str, Any], monkeypatch, capsys
+):
     write_images(tmp_path / "images", num_images=60)
     # What is no image is told before the images.
     (tmp_path / "images" / "class_0" / "notes.txt").write_text("notes")

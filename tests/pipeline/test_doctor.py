@@ -173,7 +173,7 @@ def test_a_host_whose_name_has_no_address_is_reported(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.starts("program")
-def test_each_rank_has_its_device_told(tmp_path: Path):
+def test_the_device_of_each_rank_is_shown(tmp_path: Path):
     rows = rows_of(load_tree(PipelineTree, None, ("train.num_workers=2", "train.devices=cpu")), tmp_path)
     host = socket.gethostname()
     assert rows["devices"] == Finding("ok", "devices", f"rank 0: {host} cpu; rank 1: {host} cpu")
@@ -333,7 +333,7 @@ def test_the_window_budget_of_the_committed_dataset(has_source: bool, tmp_path: 
 
 
 @pytest.mark.starts("program")
-def test_rows_and_steps_of_each_rank_are_told_of_the_dataset_and_of_the_listing(tmp_path: Path):
+def test_rows_and_steps_of_each_rank_are_shown_for_a_dataset_and_for_a_listing(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3, split_fractions={"train": 1, "validation": 0, "test": 0})
     # 8 streams of 7 or 8 rows, of which each step takes 2: of 3 ranks, one owns two streams and two own three.
     sizes = ("train.global_batch_size=16", "train.num_streams=8", "train.num_workers=3", "train.launcher=local")

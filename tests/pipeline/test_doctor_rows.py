@@ -262,23 +262,23 @@ def test_local_paths_that_executors_on_other_hosts_would_need_are_reported(tmp_p
     there = f"spark.master=spark://{NOT_OURS}:7077"
     paths = (f"source.uri={tmp_path}", f"dataset.uri={tmp_path / 'd'}")
 
-    def told(*overrides: str) -> dict[str, Finding]:
+    def shown(*overrides: str) -> dict[str, Finding]:
         return {name: each for name, each in network_rows(*overrides).items() if "on other hosts need" in each.found}
 
-    found = told(there, *paths)
+    found = shown(there, *paths)
     assert set(found) == {"source.uri on executors", "dataset.uri on executors"}
     source = found["source.uri on executors"]
     assert source.status == "warn" and source.found.endswith(f" {tmp_path}") and "s3://" in source.fix
-    assert not told(there, "source.uri=s3://bucket/images", "dataset.uri=hdfs:///d")
+    assert not shown(there, "source.uri=s3://bucket/images", "dataset.uri=hdfs:///d")
     # All executors are here.
-    assert not told(*paths) and not told(MASTER, *paths) and not told("spark.master=local-cluster[2,1,1024]", *paths)
+    assert not shown(*paths) and not shown(MASTER, *paths) and not shown("spark.master=local-cluster[2,1,1024]", *paths)
     # No task reads or writes there.
-    assert set(told(there, *paths, "etl.engine=local", "train.num_workers=2")) == {"dataset.uri on executors"}
-    assert not told(there, *paths, "etl.engine=local", "train.num_workers=1")
+    assert set(shown(there, *paths, "etl.engine=local", "train.num_workers=2")) == {"dataset.uri on executors"}
+    assert not shown(there, *paths, "etl.engine=local", "train.num_workers=1")
 
 
 @pytest.mark.starts("program")
-def test_the_cores_of_this_machine_are_told_only_of_ranks_that_run_on_it():
+def test_the_cores_of_this_machine_are_shown_only_for_ranks_that_run_on_it():
     on_cluster = rows("spark.master=spark://a:7077", "train.num_workers=2", "train.launcher=spark_barrier")["slots"]
     assert (on_cluster.status, on_cluster.found) == ("ok", "2 ranks by launcher spark_barrier")
     assert "cores here" in rows()["slots"].found

@@ -118,7 +118,7 @@ class Airflow:
                     return found
             except OSError as refused:  # of the API: a busy machine, a database that another process has locked
                 error = refused
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; {error}\n{self.told()}"
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; {error}\n{self.state_and_logs()}"
             time.sleep(0.3)
 
     def wait_for_end(self, dag_id: str, run_id: str) -> None:
@@ -126,12 +126,12 @@ class Airflow:
 
         def ended() -> bool:
             state = next(run["state"] for run in self.runs(dag_id) if run["dag_run_id"] == run_id)
-            assert state != "failed", self.told()
+            assert state != "failed", self.state_and_logs()
             return state == "success"
 
         self.wait_for(f"the end of {run_id}", ended)
 
-    def told(self) -> str:
+    def state_and_logs(self) -> str:
         states = []
         for run in self.runs("~"):
             tasks = self.tasks(run["dag_id"], run["dag_run_id"]).items()

@@ -44,7 +44,7 @@ def test_lengths_are_those_of_header_and_body():
 
 
 @pytest.mark.parametrize("kind", [io.BytesIO, Dribbling])
-def test_of_a_message_whose_sender_died_inside_it_nothing_is_told(kind):
+def test_a_message_whose_sender_died_inside_it_is_dropped(kind):
     data = bytes_of(*MESSAGE)
     for end in range(len(data)):
         assert read_message(cast("IO[bytes]", kind(data[:end]))) is None, end

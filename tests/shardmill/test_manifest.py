@@ -230,7 +230,7 @@ def test_a_source_continues_another_if_it_holds_all_of_its_parts():
     assert two.continues(one) and not one.continues(two)
     assert SOURCE.continues(SOURCE.model_copy(update={"listing_fingerprint": "g"}))
     for change in ({"uri": "/other"}, {"kind": "table"}, {"parts": {"x": "/x"}}):
-        assert not SOURCE.is_same_place(SOURCE.model_copy(update=change))
+        assert not SOURCE.is_same_source(SOURCE.model_copy(update=change))
         assert not SOURCE.continues(SOURCE.model_copy(update=change))
     assert not two.continues(one.model_copy(update={"kind": "table"}))
     assert (SOURCE.described, two.described) == ("/images", "x (/x), y (/y)")

@@ -151,7 +151,7 @@ BUSY = (Fault.INTERNAL_ERROR, Fault.SLOW_DOWN, Fault.TOO_MANY)
     [*((fault,) for fault in (*NOT_DONE, Fault.DROPPED)), (Fault.SLOW_DOWN, Fault.DROPPED), (Fault.CONFLICT,) * 2],
     ids="+".join,
 )
-def test_the_object_tells_who_won_whatever_became_of_the_answer(
+def test_the_object_shows_which_writer_won_whatever_became_of_the_answer(
     spoiled: tuple[Fault, ...], faults: FaultProxy, gateway_bucket: str
 ):
     # The answers to the probe are spoiled, then those to the manifest; each is a PUT that wins.
@@ -169,7 +169,7 @@ def test_the_object_tells_who_won_whatever_became_of_the_answer(
     assert [file.path for file in store.list("")] == ["manifest0", "manifest1"]
 
 
-def test_what_cannot_be_told_is_said_and_nothing_is_deleted(faults: FaultProxy, gateway_bucket: str, monkeypatch):
+def test_an_unknown_outcome_is_reported_and_nothing_is_deleted(faults: FaultProxy, gateway_bucket: str, monkeypatch):
     store = open_store(gateway_bucket)
     assert store.put_if_absent("first", b"")
     limit("1", monkeypatch)
@@ -308,7 +308,7 @@ def test_a_server_that_is_started_again_is_waited_for(gateway_bucket: str, gatew
             assert reading.result(30) == b"1"
 
 
-def test_a_server_that_was_never_there_is_told_soon(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_was_never_there_is_reported_soon(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.5)
     connect_to("http://127.0.0.1:1", monkeypatch)
     limit("3600", monkeypatch)

@@ -81,7 +81,7 @@ def test_ctrl_c_while_a_child_imports_is_its_parents():
 
 @pytest.mark.starts("program")
 @pytest.mark.parametrize(("how", "status"), [({"exit": 3}, 3), ({"kill": 9}, -9), ({"kill": int(signal.SIGSEGV)}, -11)])
-def test_a_child_that_died_tells_its_exit(how: dict[str, int], status: int):
+def test_the_exit_of_a_child_that_died_is_reported(how: dict[str, int], status: int):
     child = started()
     child.send(how)
     with pytest.raises(ChildDied, match=f"exit status {status}") as died:
@@ -91,7 +91,7 @@ def test_a_child_that_died_tells_its_exit(how: dict[str, int], status: int):
 
 
 @pytest.mark.starts("program")
-def test_a_child_that_ended_before_it_was_asked_tells_its_exit():
+def test_the_exit_of_a_child_that_ended_before_it_was_asked_is_reported():
     child = started()
     os.kill(child.process_id, signal.SIGKILL)
     os.waitid(os.P_PID, child.process_id, os.WEXITED | os.WNOWAIT)

@@ -92,5 +92,5 @@ def is_looked_at(task: WorkerTask, world: World, reporter: Reporter) -> TrainRes
     raise InterruptedError("nobody ended it")
 
 
-def tells_threads(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def reports_threads(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     raise InterruptedError(f"threads: {[thread.name for thread in threading.enumerate()]}")

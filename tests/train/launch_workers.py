@@ -50,13 +50,13 @@ def watched_task(
     return WorkerTask(config, pin, "/nowhere", "trainings/test", "")
 
 
-def tells_its_devices(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def reports_its_devices(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """What a framework would see that this process imported now."""
     reporter.event("sees", {"devices": os.environ["CUDA_VISIBLE_DEVICES"]})
     return well(task, world, reporter)
 
 
-def tells_variables_with_token(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def reports_variables_with_token(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """What user code that prints its environment would tell."""
     told = [name for name in os.environ if "TOKEN" in name]
     reporter.event(" ".join(told) or "no token", {})

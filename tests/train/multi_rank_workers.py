@@ -152,7 +152,7 @@ def last_rank_is_late(task: WorkerTask, world: World, reporter: Reporter) -> Tra
     return run_worker(task, world, reporter)
 
 
-def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def every_rank_reports_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     result = run_worker(task, world, reporter)
     evaluation = result.evaluation
     # At 10,000 classes that would be megabytes.
@@ -162,7 +162,7 @@ def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Repor
     return result
 
 
-def every_rank_tells_how_much_it_reads(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def every_rank_reports_how_much_it_reads(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """Number of bytes of the file that `train.init_from` names."""
     from shardmill.stores.local import LocalStore
 
@@ -179,12 +179,12 @@ def every_rank_tells_how_much_it_reads(task: WorkerTask, world: World, reporter:
         return read
 
     LocalStore.read_range, LocalStore.read = counted(LocalStore.read_range), counted(LocalStore.read)
-    result = every_rank_tells_its_weights(task, world, reporter)
+    result = every_rank_reports_its_weights(task, world, reporter)
     open_store(task.models_uri).put(f"read/rank-{world.rank}", str(sum(sizes)).encode())
     return result
 
 
-def every_rank_tells_its_order(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def every_rank_reports_its_order(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """Of a pipeline: what it computes, one after the other, as PyTorch's stages are called."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -229,7 +229,7 @@ def __getattr__(name: str) -> Strategy:
     return _remembered(STRATEGIES[name.removeprefix("REMEMBERED_").lower()])
 
 
-def every_rank_tells_what_it_holds(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def every_rank_reports_what_it_holds(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """With a `REMEMBERED` strategy of PyTorch: the bytes of its tensors when the loop has ended."""
     result = run_worker(task, world, reporter)
     [member] = joined
@@ -245,7 +245,7 @@ def every_rank_tells_what_it_holds(task: WorkerTask, world: World, reporter: Rep
     return result
 
 
-def every_rank_tells_what_a_failure_leaves(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def every_rank_reports_what_a_failure_leaves(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """With a `REMEMBERED` strategy: the weights that a rank has when the loop has raised."""
     try:
         return run_worker(task, world, reporter)
@@ -257,7 +257,7 @@ def every_rank_tells_what_a_failure_leaves(task: WorkerTask, world: World, repor
         raise
 
 
-def every_rank_tells_what_it_opens(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def every_rank_reports_what_it_opens(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """The path of every file that its process opens from here on, as the interpreter sees it."""
     opened: set[str] = set()
 
@@ -271,7 +271,7 @@ def every_rank_tells_what_it_opens(task: WorkerTask, world: World, reporter: Rep
     return result
 
 
-def chief_tells_where_variables_are(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+def chief_reports_where_variables_are(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """Of the model `counting`, when it has been trained: name -> the device that holds it."""
     from tests.train.models_under_test import counting_models
 

@@ -93,7 +93,7 @@ class Watcher(DriverRecorder):
 
 
 def train_on_ranks(
-    uri: str, models: Path, world_size: int, config: dict[str, Any], worker: str = "every_rank_tells_its_weights"
+    uri: str, models: Path, world_size: int, config: dict[str, Any], worker: str = "every_rank_reports_its_weights"
 ) -> tuple[TrainResult, Watcher]:
     task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()

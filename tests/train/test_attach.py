@@ -250,7 +250,7 @@ def test_a_rank_that_fails_while_all_are_stopped_gives_every_process_one_code(st
 
 @pytest.mark.drill
 def test_ranks_of_a_job_do_not_see_its_token(start):
-    job = start(2, "tells_variables_with_token")
+    job = start(2, "reports_variables_with_token")
     outcome = job.driver.outcome()
     assert outcome["events"].count([0, "no token"]) == outcome["events"].count([1, "no token"]) == 1, outcome
     assert job.ends() == [(0, "")]

@@ -65,7 +65,7 @@ def test_a_store_that_cannot_say_whether_an_attempt_is_the_newest_costs_a_checkp
     assert failed["global_step"] == 2 and result.weights_sha256 == whole.weights_sha256
 
 
-def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
+def test_the_rank_that_a_checkpoint_waits_for_is_reported(tmp_path):
     """Its own store, first for a file and then for the marker; or other ranks, whose files it names."""
     told: queue.SimpleQueue[Activity] = queue.SimpleQueue()
     go_on = threading.Semaphore(0)

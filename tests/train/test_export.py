@@ -138,7 +138,7 @@ def models(dataset, tmp_path_factory) -> Path:
     return root
 
 
-def test_the_record_tells_all_that_there_is_to_know(models, dataset):
+def test_the_record_has_all_that_there_is_to_know(models, dataset):
     record = read_export(str(models), 1).record
     assert record.dataset == dataset.pin
     assert (record.content_digest, record.class_names) == (

@@ -352,7 +352,7 @@ def test_each_rank_reads_its_own_slices(tiny_uri, tmp_path, suffix):
     assert said["share"] == 1.0
 
     sharded = {**config, "strategy": "torch_fsdp"}
-    _, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, sharded, worker="every_rank_tells_how_much_it_reads")
+    _, watcher = train_on_ranks(tiny_uri, tmp_path / "two", 2, sharded, worker="every_rank_reports_how_much_it_reads")
     expected = [float.fromhex(loss) for loss in one.losses.values()]
     assert [float.fromhex(loss) for loss in watcher.losses.values()] == pytest.approx(expected, rel=1e-5)
     of_ranks = [int((tmp_path / "two" / "read" / f"rank-{rank}").read_text()) for rank in range(2)]

@@ -119,7 +119,7 @@ def test_each_question_about_a_training_is_asked_once(dataset_uri, tmp_path):
     assert asked == dict.fromkeys(questions.values(), 1)
 
 
-def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinished(dataset_uri, tmp_path):
+def test_a_run_trains_its_own_version_and_reports_an_older_unfinished_one(dataset_uri, tmp_path):
     whole = DriverRecorder()
     expected = train_model(tree_of(dataset_uri, tmp_path / "never_stopped", epochs=1), whole).result
     tree = tree_of(dataset_uri, tmp_path / "models", epochs=1, backend="keras")
@@ -227,7 +227,7 @@ def records_of(code: int, stdout: str, stderr: str) -> list[dict]:
     return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
 
 
-def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
+def test_each_stage_reports_what_it_did_and_skips_what_is_done(job, tmp_path):
     first = records_of(*job("--run-id", "one"))
     assert [(each["stage"], each["status"]) for each in first] == [
         ("train", "done"),

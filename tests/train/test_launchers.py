@@ -38,7 +38,7 @@ from train.launching.rank import DEFAULT_WORKER, EXIT_ABORTED
 from train.models.user import source_sha256
 from train.planning.setup import resolve
 from train.reporting.run_log import RunLog
-from train.strategies.horovod import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
+from train.strategies.horovod import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, rank_variables
 
 MODELS = "tests.train.models_under_test"
 HOURS = {"silent_seconds": 7200, "progress_timeout_seconds": 9000}
@@ -190,7 +190,7 @@ def test_a_dead_rank_ends_the_job_with_every_launcher(start, launcher, worker):
         ("killed", "RankLost", ("was killed by SIGKILL after step",)),
     ],
 )  # fmt: skip
-def test_real_training_tells_the_cause_and_not_the_survivors_echo(here, dataset, model, error, said):
+def test_real_training_reports_the_cause_and_not_the_survivors_echo(here, dataset, model, error, said):
     train = {"model": f"{MODELS}:{model}", "global_batch_size": 24, "num_streams": 6, "epochs": 2}
     failed = here.error(dataset=dataset, **train)
     assert (type(failed).__name__, failed.exit_code) == (error, 5), failed
@@ -343,7 +343,7 @@ def test_ranks_are_placed_as_horovod_places_them():
 
     for hosts in ("a:1", "a:3", "a:2,b:2", "a:2,b:1", "a:1,b:3,c:2"):
         theirs = get_host_assignments(parse_hosts(hosts), sum(int(each[-1]) for each in hosts.split(",")))
-        ours = places([slot.hostname.encode() for slot in theirs])
+        ours = rank_variables([slot.hostname.encode() for slot in theirs])
         assert ours == [
             {
                 "HOROVOD_RANK": str(slot.rank),

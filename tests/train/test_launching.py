@@ -81,7 +81,7 @@ def test_an_error_of_ours_is_raised_once_more(exit_code: int, kind: type[Shardmi
     assert received.as_raised().what == "what"
 
 
-def test_an_error_of_somebody_else_is_told_with_its_place():
+def test_an_error_of_other_code_is_reported_with_its_line():
     assert not failure("ValueError", 5).is_ours
     assert str(failure("ValueError", 5)) == "ValueError: what"
     assert str(failure("ValueError", 5, "model.py:3")) == "ValueError: what (model.py:3)"
@@ -282,7 +282,7 @@ def test_in_another_thread_nothing_is_watched():
 
     def launch() -> None:
         try:
-            launch_watched(inline_task(), DriverRecorder(), f"{HERE}:tells_threads")
+            launch_watched(inline_task(), DriverRecorder(), f"{HERE}:reports_threads")
         except TrainingError as error:
             found.append(error)
 

@@ -261,7 +261,7 @@ def test_ranks_hold_what_was_counted(tiny_uri, tmp_path, counted, strategy):
     task = task_of(
         tiny_uri, tmp_path, launcher="local", **TWO_STEPS, strategy=f"{WORKERS}:REMEMBERED_{strategy.upper()}"
     )
-    launch_forked(task, Watcher(), f"{WORKERS}:every_rank_tells_what_it_holds")
+    launch_forked(task, Watcher(), f"{WORKERS}:every_rank_reports_what_it_holds")
     ranks = [json.loads((tmp_path / "held" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     expected = asdict(counted[strategy])
     for part in ("parameters", "gradients", "optimizer"):

@@ -94,7 +94,7 @@ def num_trained(checkpoint: Path) -> int:
 @pytest.mark.starts("ranks")
 def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path):
     watcher = Killer(rank=2, at=(1, 2))
-    result = launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:chief_tells_where_variables_are")
+    result = launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:chief_reports_where_variables_are")
     config = TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}})
     assert_all_steps_in_order(watcher, tiny_uri, config)
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
@@ -276,7 +276,7 @@ def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
     """Rank 0 also reads what it evaluates on; of that dataset the others open no image."""
     config = {**TORCH, "local_sgd": {"silos": silos}, "num_workers": 3, "global_batch_size": 48, "epochs": 1}
     task = task_of(tiny_uri, tmp_path, **config)
-    launch_forked(task, DriverRecorder(), f"{WORKERS}:every_rank_tells_what_it_opens")
+    launch_forked(task, DriverRecorder(), f"{WORKERS}:every_rank_reports_what_it_opens")
     pinned, *of_silos = (Path(uri.rpartition("@")[0] or uri).resolve() for uri in (tiny_uri, *silos))
     for rank, own in enumerate(of_silos):
         opened = {Path(line) for line in (tmp_path / "opened" / f"rank-{rank}").read_text().splitlines()}

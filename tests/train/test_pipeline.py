@@ -189,7 +189,7 @@ def test_ranks_compute_in_the_listed_order(tiny_uri, tmp_path, name):
               "pipeline_parallel": {"schedule": name, "num_microbatches": 6}}  # fmt: skip
     watcher = DriverRecorder()
     result = launch_forked(
-        task_of(tiny_uri, tmp_path, **config), watcher, "tests.train.multi_rank_workers:every_rank_tells_its_order"
+        task_of(tiny_uri, tmp_path, **config), watcher, "tests.train.multi_rank_workers:every_rank_reports_its_order"
     )
     expected = orders(schedule_named(name, 2), 2, 6)
     for rank, actions in enumerate(expected):

@@ -279,7 +279,7 @@ def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, t
     said = rf"\(global step {stopped_at}\); the update was not applied; .* {len(bad)} samples: {', '.join(bad)};"
     watcher = Watcher()
     with pytest.raises(TrainingError, match=said):
-        worker = f"{WORKERS}:every_rank_tells_what_a_failure_leaves"
+        worker = f"{WORKERS}:every_rank_reports_what_a_failure_leaves"
         launch_forked(task_of(tiny_uri, tmp_path, **config), watcher, worker)
     # The step that stopped it is not reported.
     assert [step for step, loss in enumerate(watcher.losses.values()) if loss == "nan"] == skipped
@@ -361,7 +361,7 @@ def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
     monkeypatch.setenv(LIMIT, str(second + 0.5))
     if is_synchronous:
         config["strategy"] = f"{WORKERS}:REMEMBERED_{strategy.upper()}"
-    worker = f"{WORKERS}:every_rank_tells_what_a_failure_leaves" if is_synchronous else DEFAULT_WORKER
+    worker = f"{WORKERS}:every_rank_reports_what_a_failure_leaves" if is_synchronous else DEFAULT_WORKER
     said = (
         rf"\(global step {stopped_at}\); the update was not applied; .* finite for every sample; "
         rf"the gradient of 1 sample by itself is not finite: {name};"

@@ -224,7 +224,7 @@ def test_another_training_may_not_resume(tmp_path):
         resume(session_of(tmp_path, settings={"epochs": "4"}, allowed=("epochs",)), never)
 
 
-def test_a_checkpoint_is_told_when_it_is_there_or_refused(tmp_path):
+def test_a_checkpoint_is_reported_when_it_is_there_or_refused(tmp_path):
     session = session_of(tmp_path)
     progress, path = save(session, at(7))
     wait_for_checkpoint(session)
@@ -289,7 +289,7 @@ def test_the_best_epochs_weights_are_loaded_if_they_are_not_the_last(tmp_path, e
 @pytest.mark.parametrize(
     ("record_samples", "rank", "is_recorded"), [(True, 0, True), (True, 1, False), (False, 0, False)]
 )
-def test_a_step_is_told_with_its_own_number(tmp_path, record_samples, rank, is_recorded):
+def test_a_step_is_reported_with_its_own_number(tmp_path, record_samples, rank, is_recorded):
     session = session_of(tmp_path, Stand(rank), record_samples=record_samples)
     batch = Batch(np.zeros(3), np.zeros(3), np.array([1.0, 1.0, 0.0]), np.array([5, -6, 0]), 1, 2)
     spent = TimeSpent(input_wait=1.0, compute=2.0, allreduce=4.0, checkpoint=8.0, other=16.0)
@@ -300,7 +300,7 @@ def test_a_step_is_told_with_its_own_number(tmp_path, record_samples, rank, is_r
     assert parts.items() <= report.seconds.items()
 
 
-def test_steps_are_counted_over_epochs_and_events_told_by_rank_0(tmp_path):
+def test_steps_are_counted_over_epochs_and_events_are_reported_by_rank_0(tmp_path):
     session = session_of(tmp_path, learning_rate=0.5)
     assert session.global_step(at(8)) == 8 and session.learning_rate(at(0)) == pytest.approx(0.5)
     session.member.learner.follows_schedule = False
@@ -404,7 +404,7 @@ def test_numbers_are_compared_with_the_first_epoch():
     better = replace(worse, validation=replace(worse.validation, loss=1.5))
     assert chance.is_all([first, worse]) and chance.has_learned([first, worse])
     assert not chance.is_all([first, better]) and not chance.has_learned([first])
-    assert "loss 4.5 after epoch 2 is no better than the loss 4 of the first epoch" in chance.told([first, worse])
+    assert "loss 4.5 after epoch 2 is no better than the loss 4 of the first epoch" in chance.caution([first, worse])
 
 
 @pytest.mark.parametrize("steps", [1, 3, 10, 300, 100_000])

@@ -191,7 +191,7 @@ def launch(launcher: str, spark: SparkConfig | None = None, **train) -> tuple[Tr
     config = TrainConfig(**{"num_workers": 4, "strategy": "torch_ddp", "launcher": launcher, **train})
     watcher = Watcher()
     task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
-    worker = f"{WORKERS}:tells_its_devices"
+    worker = f"{WORKERS}:reports_its_devices"
     return LAUNCHERS[launcher].launch(task, spark or SparkConfig(), watcher, worker=worker), watcher
 
 

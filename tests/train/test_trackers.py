@@ -241,7 +241,7 @@ def test_an_end_that_succeeds_later_is_no_warning():
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_told_at_the_end_is_why_values_are_missing():
+def test_the_reason_for_missing_values_is_reported_at_the_end():
     refused = Sending({"begin": [OSError("away")], "send": [sent.Refusal("no such step")]})
     refused.sent(step(0))
     assert refused.closed() == ["5 metric values were not delivered: no such step"]

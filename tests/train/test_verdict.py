@@ -94,7 +94,7 @@ def test_the_wait_for_a_late_rank_is_not_communication():
     assert "100.0 ms against 50.0 ms), mostly computing" in verdict.sentence
 
 
-def test_what_the_readers_threads_did_tells_storage_from_decoding():
+def test_what_the_readers_threads_did_distinguishes_storage_from_decoding():
     waits = {"input_wait": 0.1, "compute": 0.1}
     storage, decode = judged(waits | {"fetch": 0.3, "decode": 0.1}), judged(waits | {"fetch": 0.1, "decode": 0.36})
     assert storage.sentence.startswith("input-bound: storage; 50% of a step") and "75% of the" in storage.sentence
@@ -223,7 +223,7 @@ def test_the_exchange_is_weighed_once_by_the_first_steps_of_several_ranks():
     assert len(told) == 1
 
 
-def test_the_exchange_of_a_sharded_model_is_told_with_its_collectives():
+def test_the_exchange_of_a_sharded_model_is_reported_with_its_collectives():
     first = FirstSteps(lambda name, fields: None)
     first.event("collectives", {"rank": 0, "num_calls": 7, "all_gather_bytes": 2048, "all_reduce_bytes": 1024})
     for step in range(MIN_STEPS + 1):
@@ -454,13 +454,13 @@ def test_a_keras_model_whose_state_no_rank_holds_is_refused(tiny_uri, tmp_path):
         ("torch_ddp", 3, {}, ""),
     ],
 )
-def test_an_axis_that_ranks_leave_empty_is_told(strategy, num_ranks, sizes, words):
+def test_an_axis_that_ranks_leave_empty_is_warned_about(strategy, num_ranks, sizes, words):
     config = TrainConfig(strategy=strategy, num_workers=num_ranks, mesh=MeshConfig(**sizes), model="vit")
     told = resolve(config, SparkConfig()).unused_axes_warning
     assert words in told and bool(words) == bool(told)
 
 
-def test_one_rank_that_nobody_has_asked_for_is_told(tiny_uri, tmp_path):
+def test_one_rank_that_nobody_has_asked_for_is_warned_about(tiny_uri, tmp_path):
     """Nothing is shared then, whatever the strategy promises."""
     for name, strategy in STRATEGIES.installed().items():
         told = resolve(TrainConfig(strategy=name, model="vit"), SparkConfig()).single_rank_warning

@@ -203,7 +203,7 @@ def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
         assert len(connections) == 2
 
 
-def test_the_output_that_comes_after_the_results_is_told_and_no_end_of_a_process_is_a_fault_then():
+def test_output_after_the_results_is_reported_and_no_end_of_a_process_is_a_fault_then():
     observer = DriverRecorder()
     with Watchdog(watched_task(2), "none:none", observer, "127.0.0.1") as watchdog:
         for rank in range(2):

@@ -108,7 +108,7 @@ def test_horovod_of_one_rank_is_the_single_strategy(tiny_uri, tmp_path):
     assert horovod.strategy == "horovod"
 
 
-def test_the_result_tells_what_happened(tiny_uri, tmp_path):
+def test_the_result_reports_what_happened(tiny_uri, tmp_path):
     recorder = Recorder()
     result = train_here(tiny_uri, tmp_path, recorder, epochs=8, learning_rate=0.01)
     manifest = open_dataset(tiny_uri).manifest

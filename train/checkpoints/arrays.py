@@ -56,7 +56,7 @@ def arrays_sha256(arrays: Iterable[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-Places = tuple[slice, ...] | EllipsisType
+Slices = tuple[slice, ...] | EllipsisType
 """A box of an array: a slice with a start and an end for each axis; or all of it."""
 
 # What lies closer together is read at once: a request costs more than some bytes.
@@ -73,12 +73,12 @@ class ArrayLike(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def size(self) -> int: ...
-    def __getitem__(self, places: Places, /) -> np.ndarray: ...
+    def __getitem__(self, slices: Slices, /) -> np.ndarray: ...
 
 
-def box_of(shape: tuple[int, ...], places: Places) -> tuple[slice, ...]:
-    """`places` of an array of this shape, with a slice for each axis."""
-    return tuple(slice(0, size) for size in shape) if isinstance(places, EllipsisType) else places
+def box_of(shape: tuple[int, ...], slices: Slices) -> tuple[slice, ...]:
+    """`slices` of an array of this shape, with a slice for each axis."""
+    return tuple(slice(0, size) for size in shape) if isinstance(slices, EllipsisType) else slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +120,11 @@ class StoredArray:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def __getitem__(self, places: Places) -> np.ndarray:
-        places = box_of(self.shape, places)
-        box = tuple(each.stop - each.start for each in places)
+    def __getitem__(self, slices: Slices) -> np.ndarray:
+        slices = box_of(self.shape, slices)
+        box = tuple(each.stop - each.start for each in slices)
         array = np.empty(box, self.dtype)
-        firsts, length = _runs(self.shape, places)
+        firsts, length = _runs(self.shape, slices)
         # Reshaped in place: `array` is new, and lies row by row.
         runs = array.reshape(len(firsts), length)
         done = 0
@@ -146,17 +146,17 @@ class StoredArray:
         return data
 
 
-def _runs(shape: tuple[int, ...], places: tuple[slice, ...]) -> tuple[list[int], int]:
+def _runs(shape: tuple[int, ...], slices: tuple[slice, ...]) -> tuple[list[int], int]:
     """The first element of each run of a box, all in a row in the array, and the length of all runs."""
-    if any(each.stop == each.start for each in places):
+    if any(each.stop == each.start for each in slices):
         return [], 0
     # Behind the last axis that is cut all is in a row.
-    cut = [axis for axis, each in enumerate(places) if each.stop - each.start != shape[axis]]
+    cut = [axis for axis, each in enumerate(slices) if each.stop - each.start != shape[axis]]
     last = cut[-1] if cut else 0
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    outer = itertools.product(*(range(each.start, each.stop) for each in places[:last]))
-    inner = places[last].start * strides[last] if places else 0
-    length = math.prod(each.stop - each.start for each in places[last:])
+    outer = itertools.product(*(range(each.start, each.stop) for each in slices[:last]))
+    inner = slices[last].start * strides[last] if slices else 0
+    length = math.prod(each.stop - each.start for each in slices[last:])
     return [sum(map(int.__mul__, index, strides)) + inner for index in outer], length
 
 

@@ -26,7 +26,7 @@ from train.checkpoints.arrays import (
     MARKER,
     OPTIMIZER_FILES,
     ArrayLike,
-    Places,
+    Slices,
     StoredArray,
     WeightFile,
     box_of,
@@ -424,10 +424,10 @@ class _BoxedArray:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def __getitem__(self, places: Places) -> np.ndarray:
-        places = box_of(self.shape, places)
+    def __getitem__(self, slices: Slices) -> np.ndarray:
+        whole = box_of(self.shape, slices)
         any_box = self.boxes[0][0]
-        offsets, sizes = tuple(each.start for each in places), tuple(each.stop - each.start for each in places)
+        offsets, sizes = tuple(each.start for each in whole), tuple(each.stop - each.start for each in whole)
         return filled(Shard(any_box.part, any_box.name, self.shape, offsets, sizes), self.boxes, self.where)
 
 

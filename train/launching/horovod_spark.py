@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from shardmill.environments.rank_environment import HOROVODS, place_from_environment
+from shardmill.environments.rank_environment import HOROVODS, read_rank_environment
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
@@ -80,7 +80,7 @@ def keep_rank_of_horovod() -> int:
     host, port = os.environ[GLOO_ADDRESS], int(os.environ[GLOO_PORT])
     os.environ.update(address_variables(host, port, derive(key, PATH_PURPOSE)))
     # What Spark assigned to the task that this process belongs to.
-    return keep_rank(place_from_environment(HOROVODS), dict(os.environ), get_available_devices() or None)
+    return keep_rank(read_rank_environment(HOROVODS), dict(os.environ), get_available_devices() or None)
 
 
 def _run_horovod(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from shardmill.child_process import end_with_parent
 from shardmill.dataset.dataset import open_pinned
-from shardmill.environments.rank_environment import RankEnvironment, place_from_environment
+from shardmill.environments.rank_environment import RankEnvironment, read_rank_environment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
@@ -94,7 +94,7 @@ def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
     _end_with_driver()
     begin_under_driver()
-    place = place_from_environment()
+    place = read_rank_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
@@ -145,7 +145,7 @@ def _work(
     reporter: DriverReporter,
 ) -> TrainResult:
     """Agree with the others on devices, then do what this rank is for."""
-    check_places(task)
+    check_shared_storage(task)
     address = ipv4_of(task.config.nics[0]) if task.config.nics else connection.own_address
     if place.ranks_per_node < place.world_size and is_loopback(address):
         _warn_of_loopback(address, place)
@@ -183,7 +183,7 @@ def _end_with_driver() -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def check_places(task: WorkerTask) -> None:
+def check_shared_storage(task: WorkerTask) -> None:
     """Raises UsageError, naming the place and this host, unless the driver's models and dataset are what is seen here.
 
     The dataset may be a copy, and read-only: its manifest's digest says whether it is the same one.

@@ -156,16 +156,16 @@ def as_begun(now: Setup, begun: PlanRecord | None) -> Setup:
             now = replace(again, asked=asked).changed(init_from=now.config.init_from)
         now = replace(now, streams_reason=_AS_BEGUN.format(begun.num_streams))
     now = now.with_window(begun.window_chunks)
-    is_same_place = begun.spark_master == now.spark.master
+    is_same_master = begun.spark_master == now.spark.master
     is_same_question = (begun.local_devices, begun.devices) == (_local_devices(now), now.config.devices) and (
-        (is_same_place and not asked.num_workers) or begun.num_workers == now.config.num_workers
+        (is_same_master and not asked.num_workers) or begun.num_workers == now.config.num_workers
     )
     # Setting -> whether it may be as then, and the reason that it had.
     answers = {
         "num_workers": (is_same_question, "ranks_reason", begun.ranks_reason or "as set"),
         "strategy": (is_same_question and asked.strategy == AUTO, "strategy_reason", begun.strategy_reason),
         "launcher": (
-            is_same_question and is_same_place and asked.launcher == AUTO,
+            is_same_question and is_same_master and asked.launcher == AUTO,
             "launcher_reason",
             begun.launcher_reason,
         ),

@@ -349,7 +349,7 @@ class Chance:
             return last.train_loss <= LEARNED_LOSS * first.train_loss
         return last.train_accuracy >= self.train_accuracy + LEARNED_SHARE * (1 - self.train_accuracy)
 
-    def told(self, history: Sequence[EpochRecord]) -> str:
+    def caution(self, history: Sequence[EpochRecord]) -> str:
         """Describe for people that the last epoch's validation is no better."""
         last = history[-1]
         assert last.validation is not None

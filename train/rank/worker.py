@@ -187,7 +187,7 @@ def _caution(session: Session, progress: Progress) -> str:
     best, chance, history = progress.best, session.chance, progress.history
     if best is None or not best.is_guessing or chance is None or not chance.has_learned(history):
         return ""
-    caution = chance.told(history)
+    caution = chance.caution(history)
     exported = (
         "no epoch is the best one: the weights of the last epoch are exported, and the gate will not promote them"
     )

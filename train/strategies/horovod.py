@@ -316,13 +316,13 @@ def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elas
 @contextmanager
 def meeting(world: World) -> Iterator[dict[str, str]]:
     """The variables with which Horovod finds the other ranks of this world; rank 0 keeps the store while it lasts."""
-    place = places(world.exchange(world.address.encode()))[world.rank]
+    variables = rank_variables(world.exchange(world.address.encode()))[world.rank]
     server = GuardedRendezvous(world.address, secrets.token_hex(32)) if world.rank == 0 else None
     try:
         store = server.serve() if server is not None else {}
         [store_of_rank_0, *_] = world.exchange(json.dumps(store).encode())
         yield {
-            **place,
+            **variables,
             **json.loads(store_of_rank_0),
             "HOROVOD_GLOO_IFACE": nic_with(world.address),
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
@@ -334,7 +334,7 @@ def meeting(world: World) -> Iterator[dict[str, str]]:
             server.stop()
 
 
-def places(hosts: Sequence[bytes]) -> list[dict[str, str]]:
+def rank_variables(hosts: Sequence[bytes]) -> list[dict[str, str]]:
     """Horovod's variables for each rank's place, from the host of each rank in rank order.
 
     "Local" ranks share a host; "cross" ranks are those with the same local rank on different hosts.
@@ -343,7 +343,7 @@ def places(hosts: Sequence[bytes]) -> list[dict[str, str]]:
     found = []
     for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
         cross = list(dict.fromkeys(h for h, local in zip(hosts, local_ranks, strict=True) if local == local_rank))
-        place = {
+        variables = {
             "RANK": rank,
             "SIZE": len(hosts),
             "LOCAL_RANK": local_rank,
@@ -352,5 +352,5 @@ def places(hosts: Sequence[bytes]) -> list[dict[str, str]]:
             "CROSS_SIZE": len(cross),
             "HOSTNAME": host.decode(),
         }
-        found.append({f"HOROVOD_{name}": str(value) for name, value in place.items()})
+        found.append({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
     return found

@@ -23,7 +23,7 @@ from etl.sources.columns import (
     listed_rows,
     misspelt,
     or_else,
-    unread_places,
+    unread_coordinates,
     value_texts,
     whole_texts,
     with_constants,
@@ -209,7 +209,7 @@ class TableSource:
         used = {"split": columns.split, "group": columns.group}
         warnings, signs = misspelt(names, used, table), ()
         if not self._config.boxes.field:
-            warnings += unread_places(names, (*columns.names, *self._extra.own_names), table)
+            warnings += unread_coordinates(names, (*columns.names, *self._extra.own_names), table)
         if columns.label is None and self._config.label_kind == "class":
             unused = set(names) - {*columns.names, *self._extra.own_names}
             # Of a column that comes later, values beside those of earlier rows say nothing.

@@ -478,7 +478,7 @@ def test_damage_and_sizes_beyond_the_limits_are_refused() -> None:
     ("brands", "expected"),
     [(b"mif1\0\0\0\0avifmif1", RejectReason.TRUNCATED), (b"mif1\0\0\0\0heicmif1", RejectReason.UNSUPPORTED_FORMAT)],
 )
-def test_a_container_of_any_codec_is_told_by_its_compatible_brands(brands: bytes, expected: RejectReason) -> None:
+def test_a_container_of_any_codec_is_recognized_by_its_compatible_brands(brands: bytes, expected: RejectReason) -> None:
     assert refusal(struct.pack(">I", 8 + len(brands)) + b"ftyp" + brands)[0] is expected
 
 

@@ -243,8 +243,8 @@ def named_weights(model: Any, like: Collection[str] = ()) -> NamedWeights:
     """
     import keras
 
-    by_place = any(f"{VARIABLES}/" in name for name in like)
-    variables = _by_place(model) if by_place else _by_path(model)
+    by_position = any(f"{VARIABLES}/" in name for name in like)
+    variables = _by_position(model) if by_position else _by_path(model)
     head = {id(variable) for variable in head_of(model).weights}
 
     def arrays() -> dict[str, np.ndarray]:
@@ -282,7 +282,7 @@ def _by_path(model: Any) -> dict[str, Any]:
     return named
 
 
-def _by_place(model: Any) -> dict[str, Any]:
+def _by_position(model: Any) -> dict[str, Any]:
     """As Keras walks a model when it saves it; it offers no other way to these names."""
     from keras.src.saving import saving_lib
 

@@ -15,7 +15,7 @@ from shardmill.values import Batch
 from train.api import NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.model_spec import ModelSpec
 from train.backends.rules import alone, microbatches_of
-from train.backends.torch.layout import Place, TensorLayout, WholeTensors, kept_whole, total_norm
+from train.backends.torch.layout import ShardModule, TensorLayout, WholeTensors, kept_whole, total_norm
 from train.backends.torch.meta_device import materialize, move_to_meta
 from train.backends.torch.model import BuiltModule, build_module, read_weights, shapes_and_head, weights_of
 from train.backends.torch.passes import (
@@ -103,7 +103,7 @@ class TorchLearner:
         """Its trainable weights."""
         return self.state.weights
 
-    def place(self, place: Place, layout: TensorLayout, make_passes: MakePasses | None = None) -> dict[str, Any]:
+    def place(self, place: ShardModule, layout: TensorLayout, make_passes: MakePasses | None = None) -> dict[str, Any]:
         """Exchange the weights for this rank's shards, whose values are left to chance, and compute as that needs it;
         before anything needs `state`.
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from train.backends.torch.runtime import import_torch
 from train.checkpoints.arrays import TensorSlice
 
-Place = Callable[[Any, Collection[Any]], None]
+ShardModule = Callable[[Any, Collection[Any]], None]
 """(module on `meta`, parameters that stay whole): exchanges the other parameters for this rank's shards, in
 place."""
 

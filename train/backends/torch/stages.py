@@ -61,7 +61,7 @@ class Pipeline:
         return dist.get_global_rank(self.group, self.rank_of_stage[stage])
 
     def place(self, module: Any, kept: Collection[Any]) -> None:
-        """`train.backends.torch.layout.Place`: the parameters of other ranks' stages are gone, their modules stay, so
+        """`torch.layout.ShardModule`: other ranks' stages lose their parameters and keep their modules, so
         that names, places and buffers are those of the whole module."""
         names = {name for stage in self.mine for name in self.stages[stage].weights}
         # A parameter may have several names.

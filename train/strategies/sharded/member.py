@@ -47,7 +47,7 @@ from train.strategies.replicated import PARTS, CollectiveMember
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
-    from train.backends.torch.layout import Place, TensorLayout
+    from train.backends.torch.layout import ShardModule, TensorLayout
     from train.backends.torch.passes import MakePasses
 
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 class Sharding:
     """How a strategy shards a model, and what its step does beside the backward pass."""
 
-    place: Place
+    place: ShardModule
     """Exchange the weights of a module for this rank's shards."""
     layout: TensorLayout
     """What depends on where they are."""

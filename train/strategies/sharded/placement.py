@@ -151,7 +151,7 @@ class DeviceMeshes:
 
 
 def _place(meshes: DeviceMeshes, is_bfloat16: bool, module: Any, kept: Collection[Any]) -> None:
-    """`train.backends.torch.layout.Place`."""
+    """`train.backends.torch.layout.ShardModule`."""
     frozen = [name for name, parameter in module.named_parameters() if parameter in kept]
     if meshes.tensor is not None:
         _divide_layers(meshes.tensor, module)
