@@ -6,7 +6,7 @@ Shape legend: N batch, H height, W width, C channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -251,6 +251,18 @@ class Batch:
     step: int
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of each extra column, one per row: a number, text or list; None for null and padding."""
+
+    def take(self, rows: slice | np.ndarray) -> Batch:
+        """These rows in this order; those of a slice are not copied."""
+        numbers = range(len(self.labels_N))[rows] if isinstance(rows, slice) else rows
+        return replace(
+            self,
+            images_NHWC=self.images_NHWC[rows],
+            labels_N=self.labels_N[rows],
+            weights_N=self.weights_N[rows],
+            sample_ids_N=self.sample_ids_N[rows],
+            extra={name: [values[number] for number in numbers] for name, values in self.extra.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from etl.sources.columns import choose_column
+from etl.sources.columns import check_texts, choose_column
 from etl.sources.containers import Containers, open_file
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.storage import StoredFile
 from shardmill.words import printable
 
 BATCH_ROWS = 65_536
+RowImage = bytes | dict[str, Any] | None
+"""A row's bytes, or a struct with `bytes`."""
 
 
 class RowFile(Protocol):
@@ -35,8 +37,8 @@ class RowFile(Protocol):
         """
         ...
 
-    def images(self, leaf: str) -> Callable[[int], bytes | None]:
-        """Reads the bytes of a row in a column (`image`, `image.bytes`); those of a block in their order only once."""
+    def images(self, leaf: str) -> Callable[[int], RowImage]:
+        """Reads the image of a row in a column (`image`, `image.bytes`); those of a block in their order only once."""
         ...
 
 
@@ -59,6 +61,14 @@ class RowFormat:
         except (pa.ArrowException, OSError, ShardmillError):
             return False
         return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)
+
+
+def checked_batches(file: RowFile, names: Sequence[str]) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
+    """Its `batches`. Raises IntegrityError if the texts of one would become too large."""
+    for rows, places_N, blocks_N in file.batches(names):
+        for column in rows.columns:
+            check_texts(column)
+        yield rows, places_N, blocks_N
 
 
 # A group of rows is decoded from its beginning for each of its blocks: at most so many, so 4.5 times in all.

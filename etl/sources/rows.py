@@ -36,7 +36,7 @@ from etl.sources.extra import ExtraColumns
 from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.path_labels import splits_of, with_warnings
-from etl.sources.row_file import RowFile, RowFormat, bytes_leaf, image_column
+from etl.sources.row_file import RowFile, RowFormat, RowImage, bytes_leaf, checked_batches, image_column
 from etl.sources.unused_labels import column_hints
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
@@ -141,17 +141,18 @@ class ImageRows:
             return images
         return ReaderOfMasks(images, self._reader(config.mask_field, "mask_field", max_source_bytes))
 
-    def _reader(self, field: str, key: str, max_bytes: int) -> ContainerReader[Callable[[int], bytes | None]]:
+    def _reader(self, field: str, key: str, max_bytes: int) -> ContainerReader[Callable[[int], RowImage]]:
         """Of the column that `source.KEY` names."""
 
-        def open_rows(stream: BinaryIO, file: StoredFile) -> Callable[[int], bytes | None]:
+        def open_rows(stream: BinaryIO, file: StoredFile) -> Callable[[int], RowImage]:
             with self._parsing(file.path):
                 rows = self._format.open(stream, file)
                 return rows.images(image_column(rows.schema, field, file.path, key))
 
-        def take(read: Callable[[int], bytes | None], image: SourceImage) -> bytes | Rejection:
+        def take(read: Callable[[int], RowImage], image: SourceImage) -> bytes | Rejection:
             with self._parsing(image.container):
-                data = read(image.place)
+                found = read(image.place)
+            data = found["bytes"] if isinstance(found, dict) else found
             if data is None:
                 return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
             return refused_if_large(image, len(data), max_bytes) or data
@@ -202,7 +203,8 @@ class ImageRows:
             yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=signs)
             known = {*schema.names, *constants}
             wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
-            for rows, places_N, blocks_N in rows_of.batches([name for name in wanted if name not in constants]):
+            stored = [name for name in wanted if name not in constants]
+            for rows, places_N, blocks_N in checked_batches(rows_of, stored):
                 rows = with_constants(rows, constants)
                 masks = pa.repeat(mask, rows.num_rows) if mask else None
                 found = row_columns(rows, chosen, file.path, extra, masks)
@@ -231,5 +233,5 @@ def _label_signs(file: RowFile, taken: Collection[str], where: str) -> tuple[str
     free = [field for field in schema if field.name not in taken and bytes_leaf(field) is None]
     unused = [field.name for field in free]
     flat = [field.name for field in free if not pa.types.is_nested(field.type)]
-    first = next(file.batches(flat), None) if flat else None
+    first = next(checked_batches(file, flat), None) if flat else None
     return column_hints(schema, unused, pa.table({}) if first is None else first[0], where)

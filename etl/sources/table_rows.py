@@ -26,7 +26,7 @@ import pyarrow.json as pa_json
 from etl.sources import SOURCES
 from etl.sources.columns import are_inexact, bad_row, text_of_value
 from etl.sources.containers import is_named, open_file
-from etl.sources.row_file import RowFile, RowFormat, bytes_leaf
+from etl.sources.row_file import RowFile, RowFormat, bytes_leaf, checked_batches
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
@@ -203,7 +203,7 @@ def _columns_of(file: RowFile, wanted: Mapping[str, str]) -> Iterator[pa.Table]:
         for field in file.schema
         if field.name.strip().lower() in chosen or not (pa.types.is_nested(field.type) or bytes_leaf(field) is not None)
     ]
-    return (rows for rows, _, _ in file.batches(names))
+    return (rows for rows, _, _ in checked_batches(file, names))
 
 
 def _format_of(path: str) -> RowFormat | None:

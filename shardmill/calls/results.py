@@ -96,9 +96,9 @@ class PromotionResult(Result):
         return [*rows, *([("registered", self.registered)] if self.registered else [])]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class TrainingEstimate(Result):
-    """The choices and cost of a training (`shardmill.plan`)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTraining:
+    """The choices and cost of a training."""
 
     dataset: str
     strategy: str
@@ -109,12 +109,19 @@ class TrainingEstimate(Result):
     num_workers: int
     global_batch_size: int
     local_batch_size: int
+    """Of the rank with most streams."""
     steps_per_epoch: int
     needed_bytes: int
     """Memory on the device of a rank."""
     images_per_second: float
     host: str
     """Where seconds and bytes were measured."""
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class TrainingEstimate(Result, PlannedTraining):
+    """A training before it begins (`shardmill.plan`)."""
+
     document: Mapping[str, Any]
     """The whole document of `shardmill plan --json`."""
 

@@ -14,7 +14,7 @@ from shardmill.data_quality.near_duplicates import (
     find_near_duplicates,
     left_out_rows,
 )
-from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, SuspectImage, Telltale, by_fault, find_faults
+from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, Quality, SuspectImage, by_fault, find_faults
 from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset
 from shardmill.result import Result, Rows, plain
@@ -42,13 +42,9 @@ class EqualBytes:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class QualityFindings(Result):
+class QualityFindings(Result, Quality):
     """What in a version a person should look at (`shardmill.inspect` with `quality`)."""
 
-    num_images: int
-    suspects: tuple[SuspectImage, ...]
-    """By fault, the worst of each first."""
-    telltales: tuple[Telltale, ...]
     equal_bytes: EqualBytes
     near_duplicates: tuple[SimilarImages, ...]
     near_duplicates_left_out: int

@@ -13,7 +13,6 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +31,7 @@ def microbatches_of(batch: Batch, num_microbatches: int) -> Iterator[Batch]:
     num_rows = len(batch.labels_N)
     num_microbatches = min(num_microbatches, num_rows)
     for number in range(num_microbatches):
-        rows = slice(number * num_rows // num_microbatches, (number + 1) * num_rows // num_microbatches)
-        yield replace(
-            batch,
-            images_NHWC=batch.images_NHWC[rows],
-            labels_N=batch.labels_N[rows],
-            weights_N=batch.weights_N[rows],
-            sample_ids_N=batch.sample_ids_N[rows],
-            extra={name: values[rows] for name, values in batch.extra.items()},
-        )
+        yield batch.take(slice(number * num_rows // num_microbatches, (number + 1) * num_rows // num_microbatches))
 
 
 def ema_decay_after(num_updates: int, limit: float) -> float:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmill.calls.results import PlannedTraining
 from shardmill.dataset.dataset import open_pinned
 from shardmill.errors import TrainingError, UsageError
 from shardmill.loader.reader import read_batches
@@ -65,43 +66,23 @@ COUNTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(PlannedTraining):
     """The plan of a training and its cost, measured here in one process; no exchange between ranks is predicted."""
 
-    dataset: str
-    strategy: str
-    launcher: str
-    backend: str
-    reason: str
-    num_workers: int
-    steps_per_epoch: int
-    global_batch_size: int
-    local_batch_size: int
-    """Local batch size of the rank with most streams."""
     window_bytes_per_rank: int
     cost: StepCost
     num_dividing: int
     """Number of ranks that compute each step of a model together."""
     speed: Speed
-    host: str
     fit: Fit | None
     """Into the memory that a rank may use here; None if that is not known."""
     mesh: dict[str, int]
     """Numbers of ranks along the axes."""
 
-    @property
-    def needed_bytes(self) -> int:
-        """Memory needed on the device of a rank."""
-        return self.cost.state_bytes + self.cost.work_bytes
-
     def document(self) -> dict[str, Any]:
         """The document of `--json`."""
-        return {
-            **asdict(self),
-            "needed_bytes": self.needed_bytes,
-            "images_per_second": self.speed.images_per_second,
-        }
+        return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
         """The rows for people."""
@@ -139,6 +120,7 @@ def estimate_training(tree: TrainTree) -> Estimate:
     _check_host(paced.config, part_of.whole_of(setup), local_batch_size)
     cost = probe(ProbeTask(paced.config, spec_of(setup), local_batch_size, paced.ranks_per_node))
     epoch = dataset.plan_epoch(config.plan_spec(dataset, setup.mesh.streams), 0)
+    speed = speed_of(paced, epoch, mesh, cost)
     return Estimate(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
@@ -152,7 +134,9 @@ def estimate_training(tree: TrainTree) -> Estimate:
         window_bytes_per_rank=window_memory(setup).bytes_per_rank,
         cost=cost,
         num_dividing=mesh.num_dividing,
-        speed=speed_of(paced, epoch, mesh, cost),
+        needed_bytes=cost.state_bytes + cost.work_bytes,
+        images_per_second=speed.images_per_second,
+        speed=speed,
         host=socket.gethostname(),
         fit=_fit(setup, begun.memory if begun else None, part_of),
         mesh=mesh.sizes,

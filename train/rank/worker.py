@@ -470,7 +470,9 @@ def _search(session: Session, batch: Batch, num_rows: int) -> OwnGradient:
     bad: list[int] = []
     while member.sum_array(np.array([len(undecided)], np.int64))[0]:
         part = undecided.pop() if undecided else rows[:0]
-        part_is_finite = member.own_gradient_is_finite(_only(batch, part), num_rows)
+        # Repeated up to the same shape, so that nothing is compiled again; without any, all.
+        some = batch.take(np.resize(part, len(batch.weights_N))) if len(part) else batch
+        part_is_finite = member.own_gradient_is_finite(some, num_rows)
         if len(part) == 1 and not part_is_finite:
             bad.append(int(part[0]))
         elif not part_is_finite:
@@ -485,20 +487,6 @@ def _search(session: Session, batch: Batch, num_rows: int) -> OwnGradient:
 def _halves(rows: np.ndarray) -> list[np.ndarray]:
     """The first one last."""
     return [half for half in reversed(np.array_split(rows, 2)) if len(half)]
-
-
-def _only(batch: Batch, rows: np.ndarray) -> Batch:
-    """These rows, repeated up to the same shape, so that nothing is compiled again; without any, all."""
-    if not len(rows):
-        return batch
-    taken = np.resize(rows, len(batch.weights_N))
-    return replace(
-        batch,
-        images_NHWC=batch.images_NHWC[taken],
-        labels_N=batch.labels_N[taken],
-        weights_N=batch.weights_N[taken],
-        sample_ids_N=batch.sample_ids_N[taken],
-    )
 
 
 def _names(batch: Batch, rows: Sequence[int] | np.ndarray) -> tuple[str, ...]:

@@ -18,9 +18,8 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from etl.sources.columns import check_texts
 from etl.sources.names import ARROW_SUFFIXES
-from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
+from etl.sources.row_file import BATCH_ROWS, RowFormat, RowImage, blocks_of
 from etl.sources.rows import ImageRows
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
@@ -74,26 +73,22 @@ class ArrowFile:
             rows = self._columns(number, names) if names else pa.table({"": pa.nulls(end - first)})
             for start in range(first, end, BATCH_ROWS):
                 places_N = np.arange(start, min(start + BATCH_ROWS, end), dtype=np.int64)
-                some = rows.slice(start - first, len(places_N))
-                for column in some.columns:
-                    check_texts(column)
-                yield some, places_N, blocks_of(places_N, self._first_rows, number)
+                yield rows.slice(start - first, len(places_N)), places_N, blocks_of(places_N, self._first_rows, number)
         if self._problem:
             raise IntegrityError(f"{self._problem}; the {self.num_rows} rows before that are listed")
 
-    def images(self, leaf: str) -> Callable[[int], bytes | None]:
+    def images(self, leaf: str) -> Callable[[int], RowImage]:
         """Holds the images of one record batch."""
         name = leaf if leaf in self._names else leaf.removesuffix(".bytes")
         number, values = -1, pa.array([], pa.binary())
 
-        def read(row: int) -> bytes | None:
+        def read(row: int) -> RowImage:
             nonlocal number, values
             wanted = bisect.bisect_right(self._first_rows, row) - 1
             if wanted >= len(self._batches):
                 raise IntegrityError(f"the file ends before row {row}")
             if wanted != number:
-                values = self._columns(wanted, [name]).column(0).combine_chunks()
-                values = values.field("bytes") if pa.types.is_struct(values.type) else values
+                values = self._columns(wanted, [name]).column(0)
                 number = wanted
             return values[row - self._first_rows[wanted]].as_py()
 

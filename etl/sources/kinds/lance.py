@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from etl.sources.columns import check_texts
 from etl.sources.containers import FoundFiles, VersionFiles, files_of_version
 from etl.sources.kinds.table import TableSource, source_of_rows
-from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
+from etl.sources.row_file import BATCH_ROWS, RowFormat, RowImage, blocks_of
 from etl.sources.rows import ImageRows
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, StorageError, UsageError
@@ -94,18 +93,16 @@ class FragmentRows:
             rows = pa.Table.from_batches([batch])
             numbers_N = _numbers(rows)
             rows = rows.select(columns) if columns else pa.table({"": pa.nulls(rows.num_rows)})
-            for column in rows.columns:
-                check_texts(column)
             yield rows.replace_schema_metadata(self.schema.metadata), numbers_N, blocks_of(numbers_N, (0, num_rows), 0)
 
-    def images(self, leaf: str) -> Callable[[int], bytes | None]:
+    def images(self, leaf: str) -> Callable[[int], RowImage]:
         """Takes some rows at a time."""
         name = leaf if leaf in self.schema.names else leaf.removesuffix(".bytes")
         mean_bytes = self._num_bytes // max(1, self._fragment.physical_rows)
         rows_at_once = min(_MAX_READ_ROWS, max(1, _MAX_DECODED_BYTES // max(1, mean_bytes)))
         start, values = 0, pa.chunked_array([], pa.binary())
 
-        def read(number: int) -> bytes | None:
+        def read(number: int) -> RowImage:
             nonlocal start, values
             place = int(np.searchsorted(self._numbers_N, number))
             if place >= len(self._numbers_N) or self._numbers_N[place] != number:
@@ -120,8 +117,7 @@ class FragmentRows:
                     blob_handling="all_binary",
                 )
                 values = pa.Table.from_batches(batches).column(0)
-            value = values[place - start].as_py()
-            return value["bytes"] if isinstance(value, dict) else value
+            return values[place - start].as_py()
 
         return read
 

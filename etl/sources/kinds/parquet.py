@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.sources.columns import check_texts
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.row_file import BATCH_ROWS, RowFormat, blocks_of
+from etl.sources.row_file import BATCH_ROWS, RowFormat, RowImage, blocks_of
 from etl.sources.rows import ImageRows
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
@@ -49,14 +48,14 @@ class ParquetFile:
                 yield rows, places_N, blocks_of(places_N, self._first_rows, group)
                 start += rows.num_rows
 
-    def images(self, leaf: str) -> Callable[[int], bytes | None]:
+    def images(self, leaf: str) -> Callable[[int], RowImage]:
         """Decodes a few rows at a time."""
         # Buffered, so that a column chunk is streamed instead of loaded whole.
         parquet = pq.ParquetFile(self._stream, metadata=self._metadata, pre_buffer=False, buffer_size=1 << 20)
         group, start, values = -1, 0, pa.array([], pa.binary())
         batches: Iterator[pa.RecordBatch] = iter(())
 
-        def read(row: int) -> bytes | None:
+        def read(row: int) -> RowImage:
             nonlocal group, start, values, batches
             wanted = bisect.bisect_right(self._first_rows, row) - 1
             if wanted != group or row < start:
@@ -69,8 +68,7 @@ class ParquetFile:
                 batch = next(batches, None)
                 if batch is None:
                     raise IntegrityError(f"row group {group} ends before row {row}")
-                column = batch.column(0)
-                values = column.field("bytes") if pa.types.is_struct(column.type) else column
+                values = batch.column(0)
             return values[row - start].as_py()
 
         return read
@@ -119,7 +117,4 @@ def _column_batches(parquet: pq.ParquetFile, group: int, names: Sequence[str]) -
             yield pa.table({"": pa.nulls(min(BATCH_ROWS, num_rows - start))})
         return
     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
-        rows = pa.Table.from_batches([batch])
-        for column in rows.columns:
-            check_texts(column)
-        yield rows.replace_schema_metadata(parquet.schema_arrow.metadata)
+        yield pa.Table.from_batches([batch]).replace_schema_metadata(parquet.schema_arrow.metadata)
