@@ -377,6 +377,13 @@ def image_file(file: StoredFile) -> SourceImage:
     return SourceImage(file.path, file.size_bytes, file.mtime_ns, file.etag)
 
 
+def image_in(file: StoredFile, name: object, start: int, block: int, size_bytes: int = 0) -> SourceImage:
+    """One of the images in a container: its name there, its first byte and its block."""
+    return SourceImage(
+        f"{file.path}\0{name}", size_bytes, file.mtime_ns, file.etag, container=file.path, place=start, block=block
+    )
+
+
 def gone(file: StoredFile) -> Rejection:
     """Return the rejection of a container that vanished after the listing, for all images that it contained."""
     return image_file(file).rejected(RejectReason.MISSING, "gone while the source was listed", "list")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from etl.sources.annotations import BoxColumns
 from etl.sources.columns import Target, class_names_of, is_there_once, text_of_value, value_texts
 from shardmill.errors import UsageError
 from shardmill.typed_columns import ARROW_TYPES, LABEL, MASK, MASK_TYPE, encode_values, parse_extra, scalar_of
-from shardmill.values import SourceLabelKind, Value
+from shardmill.values import Rejection, RejectReason, SourceImage, SourceLabelKind, Value
 from shardmill.words import printable
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ class ExtraColumns:
         return pa.array(texts, pa.string()), pa.array(problems, pa.string())
 
     def of_record(
-        self, values: Mapping[str, Any], where: str, types: Mapping[str, str] | None = None
-    ) -> tuple[str, str | None]:
-        """The text of one record, and its problem if it has one. `types` says what the values themselves do not.
+        self, image: SourceImage, values: Mapping[str, Any], types: Mapping[str, str] | None = None
+    ) -> SourceImage | Rejection:
+        """The image with the text of its record, or why it is refused. `types` says what the values themselves do not.
 
         `values` also has the record's boxes, by the names of `BoxColumns.of_record`, and as `MASK` the place of its
         mask. Raises UsageError as `of_rows` does.
@@ -131,7 +131,7 @@ class ExtraColumns:
         for name in self.given:
             value = values.get(name)
             kind = (types or {}).get(name) or _type_of(value)
-            found[name] = self._values(name, [value], self._type(name, kind, where), problems)[0]
+            found[name] = self._values(name, [value], self._type(name, kind, image.container), problems)[0]
         try:
             found |= {} if self.boxes is None else self.boxes.of_record(values)
         except (ValueError, TypeError) as error:
@@ -139,7 +139,9 @@ class ExtraColumns:
         if self._has_mask:
             found[MASK] = values.get(MASK)
             problems[0] = problems[0] or (None if values.get(MASK) else "no mask")
-        return encode_values(found), problems[0]
+        if problems[0]:
+            return image.rejected(RejectReason.BAD_ROW, problems[0], "list")
+        return replace(image, extra=encode_values(found))
 
     def _column(self, name: str, column: pa.Array, where: str, problems: list[str | None]) -> list[Value]:
         kind = _name_of(column.type)

@@ -9,9 +9,10 @@ images; a task reads these in the order of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
@@ -163,9 +164,7 @@ class ImageRows:
         """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
         found = self._files.find()
         yield ListingBatch.of_rejections(*found.rejections)
-        splits = splits_of(file.path for file in found.containers)
-        batches = each_listed(found.containers, lambda file: self._list_file(file, splits.of[file.path]))
-        yield from with_warnings(batches, splits.look_alikes)
+        yield from listed_files(found.containers, self._list_file)
 
     @contextmanager
     def _parsing(self, path: str) -> Iterator[None]:
@@ -214,17 +213,25 @@ class ImageRows:
                 yield replace(listed_rows(columns, found.problems, file.path), extra_types=extra.types)
 
 
-def each_listed(
-    files: Iterable[StoredFile], list_file: Callable[[StoredFile], Iterator[ListingBatch]]
+def listed_files(
+    files: Sequence[StoredFile],
+    list_file: Callable[[StoredFile, str | None], Iterator[ListingBatch]],
+    path_of: Callable[[StoredFile], str] = attrgetter("path"),
 ) -> Iterator[ListingBatch]:
-    """The files' listings; one that is damaged or gone is a rejection, which costs no other."""
-    for file in files:
-        try:
-            yield from list_file(file)
-        except IntegrityError as error:
-            yield ListingBatch.of_rejections(damaged(file, str(error)))
-        except FileNotFoundError:
-            yield ListingBatch.of_rejections(gone(file))
+    """The files' listings, each with the split that its path names; one that is damaged or gone is a rejection, which
+    costs no other."""
+    splits = splits_of(map(path_of, files))
+
+    def listed() -> Iterator[ListingBatch]:
+        for file in files:
+            try:
+                yield from list_file(file, splits.of[path_of(file)])
+            except IntegrityError as error:
+                yield ListingBatch.of_rejections(damaged(file, str(error)))
+            except FileNotFoundError:
+                yield ListingBatch.of_rejections(gone(file))
+
+    yield from with_warnings(listed(), splits.look_alikes)
 
 
 def _label_signs(file: RowFile, taken: Collection[str], where: str) -> tuple[str, ...]:

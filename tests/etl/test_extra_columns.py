@@ -6,6 +6,7 @@ import csv
 import json
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardmill.formats.tfrecord import frame
 from shardmill.loader.batch import NAMES
 from shardmill.loader.metadata import CLASS
 from shardmill.loader.reader import read_split
+from shardmill.values import Rejection, SourceImage
 from tests.etl.building import images_of, list_images
 from tests.etl.incremental import Row, build_from, stored, write_files
 from tests.etl.source_files import add_member, picture
@@ -243,11 +245,12 @@ def test_no_name_of_metadata_and_of_batches_is_a_user_s():
 
 
 def test_values_keep_their_types_however_odd(tmp_path: Path):
+    image = SourceImage("x", 1, 1, "", container="x")
     columns = ExtraColumns(("f:float64", "b:bool", "s:string", "n:list<int64>"))
     for value, text in (
         ({"f": float("inf"), "b": 1, "s": 5, "n": []}, '{"b":true,"f":Infinity,"n":[],"s":"5"}'),
         ({"f": "0.1", "b": "false", "s": "", "n": "[1, 2]"}, '{"b":false,"f":0.1,"n":[1,2],"s":""}'),
     ):
-        assert columns.of_record(value, "x") == (text, None)
+        assert columns.of_record(image, value) == replace(image, extra=text)
     for value in ({"b": 2}, {"n": [1, None]}, {"f": [1.0]}, {"s": ["a"]}, {"n": [2**63]}):
-        assert columns.of_record(value, "x")[1] is not None
+        assert isinstance(columns.of_record(image, value), Rejection)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from etl.sources.annotations import in_member
 from etl.sources.columns import class_of, text_of
-from etl.sources.containers import Containers, damaged, gone, open_file, reading
+from etl.sources.containers import Containers, damaged, gone, image_in, open_file, reading
 from etl.sources.extra import ExtraColumns
 from etl.sources.listed import ListingBatch, batches_of, listed_table
 from etl.sources.names import is_image_name, is_utf8
@@ -369,15 +369,7 @@ class Archives:
 def _entry(found: TarImage | TarReject, archive: StoredFile, block: int, split: str | None) -> SourceImage | Rejection:
     """A member as a listed image, or why it is refused; `split` is what the archive's name says."""
     member = found.member
-    image = SourceImage(
-        key=f"{archive.path}\0{member.name}",
-        size_bytes=member.size_bytes,
-        mtime_ns=archive.mtime_ns,
-        etag=archive.etag,
-        container=archive.path,
-        place=member.start,
-        block=block,
-    )
+    image = image_in(archive, member.name, member.start, block, member.size_bytes)
     if isinstance(found, TarReject):
         return image.rejected(found.reason, found.detail, "list")
     if not is_utf8(image.key):
@@ -396,5 +388,4 @@ def _with_extra(
     if mask is None and layout.mask_suffix:
         return entry.rejected(RejectReason.BAD_ROW, f"no {layout.mask_suffix} beside it", "list")
     place = {} if mask is None else {MASK: in_member(layout.mask_suffix, mask.start, mask.size_bytes)}
-    text, problem = extra.of_record({**found.extra, **place}, entry.container)
-    return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
+    return extra.of_record(entry, {**found.extra, **place})

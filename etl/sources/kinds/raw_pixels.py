@@ -37,8 +37,7 @@ from etl.sources.containers import (
 )
 from etl.sources.listed import BATCH_ROWS, LISTED_SCHEMA, ListingBatch
 from etl.sources.names import CIFAR_SUFFIXES, IDX_SUFFIXES
-from etl.sources.path_labels import splits_of, with_warnings
-from etl.sources.rows import each_listed
+from etl.sources.rows import listed_files
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.storage import Store, StoredFile
 from shardmill.stores import open_store
@@ -87,11 +86,9 @@ class IdxSource:
         yield ListingBatch(
             LISTED_SCHEMA.empty_table(), odd.rejections, label_hints=unused if self._takes_labels else ()
         )
-        splits = splits_of(labels)
-        listed = each_listed(
-            images, lambda file: _list_pair(self._files.store, file, labels[file.path], splits.of[file.path])
+        yield from listed_files(
+            images, lambda file, split: _list_pair(self._files.store, file, labels[file.path], split)
         )
-        yield from with_warnings(listed, splits.look_alikes)
 
     def _labels_of(self, images: str, known: Mapping[str, StoredFile]) -> StoredFile | None:
         """The file of labels that belongs to a file of images, packed or not; a single file's lies beside it."""
@@ -279,9 +276,9 @@ class CifarSource:
         others = tuple(file for file in found.others if file.path.rpartition("/")[2] not in _NAMES)
         yield ListingBatch.of_rejections(*FoundFiles((), others).rejections)
         # `data_batch_1` to `data_batch_5` are the train split; no other name in the format lacks the word.
-        splits = splits_of(_with_split(file.path) for file in found.containers)
-        listed = each_listed(found.containers, lambda file: self._list_batch(file, splits.of[_with_split(file.path)]))
-        yield from with_warnings(listed, splits.look_alikes)
+        yield from listed_files(
+            found.containers, self._list_batch, lambda file: file.path.replace("data_batch", "train_batch")
+        )
 
     def _list_batch(self, file: StoredFile, split: str | None) -> Iterator[ListingBatch]:
         with open_file(self._files.store, file) as stream:
@@ -306,10 +303,6 @@ def holds_batch(uri: str) -> bool:
         return is_whole or store.read_range(name, 0, 1).startswith(_PICKLE_STARTS)
     except (ShardmillError, OSError):
         return False
-
-
-def _with_split(path: str) -> str:
-    return path.replace("data_batch", "train_batch")
 
 
 def _class_names(store: Store, file: StoredFile) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from etl.sources.containers import (
     Packing,
     damaged,
     gone,
+    image_in,
     open_file,
     packing_of,
     reading,
@@ -436,10 +437,7 @@ class TfrecordSource:
             values |= self._annotations(features)
         except ValueError as error:
             return entry.rejected(RejectReason.BAD_ROW, str(error), "list")
-        text, problem = self._extra.of_record(
-            values, entry.container, {name: kind for name, (_, kind) in found.items()}
-        )
-        return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
+        return self._extra.of_record(entry, values, {name: kind for name, (_, kind) in found.items()})
 
     def _annotations(self, features: Features) -> dict[str, Any]:
         """The boxes of a record and the place of its mask. Raises ValueError that says what is wrong with them."""
@@ -493,7 +491,7 @@ def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | R
             where = f" of its unpacked {packing.name} data" if packing else ""
             block_records = _PACKED_BLOCK_RECORDS if packing else _BLOCK_RECORDS
             for number, record in enumerate(read_records(unpacked_records(stream))):
-                image = _image_at(file, record.start, number, number // block_records)
+                image = image_in(file, number, record.start, number // block_records)
                 problem = "" if record.is_intact else "its record has another checksum"
                 yield image.rejected(RejectReason.DAMAGED_CONTAINER, problem, "list") if problem else image, record.data
     except FileNotFoundError:
@@ -501,18 +499,6 @@ def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | R
     except IntegrityError as error:
         detail = f"{error}{where}; the records before that, about {number + 1}, are listed"
         yield damaged(file, detail), b""
-
-
-def _image_at(file: StoredFile, start: int, number: int, block: int) -> SourceImage:
-    return SourceImage(
-        key=f"{file.path}\0{number}",
-        size_bytes=0,
-        mtime_ns=file.mtime_ns,
-        etag=file.etag,
-        container=file.path,
-        place=start,
-        block=block,
-    )
 
 
 def _features_of(record: Record | None, wanted: Collection[str]) -> Features:
