@@ -123,7 +123,7 @@ def _comment_lines(description: str, comments: Comments, *annotations: Any) -> I
         meaning += f" One of: {', '.join(names)}."
     elif one_of:
         meaning += " One of:"
-    yield from _wrapped(meaning)
+    yield from textwrap.wrap(" ".join(meaning.split()), width=COMMENT_WIDTH)
     if one_of:
         width = max(map(len, one_of.choices))
         yield from (f"  {name:{width}}  {help}" for name, help in one_of.choices.items())
@@ -135,7 +135,3 @@ def _literals(*annotations: Any) -> Iterator[str]:
             yield from get_args(annotation)
         else:
             yield from _literals(*get_args(annotation))
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), width=COMMENT_WIDTH)

@@ -69,12 +69,15 @@ def checks(
     if {"etl", "train"} <= set(applications):
         found.append(Check("etl.resize_mode", partial(_look_at_shape, tree)))
     if "train" in applications:
+        from train.reporting.mlflow_client import check_registry
+        from train.reporting.tracking import check_trackers
+
         found += [
             Check("models.uri", partial(check_store, tree.models.uri)),
             Check("train.model", partial(_look_at_model, tree)),
             Check("train.num_workers", partial(_look_at_launch, first)),
-            Check("train.log.trackers", partial(_look_at_trackers, tree)),
-            Check("gate.registry", partial(_look_at_registry, tree)),
+            Check("train.log.trackers", partial(check_trackers, tree.train)),
+            Check("gate.registry", partial(check_registry, tree.gate.registry)),
         ]
         if tree.train.init_from or tree.train.freeze or tree.train.unfreeze_epoch:
             found.append(Check("train.init_from", partial(_look_at_initial, first)))
@@ -192,18 +195,6 @@ def _look_at_model(tree: PipelineTree) -> str:
 
     models_of(tree.train).usable(tree.train.model)
     return f"{tree.train.model}: {find_model(tree.train.model)}"
-
-
-def _look_at_trackers(tree: PipelineTree) -> str:
-    from train.reporting.tracking import check_trackers
-
-    return check_trackers(tree.train)
-
-
-def _look_at_registry(tree: PipelineTree) -> str:
-    from train.reporting.mlflow_client import check_registry
-
-    return check_registry(tree.gate.registry)
 
 
 def _look_at_master(tree: PipelineTree) -> str:

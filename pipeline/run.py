@@ -29,9 +29,7 @@ from train.planning.trial_build import try_build
 from train.published.announce import announce
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
-from train.published.exported import Export
 from train.published.gate import promote_export, promotion_record
-from train.published.promote import Promotion
 from train.reporting.run_log import RunLog
 from train.stage_record import train_record
 from train.training import train_in_run
@@ -83,16 +81,16 @@ def run_pipeline(
             lambda: evaluate_on(models, exported.export, run.tree.dataset.uri, is_new=not exported.skipped),
             evaluation_record,
         )
-        run.stage("promote", lambda: _promote(run, models, exported.export), promotion_record)
+        gate = run.tree.gate
+        run.stage(
+            "promote",
+            lambda: announce(promote_export(models, exported.export, gate, run.id), gate, progress),
+            promotion_record,
+        )
 
         # One page to look at.
         run.stage("report", lambda: write_page(run, run.record.state_so_far()), report_record)
     return run.record.summary
-
-
-def _promote(run: Run, models_uri: str, export: Export) -> Promotion:
-    gate = run.tree.gate
-    return announce(promote_export(models_uri, export, gate, run.id), gate, run.progress)
 
 
 def _try_build(run: Run, first: FirstSetup, schema: RowSchema) -> None:

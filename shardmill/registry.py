@@ -486,7 +486,8 @@ def line_of_user(error: BaseException) -> str:
         if isinstance(each, SyntaxError) and each.filename:
             frames.append((each.filename, each.lineno or 0))
         # TensorFlow raises from its own graph or a copy of the user's code, and writes into the message where that is.
-        if own := _last_own(_written_frames(str(each))) or _last_own(frames):
+        written = [(file, int(line)) for file, line in _FRAME.findall(str(each))]
+        if own := _last_own(written) or _last_own(frames):
             return own
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     return ""
@@ -521,10 +522,6 @@ def line_of_user_in_dump(text: str) -> str:
 def _last_own(frames: list[tuple[str, int]]) -> str:
     own = [f"{file}:{line}" for file, line in frames if not file.startswith(_not_the_users())]
     return own[-1] if own else ""
-
-
-def _written_frames(text: str) -> list[tuple[str, int]]:
-    return [(file, int(line)) for file, line in _FRAME.findall(text)]
 
 
 @functools.cache

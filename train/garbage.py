@@ -76,7 +76,8 @@ def plan_models(store: Store, retention: Retention, now: float) -> ModelsReport:
     # Delete: what makes a thing visible first, so that half of it never looks whole.
     garbage = [*_records(store, old_exports)]
     named = {each.record.artifact_dir for each in kept_exports}
-    garbage += [Garbage(ARTIFACTS, each) for each in _of_all_but(artifacts, named) if is_old(each)]
+    unnamed = (file for folder, files in artifacts.items() if folder not in named for file in files)
+    garbage += [Garbage(ARTIFACTS, each) for each in unnamed if is_old(each)]
     for folder in old_trainings:
         garbage += [Garbage(TRAININGS, each) for each in sorted(trainings[folder], key=_deletion_order)]
     garbage += [Garbage("checkpoints", each) for each in _unfinished(trainings, kept_trainings) if is_old(each)]
@@ -152,7 +153,7 @@ def _kept_trainings(
     # A training may name checkpoints of the shorter one that it continues, and that one those of another.
     waiting = list(kept)
     while waiting:
-        needed = {_training_of(path) for path in _checkpoints_named(store, waiting.pop())}
+        needed = {path.partition("/checkpoints/")[0] for path in _checkpoints_named(store, waiting.pop())}
         waiting += needed & trainings.keys() - kept
         kept |= needed & trainings.keys()
     return kept
@@ -166,10 +167,6 @@ def _checkpoints_named(store: Store, folder: str) -> Iterator[str]:
     for found in complete_checkpoints(store, folder):
         if found.marker.progress.best is not None:
             yield found.marker.progress.best.checkpoint
-
-
-def _training_of(checkpoint: str) -> str:
-    return checkpoint.partition("/checkpoints/")[0]
 
 
 def _unfinished(trainings: Files, kept: set[str]) -> Iterator[StoredFile]:
@@ -220,10 +217,6 @@ def _by_folder(files: Iterable[StoredFile], folder_of: Callable[[str], str | Non
         if folder is not None:
             found[folder].append(file)
     return found
-
-
-def _of_all_but(folders: Files, kept: set[str]) -> Iterator[StoredFile]:
-    return (file for folder, files in folders.items() if folder not in kept for file in files)
 
 
 def _age(files: list[StoredFile], now: float) -> float:

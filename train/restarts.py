@@ -72,7 +72,9 @@ def launch_until_done(
                 for note in getattr(first, "__notes__", ()):
                     repeated.add_note(note)
                 raise repeated from lost
-            _stop_if_asked()
+            if was_signalled():
+                # SIGTERM may have come when the ranks were leaving already.
+                raise Terminated("terminated by SIGTERM; the ranks had ended already") from lost
             if len(restarts) == plan.config.max_restarts:
                 raise
             try:
@@ -87,12 +89,6 @@ def launch_until_done(
             fields = {"rank": min(lost.ranks, default=-1), "restart": len(restarts), "world_size": num_ranks}
             observer.event("restarted", {**fields, WARNING: f"{lost.what}; {how}"})
             plan = smaller
-
-
-def _stop_if_asked() -> None:
-    """SIGTERM may have come when the ranks were leaving already."""
-    if was_signalled():
-        raise Terminated("terminated by SIGTERM; the ranks had ended already")
 
 
 def _without(plan: TrainingPlan, lost_ranks: frozenset[int], check: Callable[[TrainingPlan], object]) -> TrainingPlan:

@@ -156,7 +156,8 @@ def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iter
     told = conf.get("spark.driver.host", default)
     bind = conf.get("spark.driver.bindAddress", LOOPBACK if is_local_master(spark.master) else told)
     address = _driver_address(f"{section}: driver", bind, told)
-    if address.status == "ok" and "spark.driver.host" in conf and _is_of_others(told, spark.master):
+    is_set = address.status == "ok" and "spark.driver.host" in conf
+    if is_set and is_loopback(told) and may_have_other_hosts(spark.master):
         found = f"executors would connect to {told}, which on another host is that host itself"
         address = Finding("warn", address.subject, found, "set spark.driver.host to this host's address")
     yield address
@@ -207,8 +208,3 @@ def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
         found = f"{port} of {bind} is taken: Spark would listen on {port + taken}, which a firewall may block"
         return Finding("warn", subject, found, "set another port, or end the process that uses it")
     return Finding("ok", subject, f"{port} of {bind} is free")
-
-
-def _is_of_others(told: str, master: str) -> bool:
-    """Whether an address is loopback, and the master is neither in this process nor at loopback itself."""
-    return is_loopback(told) and may_have_other_hosts(master)

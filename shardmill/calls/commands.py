@@ -46,14 +46,6 @@ def _version(document: Any, _: Arguments) -> LoadableDataset:
     return version_of({"dataset": document})
 
 
-def _built(document: Any, _: Arguments) -> LoadableDataset:
-    return version_of(document["sections"])
-
-
-def _promoted(document: Any, _: Arguments) -> PromotionResult:
-    return PromotionResult.of({"run_id": document["run_id"], **document["sections"]["promotion"]})
-
-
 def _predicted(document: Any, _: Arguments) -> Predictions:
     section, is_new = document["sections"]["predictions"], document["status"] != "skipped"
     version = version_of({"dataset": section})
@@ -62,10 +54,6 @@ def _predicted(document: Any, _: Arguments) -> Predictions:
 
 def _with_folder(given: Arguments) -> Arguments:
     return {**given, "out": os.fspath(given["out"]) or join_uri(os.fspath(given["workdir"]), "predictions")}
-
-
-def _judged(document: Any, _: Arguments) -> GateDecision:
-    return GateDecision.of(document["sections"]["gate"])
 
 
 def _estimated(document: Any, _: Arguments) -> TrainingEstimate:
@@ -103,7 +91,7 @@ def run(
     ...
 
 
-@command(_built)
+@command(lambda document, _: version_of(document["sections"]))
 def etl(
     source_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
     replace_source: bool = False, quiet: bool = False, **settings: Any,
@@ -146,7 +134,7 @@ def evaluate(
     ...
 
 
-@command(_judged)
+@command(lambda document, _: GateDecision.of(document["sections"]["gate"]))
 def gate(
     dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "", quiet: bool = False,
     **settings: Any,
@@ -155,7 +143,10 @@ def gate(
     ...
 
 
-@command(_promoted, require_promotion="require")
+@command(
+    lambda document, _: PromotionResult.of({"run_id": document["run_id"], **document["sections"]["promotion"]}),
+    require_promotion="require",
+)
 def promote(
     models_or_config: Location, /, *, rollback: bool = False, require_promotion: bool = False,
     replace_current: bool = False, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",

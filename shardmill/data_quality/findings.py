@@ -14,7 +14,7 @@ from shardmill.data_quality.near_duplicates import (
     find_near_duplicates,
     left_out_rows,
 )
-from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, Quality, SuspectImage, by_fault, find_faults
+from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, Quality, by_fault, find_faults
 from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset
 from shardmill.result import Result, Rows, plain
@@ -76,7 +76,8 @@ class QualityFindings(Result, Quality):
         rows: Rows = []
         for fault, images in by_fault(self.suspects).items():
             rows.append((fault, f"{len(images):,} of {self.num_images:,} images" if images else "none"))
-            rows += [("", _suspect(each)) for each in images[:_NUM_SHOWN]]
+            for image in images[:_NUM_SHOWN]:
+                rows.append(("", f"{image.source} ({image.split}, {image.class_name or 'no class'}): {image.words}"))
             if len(images) > _NUM_SHOWN:
                 rows.append(("", f"and {len(images) - _NUM_SHOWN:,} more: --json lists all"))
         rows += [("WARNING", each.words) for each in self.telltales]
@@ -86,10 +87,6 @@ class QualityFindings(Result, Quality):
             command = f"inspect DATASET --near-duplicates {QUALITY_BITS}"
             rows.append(("", f"at most {QUALITY_BITS} of 64 bits differ: {command}"))
         return rows + left_out_rows(self.near_duplicates_left_out)
-
-
-def _suspect(image: SuspectImage) -> str:
-    return f"{image.source} ({image.split}, {image.class_name or 'no class'}): {image.words}"
 
 
 def _copy_rows(kind: str, groups: Sequence[SimilarImages]) -> Rows:

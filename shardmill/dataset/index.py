@@ -429,7 +429,9 @@ def _parts(table: pa.Table) -> Iterator[SplitIndex]:
     # The last row of each shard tells its facts.
     last = np.flatnonzero(np.append(path[1:] != path[:-1], True)) if len(path) else np.zeros(0, np.int64)
     chunks_of_shard = np.diff(last, prepend=-1)
-    shards = _plain(table.select(_SHARD_COLUMNS).take(as_arrow(last)))
+    # With texts in place of their numbers.
+    texts = pa.schema([_READ.field(name) for name in _SHARD_COLUMNS])
+    shards = table.select(_SHARD_COLUMNS).take(as_arrow(last)).cast(texts)
     splits, formats = _codes(table.column("split")), _codes(table.column("format"))
     group = splits[last] * (int(formats.max(initial=0)) + 1) + formats[last]
     chunks = {field: as_numpy(table.column(name)) for field, (name, _) in _CHUNK_COLUMNS.items()}
@@ -502,11 +504,6 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
     if not len(coded):
         return np.zeros(0, np.int32)
     return as_numpy(coded.combine_chunks().indices)
-
-
-def _plain(table: pa.Table) -> pa.Table:
-    """With texts in place of their numbers."""
-    return table.cast(pa.schema([_READ.field(name) for name in table.column_names]))
 
 
 # Of each split: what says of 100,000 chunks is in memory, and of more in a file.

@@ -12,7 +12,7 @@ from typing import Any
 from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.diff import ChangeKind, RowLocation, count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
-from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts
+from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, SizeCounts
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.result import Result, Rows
 from shardmill.storage import join_uri
@@ -46,7 +46,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             "channel_mean": list(manifest.channel_mean),
             "channel_std": list(manifest.channel_std),
         },
-        "sizes": _described_sizes(manifest.sizes),
+        "sizes": {"source": size_document(manifest.sizes.source), "stored": size_document(manifest.sizes.stored)},
         "class_names": list(manifest.class_names),
         "empty_classes": list(manifest.empty_classes),
         "label_type": manifest.row_schema.label_type,
@@ -122,11 +122,6 @@ def _content_rows(facts: dict[str, Any]) -> Rows:
     shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
     beside = [word for name, word in ((BOXES, "boxes"), (MASK, "a mask")) if name in facts["extra_columns"]]
     return [("stored", f"{image['encoding']}, {shape}{', with ' if beside else ''}{' and '.join(beside)}")]
-
-
-def _described_sizes(sizes: ImageSizes) -> dict[str, Any]:
-    """Before and after: images in each bucket that has any, and bytes."""
-    return {when: size_document(counts) for when, counts in (("source", sizes.source), ("stored", sizes.stored))}
 
 
 def size_document(counts: SizeCounts) -> dict[str, Any]:

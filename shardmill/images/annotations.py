@@ -371,7 +371,9 @@ def _inside(corners_P2: np.ndarray, height: int, width: int) -> _Region:
             np.stack([corners_P2[first : first + step, axis], ends_P2[first : first + step, axis]], axis=1)
             for axis in (0, 1)
         )
-        starts_E, stops_E = (np.clip(np.ceil(side - 0.5), top, bottom).astype(np.int64) for side in _sorted(y_E2))
+        starts_E, stops_E = (
+            np.clip(np.ceil(side - 0.5), top, bottom).astype(np.int64) for side in (y_E2.min(1), y_E2.max(1))
+        )
         counts_E = stops_E - starts_E
         slopes_E = (x_E2[:, 1] - x_E2[:, 0]) / np.where(counts_E == 0, 1, y_E2[:, 1] - y_E2[:, 0])
         rows_C = np.arange(counts_E.sum()) + np.repeat(starts_E - (np.cumsum(counts_E) - counts_E), counts_E)
@@ -385,10 +387,6 @@ def _inside(corners_P2: np.ndarray, height: int, width: int) -> _Region:
 def _first_centre(edge: float, length: int) -> int:
     """The first pixel of a side whose centre is not before an edge."""
     return int(np.clip(np.ceil(edge - 0.5), 0, length))
-
-
-def _sorted(y_E2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return y_E2.min(axis=1), y_E2.max(axis=1)
 
 
 CLIPPED_NOTE = "boxes_clipped"

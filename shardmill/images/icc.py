@@ -199,7 +199,9 @@ def colour_tables(data: bytes, source: CmsProfile, srgb: CmsProfile) -> ColourTa
         return None
     matrix = np.floor(_product(_inverse(into), out_of) * ONE + 0.5)
     try:
-        linear = np.array([[_fixed(_light(level, curve)) for level in range(256)] for curve in curves if curve])
+        linear = np.array(
+            [[math.floor(_light(level, curve) * ONE + 0.5) for level in range(256)] for curve in curves if curve]
+        )
     except OverflowError:
         # A formula that leads beyond all numbers.
         return None
@@ -243,10 +245,6 @@ def _light(level: int, curve: _Curve) -> float:
         return float(np.float32(value * c))
     base = a * value + b
     return float(np.float32(base**gamma)) if base > 0 else float(base == 0 and gamma == 0)
-
-
-def _fixed(value: float) -> int:
-    return math.floor(value * ONE + 0.5)
 
 
 def _colorants(profile: CmsProfile) -> np.ndarray | None:

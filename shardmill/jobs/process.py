@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from shardmill.child_process import die_with_parent
 from shardmill.errors import ShardmillError, TrainingError, UsageError
@@ -71,13 +70,9 @@ def start_in_utf8() -> None:
         sys.stderr.flush()
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **UTF8_MODE})
     for stream in (sys.stdout, sys.stderr):
-        _escape(stream)
-
-
-def _escape(stream: TextIO) -> None:
-    # A test's or a notebook's stream has its own ways.
-    if reconfigure := getattr(stream, "reconfigure", None):
-        reconfigure(errors="backslashreplace")
+        # A test's or a notebook's stream has its own ways.
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")
 
 
 @dataclass(slots=True)

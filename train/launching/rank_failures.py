@@ -81,7 +81,8 @@ def failure_of(error: BaseException, secondary: re.Pattern[str] | None = None) -
     """
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
-    place = line_of_user(error) or _last_line_of(error)
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = line_of_user(error) or "".join(f"{frame.filename}:{frame.lineno}" for frame in last)
     if isinstance(error, ShardmillError):
         # Other errors of ours are about data or config: a store's "connection reset" says nothing of another rank.
         collective = isinstance(error, TrainingError) and _is_secondary(error, secondary)
@@ -204,11 +205,6 @@ def how_it_ended(returncode: int | None) -> str:
         except ValueError:
             return f"was killed by signal {-returncode}"
     return f"exited with code {returncode}"
-
-
-def _last_line_of(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return "".join(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:])
 
 
 def last_line(text: str) -> str:

@@ -226,11 +226,8 @@ def models_of(config: TrainConfig) -> Registry[Any]:
     """The registry whose entry `train.model` is built: a Keras model of ours may have a twin that is a module."""
     if config.model not in MODULES or config.backend == "keras":
         return MODELS
-    return MODULES if config.needs_module or _has_torch_alone() else MODELS
-
-
-def _has_torch_alone() -> bool:
-    return find_spec("tensorflow") is None and find_spec("torch") is not None
+    has_torch_alone = find_spec("tensorflow") is None and find_spec("torch") is not None
+    return MODULES if config.needs_module or has_torch_alone else MODELS
 
 
 def no_module(config: TrainConfig) -> UsageError:

@@ -157,7 +157,8 @@ def as_begun(now: Setup, begun: PlanRecord | None) -> Setup:
         now = replace(now, streams_reason=_AS_BEGUN.format(begun.num_streams))
     now = now.with_window(begun.window_chunks)
     is_same_master = begun.spark_master == now.spark.master
-    is_same_question = (begun.local_devices, begun.devices) == (_local_devices(now), now.config.devices) and (
+    devices = (now.config.options(MirroredOptions).num_devices, now.config.devices)
+    is_same_question = (begun.local_devices, begun.devices) == devices and (
         (is_same_master and not asked.num_workers) or begun.num_workers == now.config.num_workers
     )
     # Setting -> whether it may be as then, and the reason that it had.
@@ -200,10 +201,6 @@ def as_carried_out(now: Setup, record: PlanRecord | None) -> Setup:
         # They are not recorded, and those of now decided nothing.
         numbers=(),
     )
-
-
-def _local_devices(setup: Setup) -> int:
-    return setup.config.options(MirroredOptions).num_devices
 
 
 class FreshTraining(Section):

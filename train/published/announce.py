@@ -100,7 +100,9 @@ def _text(models_uri: str, name: str, export: Export, pointer: Pointer) -> Itera
         "decision": f"{pointer.decision}, {pointer.created_at}, by run `{pointer.run_id}`: {pointer.reason}",
     }
     yield from (f"# {name}, export {export.number}", "", "| | |", "|---|---|")
-    yield from (f"| {key} | {_cell(value)} |" for key, value in rows.items())
+    # One cell of a table, whatever names hold.
+    cells = {key: " ".join(value.replace("|", "\\|").split()) for key, value in rows.items()}
+    yield from (f"| {key} | {cell} |" for key, cell in cells.items())
     yield from ("", "```bash", f"shardmill predict {models_uri}@{export.number} IMAGE...", "```", "", "## Limits", "")
     yield _limits(record)
 
@@ -130,11 +132,6 @@ def _limits(record: ExportRecord) -> str:
 def _escaped(text: str) -> str:
     """As Markdown that shows it: names of classes are those of folders and columns, and may be anybody's."""
     return re.sub(r"([\\`*\[\]<>])", r"\\\1", text)
-
-
-def _cell(text: str) -> str:
-    """One cell of a table, whatever names hold."""
-    return " ".join(text.replace("|", "\\|").split())
 
 
 REGISTRY = f"{CURRENT}/registry.json"

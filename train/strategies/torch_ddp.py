@@ -278,7 +278,8 @@ class BucketSums:
         import torch
 
         default_bytes = DEFAULT_BYTES_ON_CPU if weights[0].device.type == "cpu" else DEFAULT_BYTES
-        self._layout = layout([_kind_and_bytes(weight) for weight in weights], config.bucket_bytes or default_bytes)
+        sizes = [((each.dtype, each.device), each.numel() * each.element_size()) for each in weights]
+        self._layout = layout(sizes, config.bucket_bytes or default_bytes)
         sent = COMPRESSED[config.compression]
         compressed = getattr(torch, sent) if sent else None
         self._buckets = [Bucket([weights[index] for index in indices], compressed) for indices in self._layout]
@@ -338,10 +339,6 @@ def layout(kinds_and_bytes: Sequence[tuple[object, int]], limit_bytes: int) -> l
         open_buckets[kind] = [*indices, index], filled + num_bytes
     buckets += [indices for indices, _ in open_buckets.values()]
     return sorted(buckets, reverse=True)
-
-
-def _kind_and_bytes(weight: Any) -> tuple[object, int]:
-    return (weight.dtype, weight.device), weight.numel() * weight.element_size()
 
 
 TORCH_DDP = Strategy(

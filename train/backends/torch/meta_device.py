@@ -215,7 +215,11 @@ class LiveBytes:
                 torch.utils._pytree.tree_map_only(torch.Tensor, count, result)
                 return result
 
-        hooks = [each.register_post_accumulate_grad_hook(self._forget_gradient) for each in self._parameters]
+        # Gradients are counted as such, whether they exist yet or not.
+        hooks = [
+            each.register_post_accumulate_grad_hook(lambda parameter: self._leave_out(parameter.grad))
+            for each in self._parameters
+        ]
         try:
             with Counting():
                 yield
@@ -244,10 +248,6 @@ class LiveBytes:
         self._kept.append(storage)
         self.now -= self._sizes.get(storage._cdata, 0)
         self._sizes[storage._cdata] = 0
-
-    def _forget_gradient(self, parameter: Any) -> None:
-        """Gradients are counted as such, whether they exist yet or not."""
-        self._leave_out(parameter.grad)
 
 
 def _storage_of(tensor: Any) -> Any:

@@ -55,7 +55,9 @@ class ShardedUpdates(WholeTensors):
         if self._num_ranks == 1:
             return
         tensors = [weight.detach() for weight in weights if weight.dim()]
-        of_ranks = [[self._of(tensor, rank) for tensor in tensors] for rank in range(self._num_ranks)]
+        of_ranks = [
+            [tensor[slice(*self._rows(len(tensor), rank))] for tensor in tensors] for rank in range(self._num_ranks)
+        ]
         sizes = [sum(part.numel() for part in parts) for parts in of_ranks]
         # All must be of one size.
         mine = torch.cat([part.reshape(-1) for part in of_ranks[self._rank]])
@@ -67,10 +69,6 @@ class ShardedUpdates(WholeTensors):
                 values = flat[:size].split([part.numel() for part in of_ranks[rank]])
                 for part, value in zip(of_ranks[rank], values, strict=True):
                     part.copy_(value.view(part.shape))
-
-    def _of(self, tensor: Any, rank: int) -> Any:
-        first, end = self._rows(tensor.shape[0], rank)
-        return tensor[first:end]
 
     def _rows(self, num_rows: int, rank: int) -> tuple[int, int]:
         """First row of a rank, and the one behind its last."""
