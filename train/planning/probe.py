@@ -78,11 +78,7 @@ def probe(task: ProbeTask) -> StepCost:
     """Measure it. Raises the error that building the model raises (UsageError), else TrainingError."""
     environment = {CUDA_VARIABLE: "-1", **EXACT_PEAK} if task.for_memory else {}
     question = Question("train.planning.probe", to_json(task), environment, timeout_seconds=None)
-    return ask(question, StepCost, _not_measured)
-
-
-def _not_measured(how: str) -> TrainingError:
-    return TrainingError(f"the process that probed a step {how}", fix=FIX)
+    return ask(question, StepCost, lambda how: TrainingError(f"the process that probed a step {how}", fix=FIX))
 
 
 def measure(task: ProbeTask) -> StepCost:
@@ -93,7 +89,9 @@ def measure(task: ProbeTask) -> StepCost:
     learner = backend.build(config, task.spec)
     sizes = {part: sum(array.nbytes for array in learner.arrays(part)) for part in StatePart}
     model = learner.named_weights().arrays().values()
-    _forget_peak()
+    # From here on the peak is that of what comes; building a model may take more than it leaves.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
     before_bytes = _peak_bytes()
     num_few = min(FEW_IMAGES * config.num_accumulated, task.local_batch_size)
     few = synthetic_batch(task.spec, num_few)
@@ -131,12 +129,6 @@ def _peak_bytes() -> int:
     """Not `ru_maxrss`, which a process begins with its parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-def _forget_peak() -> None:
-    """From here on the peak is that of what comes; building a model may take more than it leaves."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":
