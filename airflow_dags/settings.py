@@ -109,10 +109,10 @@ class DagSettings:
 
     def _check_workdir(self) -> None:
         from shardmill.errors import UsageError
-        from shardmill.stores import check_place
+        from shardmill.stores import checked_uri
 
         try:
-            check_place(self.workdir)
+            checked_uri(self.workdir)
         except UsageError as error:
             raise self._wrong(
                 "workdir", f"expected a folder, or the URI of one that can be written ({error})"
