@@ -327,11 +327,11 @@ def check_labels(listing: Listing, label_hints: Sequence[str], uri: str) -> None
             f"{_UNLABELLED_ON_PURPOSE}",
         )
     if 0 < num_unlabelled < listing.num_images:
-        signs = f": {label_hints[0]}" if label_hints else ""
+        hints = f": {label_hints[0]}" if label_hints else ""
         splits = sorted({str(split) for (split, label), times in by_label.items() if label is None and split and times})
         of_splits = f", those of {', '.join(splits)}" if splits else ""
         raise UsageError(
-            f"{num_unlabelled} of {listing.num_images} images of {uri} have no label{of_splits}{signs}",
+            f"{num_unlabelled} of {listing.num_images} images of {uri} have no label{of_splits}{hints}",
             "expected a label for each image, or for none",
             f"exclude the files without labels with a pattern in source.uri, or {_UNLABELLED_ON_PURPOSE}",
         )

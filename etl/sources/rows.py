@@ -195,11 +195,11 @@ class ImageRows:
             label_names = names if extra.target is None else [*schema.names, *constants]
             label = choose_label_column(label_names, config, LABEL_COLUMNS)
             chosen = ChosenColumns(label, **usual_columns(names, config))
-            signs = ()
+            hints = ()
             if chosen.label is None and config.label_kind == "class":
-                signs = _label_signs(rows_of, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
+                hints = _label_hints(rows_of, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
             warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
-            yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=signs)
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=hints)
             known = {*schema.names, *constants}
             wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])
             stored = [name for name in wanted if name not in constants]
@@ -234,7 +234,7 @@ def listed_files(
     yield from with_warnings(listed(), splits.look_alikes)
 
 
-def _label_signs(file: RowFile, taken: Collection[str], where: str) -> tuple[str, ...]:
+def _label_hints(file: RowFile, taken: Collection[str], where: str) -> tuple[str, ...]:
     """Those in the first rows of the columns that nothing else uses; of other columns of bytes no value is read."""
     schema = file.schema
     free = [field for field in schema if field.name not in taken and bytes_leaf(field) is None]

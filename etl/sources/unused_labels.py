@@ -63,7 +63,7 @@ def named_hints(names: Iterable[str], where: str) -> Iterator[str]:
 
 
 def column_hints(schema: pa.Schema, unused: Collection[str], rows: pa.Table, where: str) -> tuple[str, ...]:
-    """The signs in columns that nothing else uses: in their names, and in the values of those among the first rows."""
+    """The hints in columns that nothing else uses: in their names, and in the values of those among the first rows."""
     names = [name for field in schema if field.name in unused for name in _names_in(field, schema)]
     rows = rows.select([place for place, name in enumerate(rows.column_names) if name in unused])
     repeating = [f"{printable(where)} has {_quoted(found)}, whose values repeat like class names"
@@ -140,7 +140,7 @@ class FilesBeside:
     def noting(
         self, batches: Iterable[ListingBatch], read: Callable[[str, int], bytes] | None = None
     ) -> Iterator[ListingBatch]:
-        """A listing, and behind it the signs that were found meanwhile; `read` reads the beginning of a file."""
+        """A listing, and behind it the hints that were found meanwhile; `read` reads the beginning of a file."""
         for batch in batches:
             for key in batch.images.column("key").slice(0, _MAX_IMAGES).to_pylist() if read else ():
                 self.image(key)
@@ -151,8 +151,8 @@ class FilesBeside:
                     with suppress(ShardmillError, OSError):
                         self.other(refused.key, lambda num_bytes, key=refused.key: read(key, num_bytes))
             yield batch
-        signs = (*self._named, *self._of_tables(), *self._of_folders())
-        yield ListingBatch(LISTED_SCHEMA.empty_table(), label_hints=signs)
+        hints = (*self._named, *self._of_tables(), *self._of_folders())
+        yield ListingBatch(LISTED_SCHEMA.empty_table(), label_hints=hints)
 
     def _look_at_name(self, refused: Rejection) -> None:
         """By the names of refused files: `labels.csv`, `annotations/1.xml`."""
@@ -163,9 +163,9 @@ class FilesBeside:
             what = "is stored beside the images (a table that names them can be used as a source)"
             self._add(f"{printable(refused.key)!r} {what}")
 
-    def _add(self, *signs: str) -> None:
+    def _add(self, *hints: str) -> None:
         if len(self._named) < _NUM_NAMED:
-            self._named.update(dict.fromkeys(signs))
+            self._named.update(dict.fromkeys(hints))
 
     def _of_tables(self) -> Iterator[str]:
         """A phrase for each table that names the images, and beside them something that may be their class."""

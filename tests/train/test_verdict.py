@@ -28,8 +28,8 @@ from train.planning import shard
 from train.planning.memory_fit import decided
 from train.planning.setup import Setup, resolve
 from train.planning.shard import (
+    MemoryBudget,
     ModelFacts,
-    Room,
     division_rules,
     nothing_holds,
     plan_memory,
@@ -319,9 +319,9 @@ def set_up(**settings: object) -> Setup:
 
 
 def facts(device_gib: float, **states: StateBytes) -> ModelFacts:
-    room = Room("one T4", int(device_gib * GIB), GIB, 0, is_host=False)
-    rows = {name: row_of(set_up(strategy=name), state, room) for name, state in states.items()}
-    return ModelFacts("one T4", room.device_bytes, rows)
+    budget = MemoryBudget("one T4", int(device_gib * GIB), GIB, 0, is_host=False)
+    rows = {name: row_of(set_up(strategy=name), state, budget) for name, state in states.items()}
+    return ModelFacts("one T4", budget.device_bytes, rows)
 
 
 def all_of(device_gib: float, **other: StateBytes) -> ModelFacts:
@@ -360,17 +360,17 @@ def test_a_row_says_how_it_fits():
     assert row.verdict == "yes with train.accumulation_steps = 8"
     assert all_of(80).rows["torch_ddp"].verdict == "yes" and all_of(80).rows["torch_ddp"].total == 21 * GIB
     assert all_of(5).rows["torch_ddp"].verdict == "no"
-    room = Room("one T4", int(6.2 * GIB), GIB, 0, is_host=False)
-    assert row_of(set_up(mixed_precision="auto"), STATE, room).verdict.endswith("train.mixed_precision = 'bfloat16'")
+    budget = MemoryBudget("one T4", int(6.2 * GIB), GIB, 0, is_host=False)
+    assert row_of(set_up(mixed_precision="auto"), STATE, budget).verdict.endswith("train.mixed_precision = 'bfloat16'")
     # A host also has the copy of which a checkpoint is written.
-    assert row_of(set_up(), STATE, replace(room, is_host=True)).checkpoint == 3 * GIB
+    assert row_of(set_up(), STATE, replace(budget, is_host=True)).checkpoint == 3 * GIB
     # And so rank 0's host must hold the whole model before the ranks have their parts.
     large = replace(DIVIDED, start=9 * GIB)
-    host = Room("a host", 8 * GIB, GIB, 0, is_host=True)
+    host = MemoryBudget("a host", 8 * GIB, GIB, 0, is_host=True)
     assert row_of(set_up(), large, replace(host, is_host=False)).fits
     assert row_of(set_up(), large, host).verdict == "no: it begins with all parameters, 10.0 GiB"
     # What is exchanged behind the backward pass takes the place of the activations.
-    assert row_of(set_up(), replace(STATE, update=3 * GIB), room).exchange == GIB
+    assert row_of(set_up(), replace(STATE, update=3 * GIB), budget).exchange == GIB
 
 
 def test_a_model_that_no_ranks_hold_is_refused_with_what_is_needed():

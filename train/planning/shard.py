@@ -47,7 +47,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "inp
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """The memory of a rank, and what is taken of it whatever is trained."""
 
     device: str
@@ -121,12 +121,12 @@ class MemoryRow:
         return {**asdict(self), "total": self.total}
 
 
-def row_of(setup: Setup, state: StateBytes, room: Room) -> MemoryRow:
+def row_of(setup: Setup, state: StateBytes, budget: MemoryBudget) -> MemoryRow:
     """The row of a setup's strategy, with the fewest microbatches that fit."""
     config, mesh = setup.config, axes_in_words(setup.mesh.sizes)
     if state.refused:
         return MemoryRow(config.strategy, mesh, refused=state.refused)
-    facts = _state_facts(setup, state, room)
+    facts = _state_facts(setup, state, budget)
     found = fit(facts)
     if found.choice == "too_large":
         # Compared is the least that it needs.
@@ -141,16 +141,16 @@ def row_of(setup: Setup, state: StateBytes, room: Room) -> MemoryRow:
         optimizer=state.optimizer,
         activations=activations,
         exchange=exchange,
-        input=room.input_bytes,
-        checkpoint=_checkpoint(state, room),
-        framework=room.framework_bytes,
-        start=room.framework_bytes + state.start if room.is_host else 0,
+        input=budget.input_bytes,
+        checkpoint=_checkpoint(state, budget),
+        framework=budget.framework_bytes,
+        start=budget.framework_bytes + state.start if budget.is_host else 0,
         accumulation_steps=found.num_microbatches * config.num_accumulated,
         mixed_precision="bfloat16" if found.to_bfloat16 and config.mixed_precision == "auto" else "",
         recomputes=found.recomputes,
         not_counted=state.step_problem,
     )
-    return replace(row, fits=max(row.total, row.start) <= room.device_bytes)
+    return replace(row, fits=max(row.total, row.start) <= budget.device_bytes)
 
 
 def under(setup: Setup, strategy: str, **settings: Any) -> Setup:
@@ -162,13 +162,13 @@ def under(setup: Setup, strategy: str, **settings: Any) -> Setup:
     return other
 
 
-def _state_facts(setup: Setup, state: StateBytes, room: Room) -> MemoryFacts:
+def _state_facts(setup: Setup, state: StateBytes, budget: MemoryBudget) -> MemoryFacts:
     config = setup.config
-    always = room.framework_bytes + room.input_bytes + _checkpoint(state, room) + state.state + state.gathered
+    always = budget.framework_bytes + budget.input_bytes + _checkpoint(state, budget) + state.state + state.gathered
     may_recompute = config.memory.activation_checkpointing == "auto"
     return MemoryFacts(
-        device=room.device,
-        device_bytes=room.device_bytes,
+        device=budget.device,
+        device_bytes=budget.device_bytes,
         fixed_bytes=always + state.step,
         image_bytes=state.image,
         num_images=-(-images_at_once(setup) // config.num_accumulated),
@@ -188,8 +188,8 @@ def _activations(facts: MemoryFacts, found: Fit, state: StateBytes) -> int:
     return needed - fixed + step
 
 
-def _checkpoint(state: StateBytes, room: Room) -> int:
-    return state.parameters + state.optimizer if room.is_host else 0
+def _checkpoint(state: StateBytes, budget: MemoryBudget) -> int:
+    return state.parameters + state.optimizer if budget.is_host else 0
 
 
 REPLICATED = "torch_ddp"
@@ -355,10 +355,10 @@ def _facts(setup: Setup, limit: Limit, strategies: tuple[str, ...]) -> ModelFact
         return None
     rows = {}
     for each, state in zip(setups, states, strict=True):
-        room = Room(limit.device, device_bytes, GPU_FRAMEWORK_BYTES, 0, is_host=False)
+        budget = MemoryBudget(limit.device, device_bytes, GPU_FRAMEWORK_BYTES, 0, is_host=False)
         if not limit.on_gpu:
-            room = Room(limit.device, device_bytes, HOST_FRAMEWORK_BYTES, input_bytes(each), is_host=True)
-        rows[each.config.strategy] = row_of(each, state, room)
+            budget = MemoryBudget(limit.device, device_bytes, HOST_FRAMEWORK_BYTES, input_bytes(each), is_host=True)
+        rows[each.config.strategy] = row_of(each, state, budget)
     return ModelFacts(limit.device, device_bytes, rows)
 
 
@@ -416,7 +416,7 @@ def plan_memory(tree: TrainTree, memory_bytes: int) -> MemoryPlan:
     # Every strategy that runs with the model's backend, with the ranks that were chosen.
     setups, rows = _candidates(setup)
     states = _count(setups)
-    rows |= {name: row_of(each, states[name], _room(each, memory_bytes)) for name, each in setups.items()}
+    rows |= {name: row_of(each, states[name], _budget(each, memory_bytes)) for name, each in setups.items()}
 
     choice, reason = config.strategy, setup.strategy_reason
     if begun is None and tree.train.strategy == AUTO and choice == REPLICATED:
@@ -487,11 +487,11 @@ def _measure(setup: Setup) -> StateBytes:
     )
 
 
-def _room(setup: Setup, memory_bytes: int) -> Room:
+def _budget(setup: Setup, memory_bytes: int) -> MemoryBudget:
     """On a GPU, unless `train.devices` says otherwise; input counts there, too, although it is in the host's memory."""
     is_host = setup.config.devices == "cpu"
     framework_bytes = HOST_FRAMEWORK_BYTES if is_host else GPU_FRAMEWORK_BYTES
-    return Room("a rank", memory_bytes, framework_bytes, input_bytes(setup), is_host=is_host)
+    return MemoryBudget("a rank", memory_bytes, framework_bytes, input_bytes(setup), is_host=is_host)
 
 
 def _as_given(num_bytes: int) -> str:

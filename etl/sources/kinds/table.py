@@ -198,24 +198,24 @@ class TableSource:
             columns, new_names = choice.look(rows, first_row)
             _check_single(rows, columns, file.path)
             if new_names:
-                yield self._signs(rows, columns, new_names, file.path)
+                yield self._hints(rows, columns, new_names, file.path)
             batch = _listed(_Rows(rows, columns, file.path, first_row), style, self._tables.store, self._extra)
             yield replace(batch, extra_types=self._extra.types)
             first_row += rows.num_rows
         choice.check_all_found()
 
-    def _signs(self, rows: pa.Table, columns: TableColumns, names: Sequence[str], table: str) -> ListingBatch:
-        """Find signs of labels in unused columns, by their names and by the values of a table's first rows."""
+    def _hints(self, rows: pa.Table, columns: TableColumns, names: Sequence[str], table: str) -> ListingBatch:
+        """Find hints at labels in unused columns, by their names and by the values of a table's first rows."""
         used = {"split": columns.split, "group": columns.group}
-        warnings, signs = misspelt(names, used, table), ()
+        warnings, hints = misspelt(names, used, table), ()
         if not self._config.boxes.field:
             warnings += unread_coordinates(names, (*columns.names, *self._extra.own_names), table)
         if columns.label is None and self._config.label_kind == "class":
             unused = set(names) - {*columns.names, *self._extra.own_names}
             # Of a column that comes later, values beside those of earlier rows say nothing.
             first_rows = rows if len(names) == rows.num_columns else rows.slice(0, 0)
-            signs = column_hints(rows.schema, unused, first_rows, table)
-        return ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=signs)
+            hints = column_hints(rows.schema, unused, first_rows, table)
+        return ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=hints)
 
 
 @dataclass(frozen=True, slots=True)

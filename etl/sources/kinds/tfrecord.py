@@ -251,7 +251,7 @@ class FeatureNames:
     key: str | None
     has_classes: bool
     """Whether classes are asked for."""
-    signs: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     """Features that seem to be labels, if none is taken."""
 
     @property
@@ -311,8 +311,8 @@ def choose_names(config: SourceConfig, features: Features, file: str) -> Feature
     # Two classes may have one text, unless the config says that texts are what is meant.
     text = label if label == _TEXT_FEATURE and number and not config.label_field else None
     key = choose_column(names, config.key_field, (), "key_field")
-    signs = tuple(named_hints(names, file)) if has_classes and label is None else ()
-    return FeatureNames(image, number if text else label, text, key, has_classes, signs)
+    hints = tuple(named_hints(names, file)) if has_classes and label is None else ()
+    return FeatureNames(image, number if text else label, text, key, has_classes, hints)
 
 
 def _key_of(features: Features, name: str) -> tuple[str | None, str]:
@@ -384,8 +384,8 @@ class TfrecordSource:
         batches = with_warnings(batches_of(entries, lambda: self._extra.types), splits.look_alikes)
         if names is None or names.text is None or names.label is None:
             yield from batches
-            signs = names.signs if names is not None else ()
-            yield ListingBatch(LISTED_SCHEMA.empty_table(), label_hints=signs)
+            hints = names.hints if names is not None else ()
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), label_hints=hints)
             return
         texts = ClassTexts()
 
