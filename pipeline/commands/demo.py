@@ -27,7 +27,7 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
     common: Common = context.obj
     workdir = WORKDIR if common.workdir == DEFAULT_WORKDIR else common.workdir
     images = write_demo_images(Path(workdir, "images"))
-    typer.echo(images.told, err=True)
+    typer.echo(images.words, err=True)
     common = replace(common, workdir=workdir, overrides=(*SETTINGS, *common.overrides))
     summary = run_pipeline(str(images.folder), common, again=ResumePolicy(fresh))
     print_table(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")

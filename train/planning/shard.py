@@ -148,7 +148,7 @@ def row_of(setup: Setup, state: StateBytes, budget: MemoryBudget) -> MemoryRow:
         accumulation_steps=found.num_microbatches * config.num_accumulated,
         mixed_precision="bfloat16" if found.to_bfloat16 and config.mixed_precision == "auto" else "",
         recomputes=found.recomputes,
-        not_counted=state.step_problem,
+        not_counted=state.step_problem or "",
     )
     return replace(row, fits=max(row.total, row.start) <= budget.device_bytes)
 
