@@ -13,7 +13,7 @@ from train.api import SumInStep
 from train.backends.rules import check_rows, checked, replaced
 
 Moments = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(the layer, inputs, mask or None) -> its mean and variance of each channel."""
+"""(inputs, mask or None, the layer) -> its mean and variance of each channel."""
 
 
 def limit_momentum(model: Any, largest: float) -> None:
@@ -39,8 +39,11 @@ class KerasBatchNorms:
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """Inside it training takes the moments from elsewhere."""
-        with replaced("_moments", [(layer, partial(self._moments, layer)) for layer in self._layers]):
+        with replaced("_moments", [(layer, partial(self._moments_of, layer)) for layer in self._layers]):
             yield
+
+    def _moments_of(self, layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return self._moments(inputs, mask, layer)
 
 
 @dataclass
@@ -75,7 +78,7 @@ class TensorFlowMoments:
     def __init__(self, sum_in_step: SumInStep) -> None:
         self._sum_in_step = sum_in_step
 
-    def __call__(self, layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def __call__(self, inputs: Any, mask: Any, layer: Any) -> tuple[Any, Any]:
         import tensorflow as tf
 
         step = _step.get()
