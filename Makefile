@@ -1,6 +1,7 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
 # make test    the tests, without drills
 # make test-fast   those that start no other process: no server, Spark, rank or command
+# make test-current   with Python 3.13 and the newest of everything: those that start no process, and a chain of each kind
 # make drill   the drills: slow tests of real faults, servers and clusters
 # make test-all    all tests and drills, with whole products and many trials: an hour or two
 # make test-for FILE...   the tests that can see these files, cheapest first, with their time; LIMIT=60 for a minute of them
@@ -11,7 +12,7 @@
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none. PYTHON=3.13 behind one that uses an environment takes the
 # newest of everything, in .venv-3.13, without Horovod and Petastorm (docs/get-started/install.md).
-.PHONY: demo test test-fast test-for mutants drill test-all check setup lint docs release bundle clean
+.PHONY: demo test test-fast test-current test-for mutants drill test-all check setup lint docs release bundle clean
 SHELL := /bin/bash
 # Of the command line alone, not the environment.
 PYTHON :=
@@ -32,6 +33,10 @@ test: setup
 
 test-fast: setup
 	@$(RUN) $(PYTEST) -n 2 --tier fast
+
+test-current: PYTHON := 3.13
+test-current: setup
+	@$(RUN) $(PYTEST) -n 2 --tier current
 
 # What follows `test-for` is files, and nothing to make.
 ifeq ($(firstword $(MAKECMDGOALS)),test-for)

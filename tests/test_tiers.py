@@ -15,6 +15,7 @@ import pytest
 from scripts import test_for
 from scripts.mutate import EQUIVALENTS, PROMISES, ROOT, choose, mutants_of
 from tests.lab.costs import BUDGET, folder_of, read_costs
+from tests.lab.tiers import CURRENT
 
 # Which tiers a command runs.
 COMMANDS = {"test": ("fast", "test"), "drill": ("drill",)}
@@ -80,6 +81,12 @@ def test_a_test_starts_what_it_names_and_costs_what_its_tier_allows(tmp_path: Pa
 @pytest.mark.starts("program")
 def test_a_drill_starts_what_it_likes(tmp_path: Path):
     assert run(tmp_path, "--tier", "drill") == {"drill": "PASSED"}
+
+
+def test_what_runs_with_the_newest_of_everything_is_there():
+    for test in CURRENT:
+        file, _, name = test.partition("::")
+        assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -95,6 +95,7 @@ def _names_of_json(value: Any) -> tuple[str, ...]:
 
 def grown_label_map(parent: Manifest | None, given: Sequence[str], found: Sequence[str]) -> tuple[str, ...]:
     """The label map of the next version: what is given, else the parent's classes and then the new ones found.
+    A source without labels has none.
 
     `parent` is the latest version of the same source. Raises UsageError if the given map would change the number of
     one of its classes, or drop one: models and older versions know the classes by their numbers.
@@ -110,7 +111,7 @@ def grown_label_map(parent: Manifest | None, given: Sequence[str], found: Sequen
             "expected the classes of the latest version first, each with its number; a label map can only grow",
             "add new classes at the end of etl.label_map, or build into another dataset.uri",
         )
-    return tuple(given)
+    return tuple(given) if found else ()
 
 
 def with_known_classes(

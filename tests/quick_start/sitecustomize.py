@@ -1,11 +1,13 @@
 """Runs first in each Python process of the tests: Keras does not find what it imports for wrappers and plots alone, and
-nothing waits for the disk.
+nothing waits for the disk, and PyTorch does not find Triton.
 
 `import keras` takes scikit-learn (and with it most of SciPy) and Matplotlib if they are installed, and the extras of a
 training install neither: of 5 seconds of a rank's start 2 were theirs. All but Keras find both.
 
 What a killed process has written is there, synced or not; tests/test_power_loss.py records what is synced. A small
 file that was synced with its folder took 4.5 ms, and three processes of tests wait for each other's.
+
+Triton compiles for GPUs. Its copy of LLVM and that of TensorFlow abort a process that has both, as pytest's has.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ def _importer() -> str:
 
 
 sys.meta_path.insert(0, _Hidden)  # pyright: ignore[reportArgumentType]
+# As for Python itself: `import` and `find_spec` find none.
+sys.modules["triton"] = None  # pyright: ignore[reportArgumentType]
 
 
 def _sync_nothing(fd: object) -> None:

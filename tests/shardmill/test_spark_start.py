@@ -157,10 +157,15 @@ def test_the_end_of_the_thread_that_started_a_command_is_not_the_end_of_its_pare
 
 
 @pytest.mark.parametrize(
-    ("name", "num_reads"),
-    [("pyspark.zip", 0), ("py4j-0.10.9-src.zip", 0), ("spark-core_2.13-4.0.5.jar", 0), ("my-pyspark.zip", 2)],
+    ("name", "is_read"),
+    [
+        ("pyspark.zip", False),
+        ("py4j-0.10.9-src.zip", False),
+        ("spark-core_2.13-4.0.5.jar", False),
+        ("my-pyspark.zip", True),
+    ],
 )
-def test_the_next_task_reads_the_directories_of_users_archives_alone(tmp_path, monkeypatch, name, num_reads):
+def test_the_next_task_reads_the_directories_of_users_archives_alone(tmp_path, monkeypatch, name, is_read):
     archive, package = tmp_path / name, f"zipped_{name.partition('.')[0].replace('-', '_')}"
     with zipfile.ZipFile(archive, "w") as file:
         for module in ("__init__", "first", "second"):
@@ -177,8 +182,9 @@ def test_the_next_task_reads_the_directories_of_users_archives_alone(tmp_path, m
     monkeypatch.setattr(zipimport, "_read_directory", count)
     keep_zip_directories()
     importlib.invalidate_caches()
-    assert read.count(str(archive)) == num_reads
     assert importlib.import_module(f"{package}.second").NAME == "second", "what was not imported before still can be"
+    # At once, or from Python 3.13 on at the next import.
+    assert (str(archive) in read) == is_read
     for each in ("", ".first", ".second"):
         sys.modules.pop(package + each)
 
