@@ -20,9 +20,7 @@ from shardmill.values import SourceLabelKind
 
 REBUILDS_NOTHING = SettingKind("changing it alone does not build stored images again")
 EQUAL_IN_APPENDS = SettingKind("an append needs the value that the dataset was built with")
-_WITH_FIELDS = ("table", "parquet", "arrow", "delta", "lance", "webdataset", "tfrecord")
-KINDS_WITH = {"boxes": _WITH_FIELDS, "mask_field": _WITH_FIELDS, "coco_images": ("coco",), "coco_masks": ("coco",)}
-"""For each setting of what moves with the pixels, the kinds of sources that have it."""
+_KINDS_WITHOUT_FIELDS = ("folders", "idx", "cifar", "zip", "coco", "several")
 
 
 class BoxesConfig(Section):
@@ -127,9 +125,12 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _annotations_are_readable(self) -> SourceConfig:
-        for name, kinds in KINDS_WITH.items():
-            if (self.boxes.field if name == "boxes" else getattr(self, name)) and self.kind not in kinds:
-                raise ValueError(f"{name} with a kind among {', '.join(kinds)}, not with {self.kind}")
+        if (self.boxes.field or self.mask_field) and self.kind in _KINDS_WITHOUT_FIELDS:
+            name = "boxes" if self.boxes.field else "mask_field"
+            raise ValueError(f"{name} with a kind whose rows have fields, such as table or parquet, not {self.kind}")
+        if (self.coco_images or self.coco_masks) and self.kind != "coco":
+            name = "coco_images" if self.coco_images else "coco_masks"
+            raise ValueError(f"{name} with the kind coco, not {self.kind}")
         if self.kind == "tfrecord" and self.boxes.format != "xyxy":
             raise ValueError("no boxes.format: the features of a TFRecord are named by the sides of a box")
         ours = {

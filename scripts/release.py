@@ -42,7 +42,7 @@ def release(dist: Path) -> list[Path]:
 def build(folder: Path) -> Path:
     """What is published, in a folder inside of `folder`."""
     source, out = folder / "source", folder / "out"
-    for file in _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+    for file in _run("git", "ls-files", "-z").split("\0"):
         if (ROOT / file).is_file():
             (source / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, source / file)

@@ -39,24 +39,21 @@ if TYPE_CHECKING:
     from etl.later_runs.changes import Changes
     from etl.listing.listing import Listing
     from etl.plan import BuildPlan
-    from shardmill.dataset.manifest import Manifest
-    from shardmill.storage import Store
 
 
 _NUM_EXAMPLES = 3
 
 
-def check_limits(plan: BuildPlan, rejections: RejectionLog) -> None:
+def check_limits(plan: BuildPlan, rejections: RejectionLog, *, keeps_ledger: bool = True) -> None:
     """Raise StorageError (4) or RejectLimitExceeded (7) if more was refused than a limit of the config allows: how
-    many, why, three examples, and where the rest is listed.
+    many, why, three examples, and where the rest is listed, unless nothing is to be written.
     """
     config, build = plan.task.config, plan.build
     limit = broken_limit(config, rejections, build.num_listed)
     if limit is None:
         return
-    file, *_ = write_ledger(plan.store, rejections)
-    ledger, counted, others = join_uri(plan.store.uri, file.path), Counter[RejectReason](), Counter[RejectReason]()
-    named, num_of_other_size = list[str](), 0
+    ledger = join_uri(plan.store.uri, write_ledger(plan.store, rejections)[0].path) if keeps_ledger else None
+    counted, others, named, num_of_other_size = Counter[RejectReason](), Counter[RejectReason](), list[str](), 0
     for each in rejections:
         if not limit.counts(each):
             others[each.reason] += 1
@@ -75,7 +72,7 @@ def check_limits(plan: BuildPlan, rejections: RejectionLog) -> None:
     raise kind(
         f"{counted.total()} of {build.num_listed} inputs {verb} ({_by_reason(counted)}), such as {such}{beside}",
         f"etl.{limit.key} allows {getattr(config, limit.key):g}; nothing was published",
-        f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {fix}",
+        f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {fix}" if ledger else fix,
         detail={
             "ledger": ledger,
             "source": build.source.uri,

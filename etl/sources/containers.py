@@ -421,5 +421,9 @@ class _Location:
 
 def is_named(path: str, suffixes: tuple[str, ...]) -> bool:
     """Whether a name ends in one of the suffixes, whatever its case."""
-    # TFDS writes `mnist-train.tfrecord-00000-of-00001`.
-    return re.sub(r"-\d+-of-\d+$", "", path.lower()).endswith(suffixes)
+    return plain_name(path).endswith(suffixes)
+
+
+def plain_name(path: str) -> str:
+    """In small letters, without the shard's number: TFDS writes `mnist-train.tfrecord-00000-of-00001`."""
+    return re.sub(r"-\d+-of-\d+$", "", path.lower())

@@ -30,6 +30,7 @@ from etl.sources.columns import (
     listed_rows,
     misspelt,
     or_else,
+    unread_coordinates,
     with_constants,
 )
 from etl.sources.containers import ContainerReader, Containers, damaged, gone, open_file, refused_if_large
@@ -186,7 +187,7 @@ class ImageRows:
             schema = rows_of.schema
             if rows_of.num_rows > file.size_bytes:
                 raise IntegrityError(f"it claims {rows_of.num_rows} rows in {file.size_bytes} bytes")
-            image = image_column(schema, config.image_field, file.path)
+            image_column(schema, config.image_field, file.path)
             mask = in_column(config.mask_field) if config.mask_field else ""
             if mask:
                 image_column(schema, config.mask_field, file.path, "mask_field")
@@ -197,8 +198,10 @@ class ImageRows:
             chosen = ChosenColumns(label, **usual_columns(names, config))
             hints = ()
             if chosen.label is None and config.label_kind == "class":
-                hints = _label_hints(rows_of, {image.partition(".")[0], *chosen.names, *extra.own_names}, file.path)
+                hints = _label_hints(rows_of, {*chosen.names, *extra.own_names}, file.path)
             warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
+            if not config.boxes.field:
+                warnings += unread_coordinates(names, (*chosen.names, *extra.own_names), file.path)
             yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_hints=hints)
             known = {*schema.names, *constants}
             wanted = dict.fromkeys([*chosen.names, *(name for name in extra.own_names if name in known)])

@@ -25,7 +25,7 @@ import pyarrow.json as pa_json
 
 from etl.sources import SOURCES
 from etl.sources.columns import are_inexact, bad_row, text_of_value
-from etl.sources.containers import is_named, open_file
+from etl.sources.containers import is_named, open_file, plain_name
 from etl.sources.row_file import RowFile, RowFormat, bytes_leaf, checked_batches
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, StoredFile
@@ -174,7 +174,7 @@ def read_rows(
     Only `wanted` columns, in any case, may contain lists or bytes; their types, if given, help to parse them.
     Raises IntegrityError if the file is damaged, because row boundaries after the damage are unknown.
     """
-    name, kinds = file.path.lower(), wanted or {}
+    name, kinds = plain_name(file.path), wanted or {}
     reads = row_format or _format_of(name)
     # Readers of texts name the table themselves.
     damage = (pa.ArrowException, EOFError, gzip.BadGzipFile, *(() if reads is None else (IntegrityError,)))
@@ -214,13 +214,13 @@ def _format_of(path: str) -> RowFormat | None:
 
 def first_rows(head: bytes, table: str) -> pa.Table | None:
     """Those in the beginning of a table of text. Raises UsageError or ArrowException if it is none."""
-    rows = TEXT_READERS[table.lower().rpartition(".")[2]](io.BytesIO(head), table, {})
+    rows = TEXT_READERS[plain_name(table).rpartition(".")[2]](io.BytesIO(head), table, {})
     return next((each for each in rows if isinstance(each, pa.Table)), None)
 
 
 def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     head = utf8_stream(stream, table)
-    form = text_form(head, "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ",")
+    form = text_form(head, "\t" if plain_name(table).removesuffix(".gz").endswith(".tsv") else ",")
     # Row number -> problem. The reader skips such a row, possibly while it reads ahead of the current batch.
     refused: dict[int, Rejection] = {}
     first_row = 1

@@ -80,7 +80,7 @@ class DryRun:
 
 def dry_run(source_or_config: str, common: Common, *, replace_source: bool = False) -> DryRun:
     """Raises what the ETL would raise for this source, config and dataset before its first work unit."""
-    from etl.checks.limits import check_redecoded, check_vanished
+    from etl.checks.limits import check_limits, check_redecoded, check_vanished
     from etl.checks.listing import check_same_source, current_version, inferred_facts, inferred_warnings
     from etl.config import EtlTree
     from etl.plan import plan_build, plan_changes
@@ -93,6 +93,7 @@ def dry_run(source_or_config: str, common: Common, *, replace_source: bool = Fal
         for warning in inferred_warnings(plan, current_version(plan)):
             progress.say(f"etl: WARNING: {warning}")
         check_same_source(plan, replace_source=replace_source)
+        check_limits(plan, plan.build.list_rejections, keeps_ledger=False)
         work, changes = plan_changes(plan, SilentObserver())
         if not replace_source:
             check_vanished(plan, changes)

@@ -337,16 +337,20 @@ def test_columns_that_would_stay_in_the_source_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"kind": "folders", "boxes": {"field": "a"}}, "boxes with a kind among table, parquet"),
+        ({"kind": "folders", "boxes": {"field": "a"}}, "boxes with a kind whose rows have fields, such as table"),
         ({"kind": "table", "boxes": {"labels_field": "a"}}, "boxes.field beside boxes.labels_field"),
         ({"kind": "coco", "label_kind": "float"}, "the classes of the boxes are the labels"),
-        ({"kind": "table", "coco_images": "a"}, "coco_images with a kind among coco"),
+        ({"kind": "table", "coco_images": "a"}, "coco_images with the kind coco, not table"),
         ({"kind": "tfrecord", "boxes": {"field": "a", "format": "xywh"}}, "no boxes.format"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         SourceConfig.model_validate(settings)
+
+
+def test_a_kind_of_ones_own_may_have_boxes_and_masks() -> None:
+    assert SourceConfig(kind="tests.extending_entries:NEW_SOURCE", mask_field="mask", boxes=BoxesConfig(field="bbox"))
 
 
 def test_columns_of_a_table_that_look_like_boxes_are_not_lost_without_a_word(tmp_path: Path) -> None:

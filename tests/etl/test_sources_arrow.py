@@ -141,3 +141,34 @@ def test_rows_that_name_their_images_are_a_table(tmp_path: Path):
     (tmp_path / "t.feather").write_bytes((tmp_path / "t.feather").read_bytes()[:-900])
     with pytest.raises(IntegrityError, match=r"t\.feather does not parse: .*expected .* Arrow, CSV or JSON lines"):
         list_images(source)
+
+
+@pytest.mark.parametrize("name", ["a.feather", "a.arrow"])
+def test_columns_of_any_type_before_the_label_change_no_label(name: str, tmp_path: Path):
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([20, 60], pa.int32()), pa.array(["a", "b"]))
+    columns = {"runs": runs, "label": ["x", "y"] * 30, "image": IMAGES}
+    if hasattr(pa, "string_view"):
+        columns = {"view": pa.array([f"a text of {'many' * 9} bytes"] * 60, pa.string_view()), **columns}
+    table = pa.table(columns)
+    opened = pa.ipc.new_file if name.endswith(".feather") else pa.ipc.new_stream
+    with opened(str(tmp_path / name), table.schema) as out:
+        out.write_table(table, max_chunksize=20)
+    listing = list_images(SourceConfig(uri=str(tmp_path / name), kind="arrow"))
+    assert [image.label == "xy"[image.place % 2] for image in images_of(listing)] == [True] * 60
+
+
+def test_of_columns_with_one_name_the_first_is_read(tmp_path: Path):
+    table = pa.Table.from_arrays(
+        [pa.array(IMAGES), pa.array(["x"] * 60), pa.array(["a"] * 60), pa.array(["b"] * 60)],
+        names=["image", "label", "note", "note"],
+    )
+    pyarrow.feather.write_feather(table, str(tmp_path / "a.feather"))
+    source = SourceConfig(uri=str(tmp_path / "a.feather"), kind="arrow", extra_columns=("note",))
+    [image, *_] = images_of(list_images(source))
+    assert '"a"' in image.extra and '"b"' not in image.extra
+
+
+def test_coordinates_that_are_not_read_are_named(tmp_path: Path):
+    sides = {name: [1] * 60 for name in ("xmin", "ymin", "xmax", "ymax")}
+    source = write_table(tmp_path / "a.parquet", {"image": IMAGES, "label": ["x"] * 60, **sides})
+    assert any("source.boxes.field" in each for each in list_images(source).warnings)

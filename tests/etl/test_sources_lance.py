@@ -119,3 +119,15 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path):
     file.unlink()
     with pytest.raises(IntegrityError, match="has lost 1 of its 2 files"):
         list_images(source)
+
+
+def test_a_named_column_of_uris_goes_before_columns_of_bytes(tmp_path: Path):
+    """Small pictures of the images may stand beside their paths."""
+    files = [tmp_path / f"{number}.png" for number in range(4)]
+    for number, file in enumerate(files):
+        file.write_bytes(picture(number))
+    rows = pa.table({"path": [str(file) for file in files], "label": ["a", "b"] * 2, "small": [b"x"] * 4})
+    lance.write_dataset(rows, str(tmp_path / "t"))
+    source = SourceConfig(kind="lance", uri=str(tmp_path / "t"), uri_field="path")
+    reader = SOURCES["lance"](source).open(10_000)
+    assert [reader.read(image) for image in images_of(list_images(source))] == [picture(number) for number in range(4)]

@@ -18,6 +18,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.plan import plan_build
 from etl.sources import SOURCES, table_rows
+from etl.sources.recognise import recognise
 from shardmill.errors import IntegrityError, RejectLimitExceeded, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
@@ -565,3 +566,10 @@ def test_a_late_key_that_is_named_like_one_of_ours_is_reported(tmp_path: Path):
     assert "its column 'splt' is ignored" in warning
     with pytest.raises(UsageError, match="category"):
         list_images(table(tmp_path, {"category": "cat"}))
+
+
+def test_a_shard_number_behind_the_suffix_hides_no_format(tmp_path: Path):
+    source = write_table(tmp_path / "t.csv", {"uri": ["a.jpg", "b.jpg"], "label": ["cat", "dog"]})
+    numbered = (tmp_path / "t.csv").rename(tmp_path / "t.csv-00000-of-00002")
+    assert recognise(str(numbered)) == "table"
+    assert list_images(source.model_copy(update={"uri": str(numbered)})).num_images == 2

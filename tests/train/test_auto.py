@@ -21,6 +21,7 @@ from train.config import TrainConfig
 from train.contracts.mesh import MeshShape
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import rank_slots_problem
+from train.planning import setup
 from train.planning.estimate import Pace, Shares, estimate_training
 from train.planning.memory import Memory
 from train.planning.memory_fit import FIT_RULES, MemoryFacts, MemoryRecord, fit
@@ -168,6 +169,8 @@ def test_no_more_ranks_are_chosen_than_there_are_rows():
     [
         ({}, {}, (1, "single", "inline")),
         ({"strategy": "horovod"}, {}, (1, "horovod", "inline")),
+        # A Keras model on the PyTorch backend: a process can load only one Keras backend.
+        ({"strategy": "torch_ddp"}, {}, (1, "torch_ddp", "local")),
         ({"rank_weights": (1.0, 2.0)}, {}, (2, "horovod", "local")),
         ({}, {"spark.executor.instances": "4"}, (4, "horovod", "spark_barrier")),
         ({"launcher": "local"}, {"spark.executor.instances": "4"}, (1, "single", "local")),
@@ -185,6 +188,13 @@ def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, sett
     assert (found.num_workers, found.strategy, found.launcher) == expected
     if asked.epochs == 1:
         assert resolve(asked, section).config.num_workers == 4, "before there is a dataset"
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "torch_ddp"}, {"mesh": {"fsdp": 2}}], ids=str)
+def test_gpus_are_those_of_the_framework_that_a_strategy_needs(settings, monkeypatch: pytest.MonkeyPatch):
+    """TensorFlow's CPU build beside PyTorch sees none."""
+    monkeypatch.setattr(setup, "gpus_here", lambda config, backend: ("gpu",) * 8 if backend == "torch" else ())
+    assert resolve(TrainConfig(**settings), SparkConfig()).config.num_workers == 8
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from train.launching import LAUNCHERS
 from train.launching.connection import StopAgreement, StopPoint
 from train.launching.rank_failures import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.models.user import source_sha256
+from train.planning.checks import check
 from train.planning.plan import TrainingPlan
 from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
@@ -403,6 +404,16 @@ def test_ranks_that_hold_a_model_together_go_on_in_a_layout_that_is_allowed(tiny
     dataset, observer = open_dataset(tiny_uri), DriverRecorder()
     divided = {"strategy": "tensor_parallel", "model": "tests.train.torch_models:tiny_vit"}
     assert go_on_through([lost(1, {3})], partial(check_fewer, observer=observer), dataset, **divided) == ([4, 2], None)
+
+
+def test_a_schedule_that_the_ranks_that_are_left_cannot_run_is_refused_before_they_start():
+    """Sixteen microbatches make no equal rounds on three ranks."""
+    rounds = {"schedule": "interleaved_1f1b", "num_microbatches": 16}
+    piped = TrainConfig(strategy="pipeline_parallel", model=GELU, global_batch_size=64, pipeline_parallel=rounds)
+    fewer = {number: resolve(piped.model_copy(update={"num_workers": number}), SparkConfig()) for number in (2, 3)}
+    check(fewer[2], of_ranks=True)
+    with pytest.raises(UsageError, match="num_microbatches = 16"):
+        check(fewer[3], of_ranks=True)
 
 
 @pytest.mark.parametrize(

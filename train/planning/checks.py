@@ -325,7 +325,7 @@ CHECKS = (
         of_ranks=True,
     ),
     Check("train.launcher", _launcher_problem),
-    Check("train.strategy", lambda setup: setup.strategy.check(setup.config)),
+    Check("train.strategy", lambda setup: setup.strategy.check(setup.config), of_ranks=True),
     Check("train.accumulation_steps", _microbatches_problem),
     Check("unused options", _unused_problem),
     Check("train.optimizer", lambda setup: check_optimizer(setup.config)),

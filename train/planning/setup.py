@@ -359,7 +359,7 @@ def resolve(
     config, ranks_reason, streams_reason = asked, "", ""
     packages = frozenset(imported_packages(config))
     framework = framework_of(config, packages)
-    facts = _facts(config, spark, dataset, packages, framework or "keras")
+    facts = _facts(config, spark, dataset, packages, framework)
     if not config.num_workers:
         num_workers, ranks_reason = choose_ranks(config, facts)
         config = config.model_copy(update={"num_workers": num_workers})
@@ -377,6 +377,7 @@ def resolve(
         streams_reason = f"{of_batch}, and is at least 8 and the ranks"
     mesh = mesh_of(config)
     backend = choose_backend(config, packages, framework)
+    facts = replace(facts, backend=backend, is_keras_model="keras" in packages)
     launcher, launcher_reason = config.launcher, "set by train.launcher"
     if launcher == AUTO:
         _refuse_started_by_others()
@@ -466,8 +467,10 @@ def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
 
 
 def _facts(
-    config: TrainConfig, spark: SparkConfig, dataset: Dataset | None, packages: frozenset[str], backend: str
+    config: TrainConfig, spark: SparkConfig, dataset: Dataset | None, packages: frozenset[str], framework: str
 ) -> Facts:
+    axes = frozenset(axis for axis, size in config.mesh.sizes.items() if axis != "data" and size > 1)
+    backend = framework or _backend_of_strategy(config, axes)
     entries = {**STRATEGIES.entries, **LAUNCHERS.entries}
     gpus = gpus_here(config, backend)
     # Of several GPUs a process of TensorFlow uses all, unless its strategy is set to one that gives each rank one.
@@ -490,11 +493,19 @@ def _facts(
         may_use_cluster=config.launcher == AUTO or is_on_spark(config.launcher),
         num_slots=num_rank_slots(spark.master, spark.train.conf),
         rank_slots_problem=rank_slots_problem(spark.master, spark.train.conf) or "",
-        axes=frozenset(axis for axis, size in config.mesh.sizes.items() if axis != "data" and size > 1),
+        axes=axes,
         mesh_ranks=math.prod(max(1, size) for size in config.mesh.sizes.values()),
         num_steps=config.epochs * -(-split.num_rows // config.global_batch_size) if split else None,
         num_rows=split.num_rows if split else None,
     )
+
+
+def _backend_of_strategy(config: TrainConfig, axes: frozenset[str]) -> str:
+    """The first backend of the strategy that is set, or of one that shares a model over such axes; else Keras."""
+    if config.strategy != AUTO:
+        return STRATEGIES[config.strategy].backends[0]
+    sharing = (each for each in strategies_that_share().values() if axes and axes <= {*each.axes})
+    return next((each.backends[0] for each in sharing), "keras")
 
 
 def _num_ranks(config: TrainConfig) -> int:

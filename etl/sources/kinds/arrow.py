@@ -60,8 +60,6 @@ class ArrowFile:
         with _parsing("its schema"):
             self.schema = pa.ipc.read_schema(pa.py_buffer(self._read(self._messages[0])))
             self._names = [field.name for field in self.schema]
-            # Each column's first buffer in a record batch, and the end of the last one's.
-            self._buffers = (0, *itertools.accumulate(_num_buffers(field.type) for field in self.schema))
         self._batches = [each for each in self._messages if each.kind == _BATCH]
         # First row of each record batch, and the end of the last one.
         self._first_rows = (0, *itertools.accumulate(each.num_rows for each in self._batches))
@@ -104,11 +102,12 @@ class ArrowFile:
         # Pages of zeros take no memory until they are written to.
         data = np.zeros(start + message.body_bytes + len(_END), np.uint8)
         data[:start], data[-len(_END) :] = np.frombuffer(opening + head, np.uint8), np.frombuffer(_END, np.uint8)
-        places, num_bytes = [self._names.index(name) for name in names], 0
+        # Of columns with one name, the first; Arrow gives each place once.
+        places, num_bytes = dict.fromkeys(self._names.index(name) for name in names), 0
         with _parsing(f"record batch {number}"):
-            buffers, is_packed = _buffers_of(head)
+            buffers, is_packed = _buffers_of(head, self.schema)
             for place in places:
-                for offset, length in buffers[self._buffers[place] : self._buffers[place + 1]]:
+                for offset, length in buffers[place]:
                     if not 0 <= offset <= offset + length <= message.body_bytes:
                         raise ValueError("a buffer lies outside of it")
                     self._stream.seek(message.start + message.head_bytes + offset)
@@ -122,13 +121,14 @@ class ArrowFile:
                         )
                     self._stream.seek(message.start + message.head_bytes + offset)
                     data[start + offset : start + offset + length] = np.frombuffer(self._stream.read(length), np.uint8)
-        options = pa.ipc.IpcReadOptions(included_fields=places, use_threads=False)
+        options = pa.ipc.IpcReadOptions(included_fields=[*places], use_threads=False)
         with pa.ipc.open_stream(pa.py_buffer(data), options=options) as reader:
             batch = reader.read_next_batch()
         # Without this, offsets of a damaged file lead anywhere in memory.
         batch.validate(full=True)
         found = dict(zip(sorted(places), batch.columns, strict=True))
-        return pa.table([found[place] for place in places], names=list(names), metadata=self.schema.metadata)
+        columns = [found[self._names.index(name)] for name in names]
+        return pa.table(columns, names=list(names), metadata=self.schema.metadata)
 
     def _read(self, message: _Message, *, with_body: bool = True) -> bytes:
         self._stream.seek(message.start)
@@ -202,32 +202,50 @@ def _number(head: bytes, place: int) -> int:
     return struct.unpack_from("<q", head, place)[0] if place else 0
 
 
-def _buffers_of(head: bytes) -> tuple[list[tuple[int, int]], bool]:
-    """Offset and length of each buffer of a record batch, and whether they are packed."""
+def _buffers_of(head: bytes, schema: pa.Schema) -> tuple[list[list[tuple[int, int]]], bool]:
+    """Offset and length of each buffer of each column of a record batch, and whether they are packed."""
     batch = _target(head, _field(head, _root(head), 2))
-    vector, packing = _target(head, _field(head, batch, 2)), _field(head, batch, 3)
-    [count] = struct.unpack_from("<I", head, vector)
-    buffers = [struct.unpack_from("<qq", head, vector + 4 + 16 * number) for number in range(count)]
-    return buffers, packing != 0
+    packing, counts = _field(head, batch, 3), _vector(head, _field(head, batch, 4), "<q")
+    buffers, num_more = _vector(head, _field(head, batch, 2), "<qq"), (count for [count] in counts)
+    ends = [0, *itertools.accumulate(_num_buffers(field.type, num_more) for field in schema)]
+    if ends[-1] != len(buffers):
+        raise ValueError(f"it has {len(buffers)} buffers, and columns of its types {ends[-1]}")
+    return [buffers[first:end] for first, end in itertools.pairwise(ends)], packing != 0
 
 
-def _num_buffers(kind: pa.DataType) -> int:
-    """Of a column, those of its children included, in the order of the message."""
+def _vector(head: bytes, place: int, item: str) -> list[tuple[int, ...]]:
+    """The structs or numbers of a field; none without it."""
+    if not place:
+        return []
+    start = _target(head, place)
+    [count] = struct.unpack_from("<I", head, start)
+    return [struct.unpack_from(item, head, start + 4 + struct.calcsize(item) * number) for number in range(count)]
+
+
+def _num_buffers(kind: pa.DataType, num_more: Iterator[int]) -> int:
+    """Of a column, those of its children included, in the order of the message.
+
+    `num_more`: for each column of views, the buffers that it has beside the views.
+    """
     if isinstance(kind, pa.BaseExtensionType):
-        return _num_buffers(kind.storage_type)
+        return _num_buffers(kind.storage_type, num_more)
     if pa.types.is_null(kind):
         return 0
+    if str(kind) in ("string_view", "binary_view"):
+        return 2 + next(num_more, 0)
+    if pa.types.is_run_end_encoded(kind):
+        return _num_buffers(kind.run_end_type, num_more) + _num_buffers(kind.value_type, num_more)
     if pa.types.is_struct(kind) or pa.types.is_union(kind):
         own = 2 if pa.types.is_union(kind) and kind.mode == "dense" else 1
         inner = [kind.field(place) for place in range(kind.num_fields)]
         # A name that is no text is found here, and not where it is used.
-        return own + sum(_num_buffers(field.type) for field in inner if field.name is not None)
+        return own + sum(_num_buffers(field.type, num_more) for field in inner if field.name is not None)
     if pa.types.is_map(kind):
-        return 3 + _num_buffers(kind.key_type) + _num_buffers(kind.item_type)
+        return 3 + _num_buffers(kind.key_type, num_more) + _num_buffers(kind.item_type, num_more)
     if pa.types.is_fixed_size_list(kind):
-        return 1 + _num_buffers(kind.value_type)
+        return 1 + _num_buffers(kind.value_type, num_more)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return 2 + _num_buffers(kind.value_type)
+        return 2 + _num_buffers(kind.value_type, num_more)
     has_offsets = pa.types.is_string(kind) or pa.types.is_binary(kind)
     return 3 if has_offsets or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) else 2
 

@@ -285,5 +285,6 @@ def source_of_rows(
     config: SourceConfig, files: Containers, row_format: RowFormat, schema: pa.Schema
 ) -> ImageRows | TableSource:
     """Of a table whose rows hold the images, or name them; `schema` tells which."""
-    holds = config.image_field or any(bytes_leaf(field) is not None for field in schema)
+    is_named = bool(config.uri_field) and not config.image_field
+    holds = config.image_field or (not is_named and any(bytes_leaf(field) is not None for field in schema))
     return (ImageRows if holds else TableSource)(config, files, row_format)
