@@ -30,14 +30,18 @@ import pytest
 from scripts.test_for import ROOT, costs_of, named_tests, tests_for
 
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.toml"
+BETWEEN_PROCESSES = {
+    "shardmill/child_process.py": ("tests/shardmill/test_child_process.py", "tests/etl/test_engines.py"),
+    "train/strategies/torch_ddp.py": ("tests/train/test_torch_ddp.py", "tests/train/test_torch_buckets.py"),
+}
+"""Modules whose promises only tests that start processes see, and those tests."""
 PROMISES = (
     "shardmill/epoch_plan.py", "shardmill/mix.py", "shardmill/dataset/commit.py", "shardmill/dataset/manifest.py",
     "shardmill/dataset/leases.py", "shardmill/dataset/maintenance/gc.py", "etl/units/write_unit.py",
     "shardmill/images/process.py", "etl/units/results.py", "train/checkpoints/checkpoint.py",
     "train/checkpoints/checkpoint_writer.py", "train/rank/session.py", "train/launching/watchdog.py",
-    "train/launching/messages.py", "shardmill/child_process.py", "train/strategies/torch_ddp.py",
-    "train/strategies/horovod.py", "train/published/export.py", "train/published/gate.py",
-    "shardmill/formats/parquet.py", "shardmill/formats/tfrecord.py",
+    "train/launching/messages.py", "train/strategies/horovod.py", "train/published/export.py",
+    "train/published/gate.py", "shardmill/formats/parquet.py", "shardmill/formats/tfrecord.py", *BETWEEN_PROCESSES,
 )  # fmt: skip
 SEED, COUNT = 0, 10
 _OURS = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "tests", "scripts")
@@ -183,6 +187,7 @@ class Laboratory:
     """
 
     def __init__(self) -> None:
+        self.tier = "fast"
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         self.root = Path(self._folder.name)
         listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
@@ -236,7 +241,7 @@ class Laboratory:
             for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
                 del sys.modules[name]
             sys.path[:] = [str(self.root), *(each for each in sys.path if Path(each).resolve() != ROOT)]
-            options = ["-x", "-q", "--tier", "fast", "-p", "no:cacheprovider"]
+            options = ["-x", "-q", "--tier", self.tier, "-p", "no:cacheprovider"]
             status = int(pytest.main([*options, *tests], plugins=[_Imported(self.root / "imported")]))
             sys.stdout.flush()
         finally:
@@ -314,7 +319,8 @@ def main() -> int:
     laboratory = Laboratory()
     survivors: list[Mutant] = []
     for file in given.files:
-        tests = given.tests or tests_of(file, given.limit)
+        laboratory.tier = "test" if file in BETWEEN_PROCESSES else "fast"
+        tests = given.tests or BETWEEN_PROCESSES.get(file) or tests_of(file, given.limit)
         survivors += report(laboratory, file, tests, given.count, given.seed)
     return 1 if survivors else 0
 

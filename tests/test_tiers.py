@@ -62,7 +62,12 @@ def run(folder: Path, *options: str) -> dict[str, str]:
     (folder / "conftest.py").write_text("from tests.lab import costs\n\ncosts._FAR = 0.5\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.lab.tiers", "-p", "tests.lab.costs", "-vv", *options]
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDMILL_FULL": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("test_some.py::")]
     return {name.partition("::")[2].removeprefix("test_"): outcome for name, outcome, *_ in lines}

@@ -209,7 +209,8 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
     airflow.mark_failed(TRAINING_ID, run_id, "train")
     airflow.clear(TRAINING_ID, run_id, "train")
 
-    # Airflow loses sight of the next attempt, which is frozen, with all that runs it; another one ends the run.
+    # Airflow loses sight of the next attempt, which is frozen, with all that runs it. The run is still at work here, so
+    # another one is refused.
     wait_for_ranks(airflow, folder, TRAINING_ID, try_number=3)
     task = task_process(airflow, TRAINING_ID, try_number=3)
     watchers = [parent_of(task), task]
@@ -217,23 +218,23 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
     send(signal.SIGSTOP, *watchers, *lost)
     airflow.mark_failed(TRAINING_ID, run_id, "train")
     airflow.clear(TRAINING_ID, run_id, "train")
-    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=4)
+    logs = airflow.home / "logs" / f"dag_id={TRAINING_ID}"
+    airflow.wait_for(
+        "the refusal of the next attempt",
+        lambda: any("is at work in another process" in log.read_text() for log in logs.glob("**/attempt=4.log")),
+    )
+    airflow.wait_for("its end", lambda: airflow.tasks(TRAINING_ID, run_id)["train"]["state"] == "failed")
+
+    # Once the frozen one is killed, the next one ends the run.
+    send(signal.SIGKILL, *watchers, *lost)
+    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=3)
+    airflow.clear(TRAINING_ID, run_id, "train")
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=5)
     (folder / "gate" / TRAINING_ID / "open").touch()
     airflow.wait_for_end(TRAINING_ID, run_id)
-    left = files_of(folder / "work" / "own")
     # Of the whole pipeline it is a part: the ETL was another run's.
     assert run_of(folder, TRAINING_ID, run_id).summary()["status"] == "partial"
 
-    # It wakes up: refused, and what the run has left stays as it is, on disk and in Airflow.
-    send(signal.SIGCONT, *lost)
-    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=3)
-    send(signal.SIGCONT, *watchers)
-    logs = airflow.home / "logs" / f"dag_id={TRAINING_ID}"
-    airflow.wait_for(
-        "the end of the lost attempt",
-        lambda: any("ERROR 6: attempt 3 at" in log.read_text() for log in logs.glob("**/task_id=train/attempt=3.log")),
-    )
-    assert files_of(folder / "work" / "own") == left
     assert {airflow.tasks(TRAINING_ID, run_id)[name]["state"] for name in ("drift", "train")} == {"success"}
 
     # A run with nothing new starts no training; one that is done again makes no other version and no other training.
@@ -242,12 +243,6 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
     assert len(airflow.runs(TRAINING_ID)) == 1
     told = [(event["source_task_id"], event["source_run_id"]) for event in events(airflow, ASSET_ID, TRAINING_ID)]
     assert sorted(told) == [("etl", published), ("promote", run_id)]
-
-
-def files_of(workdir: Path) -> dict[str, bytes]:
-    """All that a config's runs have left, but for their logs."""
-    files = (file for file in workdir.rglob("*") if file.is_file() and file.suffix in (".json", ".html", ".pt"))
-    return {str(file.relative_to(workdir)): file.read_bytes() for file in files}
 
 
 def send(signal_number: int, *pids: int) -> None:

@@ -176,7 +176,7 @@ def test_a_fork_server_forks_from_a_single_thread_and_its_loss_costs_nothing_but
     plan = plan_build(local_tree(images), run_id="r")
     with closing(ForkServer()) as server:
         runner = UnitRunner(encode_task(plan.task), server.start_worker)
-        [server_process] = [int(each.split()[0]) for each in children(os.getpid()) if "import serve" in each]
+        server_process = server._process.pid
         assert os.listdir(f"/proc/{server_process}/task") == [str(server_process)]
         finished = [run_unit(runner, plan.units[0])]
         os.kill(server_process, signal.SIGKILL)

@@ -146,6 +146,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         _running = None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Behind the last test ends what the whole session has used."""
+    if _running is not None and nextitem is None:
+        _running.may_start = None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

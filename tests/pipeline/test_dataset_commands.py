@@ -251,11 +251,11 @@ def test_it_reports_what_would_stay_and_what_would_be_made(tmp_path: Path):
     assert of_dataset(plan(tmp_path)) == (1, 57, 3, 3)
     assert of_dataset(plan(tmp_path, "etl.image_size=8")) == (1, 0, 60, 60)
     assert of_dataset(plan(tmp_path, "etl.write_mode=append")) == (1, 60, 0, 3)
-    broken = tmp_path / "images" / "class_0" / "empty.png"
-    broken.touch()
+    outside = tmp_path / "images" / "class_0" / "link.png"
+    outside.symlink_to("/etc/hostname")
     with pytest.raises(RejectLimitExceeded, match="etl.max_reject_fraction allows 0; nothing was published; fix the"):
         plan(tmp_path, "etl.max_reject_fraction=0")
-    broken.unlink()
+    outside.unlink()
     for file in files[2:40]:
         file.unlink()
     with pytest.raises(StorageError, match="max_vanished_fraction"):

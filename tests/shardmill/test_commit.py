@@ -119,6 +119,22 @@ def test_another_content_under_the_number_is_a_conflict_that_names_both_runs(tmp
     assert read_manifest(store, 2) == winner and check_recorded(store, 2)
 
 
+def test_an_interrupted_request_is_sent_again_before_the_commit_is_given_up(tmp_path: Path, monkeypatch):
+    """It may be on its way, and arrive after `gc` has deleted what it names."""
+    draft, store, sent = _draft(tmp_path), open_store(tmp_path / "dataset"), list[str]()
+
+    def interrupted_once(self: LocalStore, path: str, data: bytes, put=LocalStore.put_if_absent) -> bool:
+        sent.append(path)
+        if len(sent) == 1:
+            raise KeyboardInterrupt
+        return put(self, path, data)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        publish(store, draft)
+    assert sent == [manifest_path(2)] * 2 and read_manifest(store, 2) == draft
+
+
 class _Ended(BaseException):
     """In the place of a kill, or of a lease that has lapsed."""
 

@@ -300,15 +300,13 @@ def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elas
         from horovod.spark.runner import _task_fn  # pyright: ignore[reportPrivateUsage]
 
         # The rank's process inherits the environment, and what Spark added to this process's path is not in there.
-        before = os.environ.get("PYTHONPATH")
+        before = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = python_path()
         try:
             with listening_on(settings.nics):
                 yield _task_fn(index, driver_addresses, key, settings, use_gloo, is_elastic)
         finally:
-            os.environ.pop("PYTHONPATH")
-            if before is not None:
-                os.environ["PYTHONPATH"] = before
+            os.environ["PYTHONPATH"] = before  # empty is as good as not set
 
     return OnExecutor(mapper)
 
