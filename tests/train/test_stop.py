@@ -409,7 +409,8 @@ def test_ranks_that_hold_a_model_together_go_on_in_a_layout_that_is_allowed(tiny
 def test_a_schedule_that_the_ranks_that_are_left_cannot_run_is_refused_before_they_start():
     """Sixteen microbatches make no equal rounds on three ranks."""
     rounds = {"schedule": "interleaved_1f1b", "num_microbatches": 16}
-    piped = TrainConfig(strategy="pipeline_parallel", model=GELU, global_batch_size=64, pipeline_parallel=rounds)
+    settings = {"strategy": "pipeline_parallel", "model": GELU, "global_batch_size": 64, "pipeline_parallel": rounds}
+    piped = TrainConfig.model_validate(settings)
     fewer = {number: resolve(piped.model_copy(update={"num_workers": number}), SparkConfig()) for number in (2, 3)}
     check(fewer[2], of_ranks=True)
     with pytest.raises(UsageError, match="num_microbatches = 16"):

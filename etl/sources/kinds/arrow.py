@@ -202,7 +202,7 @@ def _number(head: bytes, place: int) -> int:
     return struct.unpack_from("<q", head, place)[0] if place else 0
 
 
-def _buffers_of(head: bytes, schema: pa.Schema) -> tuple[list[list[tuple[int, int]]], bool]:
+def _buffers_of(head: bytes, schema: pa.Schema) -> tuple[list[list[tuple[int, ...]]], bool]:
     """Offset and length of each buffer of each column of a record batch, and whether they are packed."""
     batch = _target(head, _field(head, _root(head), 2))
     packing, counts = _field(head, batch, 3), _vector(head, _field(head, batch, 4), "<q")
