@@ -87,12 +87,17 @@ def integers_at(data: bytes | memoryview, places: np.ndarray) -> np.ndarray:
 
 def _field_of(data: bytes | memoryview, position: int, end: int) -> ValueRange:
     """Where the payload of a message's next length-delimited field lies."""
-    # Of a message of ours each tag is one byte: the number of a field is below 16.
-    while data[position] & 7 == VARINT:
-        _, position = _read_varint(data, position + 1)
-    if data[position] & 7 != LENGTH_DELIMITED:
-        raise IntegrityError(f"a record is not a tf.Example: unexpected wire type {data[position] & 7}")
-    length, position = data[position + 1], position + 2
+    while True:
+        tag, position = data[position], position + 1
+        # Of a message of ours each tag is one byte: the number of a field is below 16.
+        if tag > 0x7F:
+            tag, position = _read_varint(data, position - 1)
+        if tag & 7 != VARINT:
+            break
+        _, position = _read_varint(data, position)
+    if tag & 7 != LENGTH_DELIMITED:
+        raise IntegrityError(f"a record is not a tf.Example: unexpected wire type {tag & 7}")
+    length, position = data[position], position + 1
     if length > 0x7F:
         length, position = _read_varint(data, position - 1)
     if position + length > end:

@@ -467,7 +467,7 @@ def test_weights_have_names_by_which_they_are_decayed_and_frozen():
 
 
 def test_without_tensorflow_a_model_with_a_twin_is_that_module(monkeypatch):
-    monkeypatch.setattr("train.models.user._has_torch_alone", lambda: True)
+    monkeypatch.setattr("train.models.user.find_spec", lambda name: None if name == "tensorflow" else "found")
     config = resolve(TrainConfig(), SparkConfig()).config
     assert (config.model, config.backend, config.strategy, config.launcher) == (
         "small_cnn",
