@@ -31,6 +31,7 @@ from scripts.test_for import ROOT, costs_of, named_tests, tests_for
 
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.toml"
 BETWEEN_PROCESSES = {
+    "shardmill/child_process.py": ("tests/shardmill/test_child_process.py", "tests/etl/test_engines.py"),
     "train/strategies/torch_ddp.py": ("tests/train/test_torch_ddp.py", "tests/train/test_torch_buckets.py"),
 }
 """Modules whose promises only tests that start processes see, and those tests."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import threading
 from typing import IO, Any, cast
 
 import pytest
 
-from shardmill.child_process import LENGTHS, pack_message, read_message
+from shardmill.child_process import LENGTHS, ChildDied, ChildProcess, ended, pack_message, read_message, start_python
 
 MESSAGE = ({"key": "é", "size": 3}, b"\0\1\2")
 
@@ -48,3 +52,33 @@ def test_a_message_whose_sender_died_inside_it_is_dropped(kind):
     data = bytes_of(*MESSAGE)
     for end in range(len(data)):
         assert read_message(cast("IO[bytes]", kind(data[:end]))) is None, end
+
+
+def test_a_message_that_a_pipe_does_not_hold_waits_for_its_reader():
+    (requests_out, requests), (answers, answers_in) = os.pipe(), os.pipe()
+    child, received = ChildProcess(0, requests, answers, lambda seconds: None), list[Any]()
+    with os.fdopen(requests_out, "rb") as reader:
+        thread = threading.Thread(target=lambda: received.append(read_message(reader)))
+        thread.start()
+        child.send({"key": "a"}, b"x" * 1_000_000)
+        thread.join(60)
+    assert received == [({"key": "a"}, b"x" * 1_000_000)]
+    child.end()
+    os.close(answers_in)
+
+
+@pytest.mark.parametrize(("status", "words"), [(None, "closes its pipe"), (-9, "exit status -9")])
+def test_a_child_that_died_says_how(status: int | None, words: str):
+    assert str(ChildDied(status)) == words
+
+
+@pytest.mark.starts("program")
+@pytest.mark.parametrize("own_session", [False, True])
+def test_ctrl_c_waits_for_a_child_of_this_session_alone_and_one_that_stays_is_killed(own_session: bool):
+    code = "import signal, time; print(signal.SIGINT in signal.pthread_sigmask(0, ()), flush=True); time.sleep(60)"
+    begun = start_python(
+        ["-c", code], dict(os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, own_session=own_session
+    )
+    with begun:
+        assert begun.stdout is not None and begun.stdout.readline() == f"{not own_session}\n".encode()
+        assert ended(begun, 0.0) is None and begun.returncode == -signal.SIGKILL
