@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from shardmill.jobs.json_log import is_json_log_asked, log_as_json
+from shardmill.jobs.json_log import log_as_json, logs_json
 from shardmill.jobs.observer import AS_JSON, VARIABLE, WARNING, Bar, FieldValue, Observer, SilentObserver, as_line
 from shardmill.words import printable
 
@@ -46,7 +46,7 @@ class Screen(Protocol):
 
 def open_screen() -> Screen:
     """The screen of this process's stderr."""
-    if os.environ.get(VARIABLE) == AS_JSON and not is_json_log_asked():
+    if os.environ.get(VARIABLE) == AS_JSON and not logs_json():
         return RelayedBars()
     return TerminalBars() if sys.stderr.isatty() else PlainLines()
 
@@ -282,7 +282,7 @@ class RunProgress:
                     self.finish(line) if name == "train.epoch" else self.say(line)
 
     def _line_of(self, name: str, fields: Mapping[str, FieldValue], numbers: Mapping[str, int | float]) -> str:
-        """What people are told of an event; empty for one that is only recorded."""
+        """The line that a terminal shows for an event; empty for one that is only recorded."""
         is_main = fields.get("rank", 0) == 0
         if name == "train.epoch" and is_main:
             return _epoch_line(self._epoch(numbers), numbers)

@@ -44,10 +44,10 @@ class JsonLog(io.TextIOBase):
         return len(text)
 
     def event(self, name: str, fields: Mapping[str, FieldValue], message: str) -> None:
-        """Append an event; `message`: what people are told of it, "" for nothing."""
+        """Append an event; `message`: the line that a terminal would show, or ""."""
         level = "warning" if WARNING in fields else "info"
-        told = {"message": message} if message else {}
-        self._append(level, {"event": name, **redacted(dict(fields)), **told})
+        line = {"message": message} if message else {}
+        self._append(level, {"event": name, **redacted(dict(fields)), **line})
 
     def _append(self, level: str, values: Mapping[str, Any]) -> None:
         run = {"run_id": self.run_id} if self.run_id else {}
@@ -84,19 +84,19 @@ def _as_json(value: Any) -> Any:
 _logs: list[JsonLog] = []
 
 
-def is_json_log_asked() -> bool:
-    """Whether processes log as JSON. Raises UsageError for a format that there is not."""
+def start_json_log() -> None:
+    """From now on this process's stderr is JSON, if the environment says so. Raises UsageError for another format."""
     asked = os.environ.get(VARIABLE) or FORMATS[0]
     if asked not in FORMATS:
         raise UsageError(f"{VARIABLE} is {asked!r}", f"expected {' or '.join(FORMATS)}", "correct it, or unset it")
-    return asked == "json"
-
-
-def start_json_log() -> None:
-    """From now on this process's stderr is JSON, if that is asked for. Raises UsageError."""
-    if is_json_log_asked() and not _logs:
+    if asked == "json" and not _logs:
         _logs.append(JsonLog(sys.stderr))
         sys.stderr = _logs[0]
+
+
+def logs_json() -> bool:
+    """Whether this process's stderr is JSON."""
+    return bool(_logs)
 
 
 def name_run(run_id: str) -> None:
@@ -109,4 +109,4 @@ def log_as_json(name: str, fields: Mapping[str, FieldValue], message: str = "") 
     """Write an event if stderr is JSON. -> whether it is; if not, the caller writes for people."""
     for log in _logs:
         log.event(name, fields, message)
-    return bool(_logs)
+    return logs_json()

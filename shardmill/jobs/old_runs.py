@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from shardmill.dataset.maintenance.gc import Garbage, Retention
 from shardmill.errors import CommitConflict
-from shardmill.jobs.run_record import EVENTS, alone_in_run
+from shardmill.jobs.run_files import EVENTS, RUNS
+from shardmill.jobs.run_record import alone_in_run
 from shardmill.storage import Store, StoredFile
-
-RUNS = "runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ def plan_runs(store: Store, retention: Retention, now: float) -> RunsReport:
     """
     files, newest = defaultdict[str, list[StoredFile]](list), dict[str, float]()
     for file in store.list(RUNS):
-        run_id = file.path.split("/")[1]
+        run_id = _run_of(file)
         files[run_id].append(file)
         newest[run_id] = max(newest.get(run_id, 0.0), file.mtime_ns / 1e9)
     # A folder without events is not of a run.
@@ -54,19 +53,19 @@ def collect_runs(store: Store, retention: Retention) -> RunsReport:
 
     Killed at any point, it is run again. Ages are by this machine's clock.
     """
-    planned, deleted = plan_runs(store, retention, time.time()), list[str]()
-    for run_id in planned.expired:
+    planned, deleted = plan_runs(store, retention, time.time()), dict[str, list[Garbage]]()
+    for run_id, files in itertools.groupby(planned.garbage, lambda each: _run_of(each.file)):
         with suppress(CommitConflict, FileNotFoundError), alone_in_run(store, run_id):
-            for each in _of_run(planned, run_id):
+            found = list(files)
+            for each in found:
                 store.delete(each.file.path)
-            deleted.append(run_id)
-    at_work = tuple(each for each in planned.expired if each not in deleted)
-    garbage = (each for run_id in deleted for each in _of_run(planned, run_id))
-    return RunsReport(tuple(deleted), (*at_work, *planned.retained), tuple(garbage))
+            deleted[run_id] = found
+    at_work = (each for each in planned.expired if each not in deleted)
+    return RunsReport(tuple(deleted), (*at_work, *planned.retained), tuple(itertools.chain(*deleted.values())))
 
 
-def _of_run(report: RunsReport, run_id: str) -> Iterator[Garbage]:
-    return (each for each in report.garbage if each.file.path.startswith(f"{RUNS}/{run_id}/"))
+def _run_of(file: StoredFile) -> str:
+    return file.path.split("/")[1]
 
 
 def _in_deletion_order(files: list[StoredFile]) -> list[StoredFile]:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
 
 
-SUMMARY = "summary.json"
+RUNS = "runs"
+SUMMARY, EVENTS = "summary.json", "events.jsonl"
 # What file systems take as a name.
 _MAX_RUN_ID_BYTES = 255
 
@@ -94,7 +95,7 @@ def run_folder(run_id: str) -> str:
             f"expected a name of at most {_MAX_RUN_ID_BYTES} bytes without '/', backslash, leading dot or tilde",
             "give --run-id a name such as monday-1",
         )
-    return f"runs/{run_id}"
+    return f"{RUNS}/{run_id}"
 
 
 def write_stage_record(workdir: str | Path, run_id: str, record: StageRecord) -> None:
@@ -168,12 +169,12 @@ def write_summary(workdir: str | Path, run_id: str, state: RunState, sections: S
 
 def latest_run(workdir: str | Path) -> str:
     """The run with a stage record below `workdir` that logged an event last. Raises UsageError if there is none."""
-    files = list(open_store(workdir).list("runs"))
+    files = list(open_store(workdir).list(RUNS))
     folder_of = {file.path: "/".join(file.path.split("/")[:2]) for file in files}
     records = (path for path in folder_of if path.endswith(".json") and path.count("/") == 2)
     with_stages = {folder_of[path] for path in records if not path.endswith(f"/{SUMMARY}")}
     # Or a part of it, for a run that continues or was killed.
-    found = [file for file in files if "/events.jsonl" in file.path and folder_of[file.path] in with_stages]
+    found = [file for file in files if f"/{EVENTS}" in file.path and folder_of[file.path] in with_stages]
     if not found:
         raise UsageError(f"no run below {workdir}", "expected a run with a record there", "check --workdir")
     return max(found, key=lambda file: (file.mtime_ns, file.path)).path.split("/")[1]

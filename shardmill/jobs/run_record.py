@@ -35,6 +35,7 @@ from shardmill.jobs.process import (
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_files import (
     DEFAULT_WORKDIR,
+    EVENTS,
     RUNNING,
     RunState,
     StageRecord,
@@ -54,7 +55,6 @@ from shardmill.stores.retries import num_retried
 from shardmill.words import printable
 
 Value = TypeVar("Value")
-EVENTS = "events.jsonl"
 _RUN_LEASE_SECONDS = 30.0
 
 

@@ -17,6 +17,8 @@ from enum import StrEnum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from shardmill.storage import Store
+
 _OF_ONE_CONNECTION = {"connection", "transfer-encoding", "expect", "keep-alive"}
 
 
@@ -128,6 +130,17 @@ def at_random(rate: float, *faults: Fault, seed: int) -> Choice:
     return lambda method, path: chance.choice(faults) if chance.random() < rate else None
 
 
+def uses_of(store: Store, data: bytes) -> tuple[Callable[[], bool], ...]:
+    """Requests about the object `a/b`, which holds `data`: whether each has the right answer."""
+    return (
+        lambda: store.put("a/b", data) or True,
+        lambda: store.read("a/b") == data,
+        lambda: store.read_range("a/b", 7, 5000) == data[7:5007],
+        lambda: [file.size_bytes for file in store.list("a")] == [len(data)],
+        lambda: store.stat("a/b").size_bytes == len(data),  # pyright: ignore[reportOptionalMemberAccess]
+    )
+
+
 class PassOn(BaseHTTPRequestHandler):
     """One connection of a client."""
 
@@ -183,7 +196,7 @@ class PassOn(BaseHTTPRequestHandler):
         return answer.status, headers, data
 
     def _passed(self) -> dict[str, str]:
-        """The headers that the server is told, by their names in lower case."""
+        """The request headers that are sent to the server, by lower-case name."""
         withheld = _OF_ONE_CONNECTION | self.proxy.withheld
         return {name.lower(): value for name, value in self.headers.items() if name.lower() not in withheld}
 

@@ -19,7 +19,7 @@ from shardmill.stores import bucket_requests, open_store, s3
 from shardmill.stores.bucket_requests import DEADLINES
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
-from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying
+from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying, uses_of
 from tests.services.marked import free_ports
 from tests.services.s3 import s3_client
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
@@ -198,13 +198,7 @@ def test_a_spoiled_answer_is_never_data(fault: Fault, faults: FaultProxy, gatewa
     store.put("a/b", data)
     # All has been imported.
     generator = random.getstate()
-    for use in (
-        lambda: store.put("a/b", data) or True,
-        lambda: store.read("a/b") == data,
-        lambda: store.read_range("a/b", 7, 5000) == data[7:5007],
-        lambda: [file.size_bytes for file in store.list("a")] == [len(data)],
-        lambda: store.stat("a/b").size_bytes == len(data),  # pyright: ignore[reportOptionalMemberAccess]
-    ):
+    for use in uses_of(store, data):
         faults.choose = in_turn(fault)
         assert use()
     assert faults.told[fault] == 6

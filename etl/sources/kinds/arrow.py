@@ -103,10 +103,10 @@ class ArrowFile:
         data = np.zeros(start + message.body_bytes + len(_END), np.uint8)
         data[:start], data[-len(_END) :] = np.frombuffer(opening + head, np.uint8), np.frombuffer(_END, np.uint8)
         # Of columns with one name, the first; Arrow gives each place once.
-        places, num_bytes = dict.fromkeys(self._names.index(name) for name in names), 0
+        places, num_bytes = {name: self._names.index(name) for name in names}, 0
         with _parsing(f"record batch {number}"):
             buffers, is_packed = _buffers_of(head, self.schema)
-            for place in places:
+            for place in places.values():
                 for offset, length in buffers[place]:
                     if not 0 <= offset <= offset + length <= message.body_bytes:
                         raise ValueError("a buffer lies outside of it")
@@ -121,13 +121,13 @@ class ArrowFile:
                         )
                     self._stream.seek(message.start + message.head_bytes + offset)
                     data[start + offset : start + offset + length] = np.frombuffer(self._stream.read(length), np.uint8)
-        options = pa.ipc.IpcReadOptions(included_fields=[*places], use_threads=False)
+        options = pa.ipc.IpcReadOptions(included_fields=[*places.values()], use_threads=False)
         with pa.ipc.open_stream(pa.py_buffer(data), options=options) as reader:
             batch = reader.read_next_batch()
         # Without this, offsets of a damaged file lead anywhere in memory.
         batch.validate(full=True)
-        found = dict(zip(sorted(places), batch.columns, strict=True))
-        columns = [found[self._names.index(name)] for name in names]
+        found = dict(zip(sorted(places.values()), batch.columns, strict=True))
+        columns = [found[places[name]] for name in names]
         return pa.table(columns, names=list(names), metadata=self.schema.metadata)
 
     def _read(self, message: _Message, *, with_body: bool = True) -> bytes:
