@@ -38,10 +38,22 @@ class ReportLink(BaseOperatorLink):
         return dag_settings().report_url(operator.workdir, operator.shardmill_run_id)
 
 
+class MlflowLink(BaseOperatorLink):
+    """The button on a training's page that leads to its run at the MLflow server, if it was logged to one."""
+
+    @property
+    def name(self) -> str:
+        return "MLflow"
+
+    def get_link(self, operator: Any, *, ti_key: TaskInstanceKey) -> str:
+        """The run's address, which holds its id alone; empty without one."""
+        training = operator.folder.record_of("train").get("sections", {}).get("train") or {}
+        server, run_id = dag_settings().mlflow_url, training.get("mlflow_run_id")
+        return f"{server.rstrip('/')}/#/runs/{run_id}" if server and run_id else ""
+
+
 class StageOperator(BaseOperator):
     """One stage of a config file, judged by the record that it leaves; how it is started is a subclass's own."""
-
-    operator_extra_links = (ReportLink(),)
 
     def __init__(
         self,
@@ -60,6 +72,10 @@ class StageOperator(BaseOperator):
         self.publishes = publishes
         self.flags = dict(flags or {})
         self.shardmill_run_id = shardmill_run_id
+
+    @property
+    def operator_extra_links(self) -> tuple[BaseOperatorLink, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (ReportLink(), MlflowLink()) if self.stage == "train" else (ReportLink(),)
 
     @property
     def folder(self) -> RunFolder:

@@ -30,6 +30,8 @@ class DagSettings:
     """`true`: training is a DAG of its own, which each new version of the dataset's asset starts."""
     reports_url: str = ""
     """Address at which a web server shows `workdir`; empty: reports are linked by their own URI."""
+    mlflow_url: str = ""
+    """Address of the MLflow server's pages, for links to its runs."""
     retries: str = "2"
     """Number of retries of a task."""
     retry_delay_seconds: str = "60"
@@ -54,8 +56,9 @@ class DagSettings:
         self.command_line()
         self.has_own_training_dag()
         self.of_each_task()
-        if self.reports_url and not self.reports_url.startswith(("http://", "https://")):
-            raise self._wrong("reports_url", "expected the http:// or https:// address of a web server")
+        for name in ("reports_url", "mlflow_url"):
+            if not (getattr(self, name) or "http://").startswith(("http://", "https://")):
+                raise self._wrong(name, "expected the http:// or https:// address of a web server")
         self._check_workdir()
 
     def dag_schedule(self) -> str | None:

@@ -11,7 +11,9 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -32,8 +34,12 @@ CLEAN = {
 }
 
 
-def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=timeout)
+def run(
+    *command: str | Path, cwd: Path, timeout: float = 240, environment: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env={**CLEAN, **environment}, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -81,7 +87,8 @@ def test_the_wheel_holds_all_packages_and_takes_no_name_that_people_use():
     assert set(wheel["packages"]) == {module.relative.partition("/")[0] for module in modules().values()}
     moved = set(wheel["packages"]) - {"airflow_dags", "shardmill"}
     assert wheel["sources"] == {name: f"shardmill/{APPLICATIONS}/{name}" for name in moved}
-    for target in project["project"]["scripts"].values():
+    entry_points = [project["project"]["scripts"], *project["project"]["entry-points"].values()]
+    for target in (target for group in entry_points for target in group.values()):
         assert callable(load_object(target))
 
 
@@ -105,7 +112,7 @@ def test_the_wheel_holds_every_file_of_its_packages(wheel: Path):
 
 
 @pytest.mark.drill
-def test_what_is_published_is_named_with_its_digest_and_needs_no_clone(dist: Path, wheel: Path):
+def test_what_is_published_is_named_with_its_digest_and_needs_no_clone(dist: Path, wheel: Path, tmp_path: Path):
     sums = {name: digest for digest, name in map(str.split, (dist / "SHA256SUMS").read_text().splitlines())}
     assert sums == {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir() if file.name != "SHA256SUMS"
@@ -118,6 +125,10 @@ def test_what_is_published_is_named_with_its_digest_and_needs_no_clone(dist: Pat
     with zipfile.ZipFile(wheel) as archive:
         assert "shardmill/py.typed" in archive.namelist()
         [metadata] = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    # Airflow lists the provider, and imports the links that it names.
+    environment = {"PYTHONPATH": str(wheel), "AIRFLOW_HOME": str(tmp_path)}
+    shown = run(sys.executable, "-m", "airflow", "providers", "links", cwd=tmp_path, environment=environment)
+    assert {"airflow_dags.operators.ReportLink", "airflow_dags.operators.MlflowLink"} <= set(shown.split())
     links = [each.partition(")")[0] for each in metadata.split("](")[1:]]
     assert "shardmill turns" in metadata and all(link.startswith("https://") for link in links)
     bill = json.loads((dist / SBOM).read_text())

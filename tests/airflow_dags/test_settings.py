@@ -48,6 +48,9 @@ def test_the_environment_and_the_form_decide_within_their_types(tmp_path: Path):
         "https://reports.example.org/all/one/runs/r/report.html",
     ]
 
+    assert shown["links"] == [["Report"], ["Report", "MLflow"]]
+    assert shown["mlflow"] == ["", "https://mlflow.example.org/#/runs/1a2b"]
+
     # Training as a DAG of its own, which a new version of the dataset starts.
     assert shown["own"]["shardmill_one"] == STAGES[:2] and shown["own"]["shardmill_one_train"] == STAGES[2:]
     assert shown["taken"][0] and "its training would be shardmill_two_train" in shown["taken"][1]

@@ -194,6 +194,7 @@ WRONG_VARIABLES = [
     {"WORKDIR": "s3:/bucket"},
     {"WORKDIR": "s4://bucket"},
     {"REPORTS_URL": "reports.example.org"},
+    {"MLFLOW_URL": "sqlite:///mlflow.db"},
     {"TRAIN_ON_ASSET": "perhaps"},
     {"CONFIG_DIR": "/nowhere"},
     {"CONFIG_DIR": "/etc/hostname"},

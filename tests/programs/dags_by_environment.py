@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from airflow.sdk.exceptions import ParamValidationError
 from jinja2 import Environment
 
-from airflow_dags.operators import ReportLink
+from airflow_dags.operators import MlflowLink, ReportLink
 from airflow_dags.settings import dag_settings
 from airflow_dags.shardmill_dag import ASSET_VERSION, dags_of_folder
+from shardmill.jobs.run_files import StageRecord, write_stage_record
 
 
 def dags(**variables):
@@ -43,6 +44,12 @@ etl.shardmill_run_id = "r"
 shown["link"] = [ReportLink().get_link(etl, ti_key=None)]
 os.environ["SHARDMILL_REPORTS_URL"] = "https://reports.example.org/all/"
 shown["link"].append(ReportLink().get_link(etl, ti_key=None))
+train.shardmill_run_id = "r"
+os.environ["SHARDMILL_MLFLOW_URL"] = "https://mlflow.example.org/"
+shown["mlflow"] = [MlflowLink().get_link(train, ti_key=None)]
+write_stage_record(train.workdir, "r", StageRecord(stage="train", sections={"train": {"mlflow_run_id": "1a2b"}}))
+shown["mlflow"].append(MlflowLink().get_link(train, ti_key=None))
+shown["links"] = [[link.name for link in task.operator_extra_links] for task in (etl, train)]
 _, found = dags(RETRY_DELAY_SECONDS="7", RETRIES="0", EXECUTION_TIMEOUT_SECONDS="90")
 task = found["shardmill_one"].get_task("verify")
 shown["given"] = limits(task)
