@@ -75,7 +75,9 @@ class StageOperator(BaseOperator):
 
     @property
     def operator_extra_links(self) -> tuple[BaseOperatorLink, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (ReportLink(), MlflowLink()) if self.stage == "train" else (ReportLink(),)
+        # Maintenance belongs to no run of the pipeline.
+        links = {"train": (ReportLink(), MlflowLink()), "compact": (), "gc": ()}
+        return links.get(self.stage, (ReportLink(),))
 
     @property
     def folder(self) -> RunFolder:

@@ -26,6 +26,8 @@ class DagSettings:
     """Command line that runs shardmill, split as a shell would."""
     schedule: str = ""
     """Cron expression or preset; empty: only when triggered."""
+    maintenance_schedule: str = ""
+    """When a DAG of its own runs `compact` and `gc`; empty: there is no such DAG."""
     train_on_asset: str = "false"
     """`true`: training is a DAG of its own, which each new version of the dataset's asset starts."""
     reports_url: str = ""
@@ -52,7 +54,8 @@ class DagSettings:
 
     def check(self) -> None:
         """Raises ValueError for a variable that no DAG could work with, and says which."""
-        self.dag_schedule()
+        self.schedule_of("schedule")
+        self.schedule_of("maintenance_schedule")
         self.command_line()
         self.has_own_training_dag()
         self.of_each_task()
@@ -61,22 +64,22 @@ class DagSettings:
                 raise self._wrong(name, "expected the http:// or https:// address of a web server")
         self._check_workdir()
 
-    def dag_schedule(self) -> str | None:
-        """Return the schedule in Airflow's form. Raises ValueError for a schedule that is invalid or never occurs."""
-        if not self.schedule:
+    def schedule_of(self, name: str) -> str | None:
+        """A field's schedule in Airflow's form. Raises ValueError for a schedule that is invalid or never occurs."""
+        if not (schedule := getattr(self, name)):
             return None
         from airflow.sdk import DAG
         from croniter import croniter
 
         try:
-            probe = DAG("schedule", schedule=self.schedule, max_active_runs=1, auto_register=False)
+            probe = DAG("schedule", schedule=schedule, max_active_runs=1, auto_register=False)
             probe.validate()
             # Airflow itself looks for the next date only later, when it is too late for an error of this DAG alone.
             if cron := getattr(probe.timetable, "expression", ""):
                 croniter(cron).get_next()
         except Exception as error:  # Airflow and croniter share no type of error
-            raise self._wrong("schedule", f"expected a cron expression or a preset such as @daily ({error})") from error
-        return self.schedule
+            raise self._wrong(name, f"expected a cron expression or a preset such as @daily ({error})") from error
+        return schedule
 
     def command_line(self) -> list[str]:
         """The program and its first arguments. Raises ValueError for a text that no shell could split."""

@@ -38,7 +38,7 @@ MAX_TYPE_CIRCLE = 5
 # Of the reader, nine are the package of augmentation, which nothing else needs.
 MAX_REACH = {"shardmill.loader.reader": 30}
 MAY_BE_HEAVY = {
-    "airflow_dags/shardmill_dag.py": {"airflow"},
+    "airflow_dags/factory.py": {"airflow"},
     "airflow_dags/operators.py": {"airflow"},
     "airflow_dags/predictions.py": {"airflow"},
     "airflow_dags/run_folder.py": {"airflow"},

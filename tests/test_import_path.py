@@ -255,7 +255,7 @@ def test_all_that_is_shipped_to_executors_finds_our_applications_first():
 @pytest.mark.parametrize("stage", ["etl", "train"])
 def test_an_installed_job_file_starts(stage: str, home: Path, path: str):
     """As Airflow submits it: its operators find the file beside the library."""
-    code = f"from airflow_dags.shardmill_dag import job_file; print(job_file({stage!r}))"
+    code = f"from airflow_dags.factory import job_file; print(job_file({stage!r}))"
     file = run(sys.executable, "-P", "-c", code, cwd=home, path=path).splitlines()[-1]
     assert file.endswith(f"/shardmill/_applications/{stage}/job.py")
     assert "--workdir" in run(sys.executable, file, "--help", cwd=home, path=path)

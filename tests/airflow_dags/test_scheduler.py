@@ -51,12 +51,10 @@ def airflow(folder: Path) -> Iterator[Airflow]:
     write_images(folder / "images", num_images=90, num_classes=3)
     write_config(folder, "configs/tiny.toml")
     write_config(folder, "asset_configs/own.toml")
-    # Variables are about all DAGs of a scheduler; here two sets of them share one.
     (folder / "airflow" / "dags" / "own_training.py").write_text(
-        "import os\n"
-        f"os.environ |= {{'SHARDMILL_CONFIG_DIR': '{folder}/asset_configs', 'SHARDMILL_SCHEDULE': '',"
-        " 'SHARDMILL_TRAIN_ON_ASSET': 'true', 'SHARDMILL_RETRIES': '0'}\n"
-        "from airflow_dags.shardmill_dag import *\n"
+        "from airflow_dags.factory import DagOptions, dags_of\n"
+        "options = DagOptions(train_on_asset=True, dag={'default_args': {'retries': 0}})\n"
+        f"globals().update(dags_of('{folder}/asset_configs/own.toml', options))\n"
     )
     places = {"config_file": "configs/tiny.toml", "models": "work/tiny/models", "dataset": "tiny@1", "out": "answers"}
     arguments = {name: f"{folder}/{path}" for name, path in {**places, "workdir": "work/tiny"}.items()}

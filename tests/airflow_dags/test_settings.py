@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.airflow_dags.dag_programs import STAGES, program, write_config
+from tests.lab.commands import in_process
+from tests.lab.datasets import make_dataset
+
+RUN_ID = re.compile(r"\{\{.*\}\}")
 
 pytestmark = pytest.mark.drill
 
@@ -28,6 +33,7 @@ def test_the_config_names_the_master_or_else_the_connection_does_or_else_nobody(
 
 
 def test_the_environment_and_the_form_decide_within_their_types(tmp_path: Path):
+    dataset = make_dataset(tmp_path, num_images=30)
     for name in ("one", "two", "two_train"):
         write_config(tmp_path, name, tmp_path)
     shown = json.loads(program("dags_by_environment", tmp_path).splitlines()[-1])
@@ -51,9 +57,24 @@ def test_the_environment_and_the_form_decide_within_their_types(tmp_path: Path):
     assert shown["links"] == [["Report"], ["Report", "MLflow"]]
     assert shown["mlflow"] == ["", "https://mlflow.example.org/#/runs/1a2b"]
 
+    # A DAG file of one's own decides for its config.
+    factory = shown["factory"]
+    assert factory["schedules"] == ["@daily", "@weekly"]
+    assert factory["limits"] == [12 * 3600, [86400, 1, 60], [8 * 3600, 5, 60]]
+    assert factory["placed"] == ["default_pool", "gpus", "spark_gpus", ["photos", "shardmill"], "model"]
+    assert f"- dataset: `file://{dataset}`" in factory["page"]
+    assert "options.tasks names trian; expected of doctor, etl" in factory["wrong"][0]
+    assert "dagrun_timout" in factory["wrong"][1]
+    # The command line takes the commands of its maintenance.
+    for arguments in factory["maintenance"]:
+        done = in_process(*(RUN_ID.sub("r", argument) for argument in arguments), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert [arguments[0] for arguments in factory["maintenance"]] == ["compact", "gc"]
+
     # Training as a DAG of its own, which a new version of the dataset starts.
     assert shown["own"]["shardmill_one"] == STAGES[:2] and shown["own"]["shardmill_one_train"] == STAGES[2:]
-    assert shown["taken"][0] and "its training would be shardmill_two_train" in shown["taken"][1]
+    assert shown["taken"][0] and "it would also be shardmill_two_train" in shown["taken"][1]
+    assert shown["own"]["shardmill_one_maintenance"] == ["compact", "gc"]
     assert shown["asset"] == ["shardmill_one_dataset:new", "shardmill_one_dataset", True]
     assert shown["version"] == ["0", "12"]
     assert shown["arguments"][0] == "--dataset-version"

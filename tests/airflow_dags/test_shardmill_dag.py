@@ -182,6 +182,7 @@ WRONG_VARIABLES = [
     {"SCHEDULE": "daily"},
     # The thirty-first of February never comes.
     {"SCHEDULE": "0 0 31 2 *"},
+    {"MAINTENANCE_SCHEDULE": "@wekly"},
     {"RETRIES": "many"},
     {"RETRIES": "-1"},
     # Airflow's database has no room for it.

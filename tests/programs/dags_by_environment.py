@@ -2,14 +2,16 @@
 
 import json
 import os
+from datetime import timedelta
 from types import SimpleNamespace
 
 from airflow.sdk.exceptions import ParamValidationError
+from airflow.serialization.serialized_objects import DagSerialization
 from jinja2 import Environment
 
+from airflow_dags.factory import ASSET_VERSION, DagOptions, dags_of, dags_of_folder
 from airflow_dags.operators import MlflowLink, ReportLink
 from airflow_dags.settings import dag_settings
-from airflow_dags.shardmill_dag import ASSET_VERSION, dags_of_folder
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 
 
@@ -56,7 +58,32 @@ shown["given"] = limits(task)
 shown["wrong"] = dags(EXECUTION_TIMEOUT_SECONDS="soon")[0]["shardmill_one"]
 shown["wrong asset"] = dags(TRAIN_ON_ASSET="perhaps")[0]["shardmill_one"]
 
-names, found = dags(TRAIN_ON_ASSET="true")
+# A DAG file of one's own.
+config = f"{os.environ['SHARDMILL_CONFIG_DIR']}/one.toml"
+options = DagOptions(
+    schedule="@daily",
+    maintenance="@weekly",
+    connection="spark_gpus",
+    tasks={"train": {"execution_timeout": timedelta(hours=8), "retries": 5, "pool": "gpus"}},
+    dag={"dagrun_timeout": timedelta(hours=12), "default_args": {"retries": 1}, "tags": ["photos"]},
+)
+dag, maintenance = dags_of(config, options).values()
+for each in (dag, maintenance):
+    DagSerialization.to_dict(each)
+verify, train = dag.get_task("verify"), dag.get_task("train")
+shown["factory"] = {
+    "schedules": [each.schedule for each in (dag, maintenance)],
+    "limits": [dag.dagrun_timeout.total_seconds(), limits(verify), limits(train)],
+    "placed": [verify.pool, train.pool, train._conn_id, sorted(dag.tags), train.task_group.group_id],
+    "page": dag.doc_md,
+    "maintenance": [task.arguments for task in maintenance.topological_sort()],
+    "wrong": [
+        dag.description
+        for wrong in (DagOptions(tasks={"trian": {}}), DagOptions(dag={"dagrun_timout": 1}))
+        for dag in dags_of(config, wrong).values()
+    ],
+}
+names, found = dags(TRAIN_ON_ASSET="true", MAINTENANCE_SCHEDULE="@weekly")
 shown["own"] = {dag_id: [task.task_id for task in dag.topological_sort()] for dag_id, dag in found.items()}
 shown["taken"] = names["shardmill_two"]
 training = found["shardmill_one_train"]

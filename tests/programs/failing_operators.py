@@ -6,8 +6,8 @@ import sys
 
 from airflow.sdk.exceptions import AirflowException
 
+from airflow_dags.factory import job_file
 from airflow_dags.operators import ConfigErrorOperator, RunFolder, ShardmillOperator, ShardmillSparkOperator
-from airflow_dags.shardmill_dag import job_file
 from shardmill.jobs.run_files import RunState, write_summary
 
 workdir, config = sys.argv[1:]
