@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 from pipeline.config import load_pipeline
+from shardmill.errors import ShardmillError
+from tests.lab.commands import in_process
 from tests.lab.datasets import make_dataset
 from tests.services.kubernetes import ApiServer
 from tests.services.marked import free_ports
@@ -26,6 +29,9 @@ from tests.services.spark_submit import make_bundle
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "kubernetes"
 VERSION = "1.31"
+JOB = "base/train-job.yaml"
+# The base and its overlays: folders with a `kustomization.yaml`.
+VARIANTS = ("base", "overlays/gpu", "overlays/volume")
 # The operator's own, of which the package has no schema: `tests.services.spark_operator` fetches it.
 OWN_KINDS = {"SparkApplication"}
 
@@ -35,7 +41,17 @@ def documents(file: str) -> dict[str, dict[str, Any]]:
     return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / file).read_text(encoding="utf-8"))}
 
 
-ALL = [document for file in sorted(FOLDER.glob("*.yaml")) for document in documents(file.name).values()]
+def variant(folder: str) -> dict[str, dict[str, Any]]:
+    """By kind, what `kubectl apply -k` sends."""
+    if not shutil.which("kubectl"):
+        pytest.skip("no kubectl, which has kustomize")
+    done = subprocess.run(["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+
+
+FILES = sorted(file for file in FOLDER.rglob("*.yaml") if file.name != "kustomization.yaml")
+ALL = [document for file in FILES for document in documents(str(file.relative_to(FOLDER))).values()]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +62,27 @@ def test_the_published_schema_accepts_it(document: dict[str, Any]):
     kubernetes_validate.validate(document, VERSION, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**document, "unknown": 1}, VERSION, strict=True)
+
+
+@pytest.mark.starts("program")
+def test_the_variants_are_the_base_on_a_gpu_and_on_a_volume(tmp_path: Path):
+    base, gpu, volume = built = [variant(each) for each in VARIANTS]
+    for document in (document for each in built for document in each.values()):
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    # Who would meet the same again is not tried again.
+    hopeless = sorted({each.exit_code for each in ShardmillError.__subclasses__() if not each.is_worth_retrying})
+    for job in (base["Job"]["spec"], base["CronJob"]["spec"]["jobTemplate"]["spec"]):
+        [container] = job["template"]["spec"]["containers"]
+        rule = job["podFailurePolicy"]["rules"][0]["onExitCodes"]
+        assert (rule["containerName"], rule["values"]) == (container["name"], hopeless)
+        assert job["template"]["metadata"]["labels"] == base["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+
+    [rank] = gpu["Job"]["spec"]["template"]["spec"]["containers"]
+    assert rank["resources"]["limits"] == {"memory": "6Gi", "nvidia.com/gpu": 1}
+    # On the volume, nothing needs the bucket.
+    assert "s3" in json.dumps(base) and "s3" not in json.dumps(volume)
+    (tmp_path / "photos.toml").write_text(volume["ConfigMap"]["data"]["photos.toml"])
+    assert load_pipeline(str(tmp_path / "photos.toml"), (), "work").dataset.uri == "/data/dataset"
 
 
 @pytest.mark.starts("server")
@@ -68,9 +105,9 @@ def test_the_operators_schema_accepts_each_application():
 @pytest.mark.drill
 def test_an_api_server_admits_them(api_server: ApiServer, tmp_path: Path):
     api_server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shardmill"}})
+    indexed = documents(JOB)["Job"]
     with pytest.raises(ValueError, match="unknown field"):
-        api_server.create({**documents("train-job.yaml")["Job"], "unknown": 1}, "shardmill")
-    indexed = documents("train-job.yaml")["Job"]
+        api_server.create({**indexed, "unknown": 1}, "shardmill")
     with pytest.raises(ValueError, match="completions"):
         api_server.create({**indexed, "spec": {**indexed["spec"], "completions": None}}, "shardmill")
     api_server.create(definition())
@@ -79,14 +116,18 @@ def test_an_api_server_admits_them(api_server: ApiServer, tmp_path: Path):
     with pytest.raises(ValueError, match="unknown field"):
         api_server.create({**documents("etl.yaml")["SparkApplication"], "unknown": 1}, "shardmill")
     admitted = {document["kind"]: api_server.create(document, "shardmill") for document in ALL}
-    own = {"ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Service", "Job"}
-    assert admitted.keys() == own | OWN_KINDS
+    own = {"ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Service", "Job", "CronJob", "NetworkPolicy"}
+    assert admitted.keys() == own | OWN_KINDS | {"PersistentVolumeClaim"}
     assert admitted["Job"]["spec"]["completionMode"] == "Indexed"
+    for name in ("gpu", "volume"):
+        api_server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        for document in variant(f"overlays/{name}").values():
+            api_server.create(document, name)
 
 
 def config_of(folder: Path | str = "s3://bucket") -> str:
     """The config file that the pods get, with another place in place of the bucket."""
-    return documents("config.yaml")["ConfigMap"]["data"]["photos.toml"].replace("s3://bucket", str(folder))
+    return documents("base/config.yaml")["ConfigMap"]["data"]["photos.toml"].replace("s3://bucket", str(folder))
 
 
 @pytest.mark.starts("program")
@@ -94,8 +135,8 @@ def test_they_fit_together(tmp_path: Path):
     (tmp_path / "photos.toml").write_text(config_of())
     assert load_pipeline(str(tmp_path / "photos.toml"), (), "work").dataset.uri == "s3://bucket/dataset"
     config, (job, service) = (
-        documents("config.yaml"),
-        (documents("train-job.yaml")[each] for each in ("Job", "Service")),
+        documents("base/config.yaml"),
+        (documents(JOB)[each] for each in ("Job", "Service")),
     )
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     [container] = pod["containers"]
@@ -134,13 +175,11 @@ def test_the_jobs_command_trains_as_pods_of_an_indexed_job_run_it(tmp_path: Path
     make_dataset(tmp_path, num_images=60)
     (tmp_path / "photos.toml").write_text(config_of(tmp_path))
     bundle = make_bundle(tmp_path)
-    [container] = documents("train-job.yaml")["Job"]["spec"]["template"]["spec"]["containers"]
+    [container] = documents(JOB)["Job"]["spec"]["template"]["spec"]["containers"]
     _, *command = container["command"]
     arguments = [
-        each.replace("/etc/shardmill", str(tmp_path)).replace("s3://bucket", str(tmp_path))
-        .replace("shardmill-train-0.shardmill-train", "127.0.0.1")
-        for each in container["args"]
-    ]  # fmt: skip
+        each.replace("shardmill-train-0.shardmill-train", "127.0.0.1") for each in here(container["args"], tmp_path)
+    ]
     less = (f"train.attach.port={free_ports(1)[0]}", "train.epochs=1", "train.global_batch_size=16")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHARDMILL_"))}
     given = {"PYTHONPATH": str(bundle), "SHARDMILL_JOB_COMPLETIONS": "2", "SHARDMILL_JOB_TOKEN": "0123456789abcdef" * 4}
@@ -155,3 +194,13 @@ def test_the_jobs_command_trains_as_pods_of_an_indexed_job_run_it(tmp_path: Path
     assert [pod.returncode for pod in pods] == [0, 0], said
     summary = json.loads((tmp_path / "work" / "runs" / "monday" / "summary.json").read_text())
     assert (summary["train"]["launcher"], summary["train"]["world_size"]) == ("attach", 2)
+
+    # What the CronJob calls, too, is a command that there is.
+    cron = documents("base/gc.yaml")["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    done = in_process(*here(cron["containers"][0]["args"], tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def here(arguments: list[str], folder: Path) -> list[str]:
+    """Arguments of a container, with a folder in place of its mount and of the bucket."""
+    return [each.replace("/etc/shardmill", str(folder)).replace("s3://bucket", str(folder)) for each in arguments]

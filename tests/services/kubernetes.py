@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -38,8 +39,9 @@ class ApiServer:
         group = kind["apiVersion"]
         place = f"/apis/{group}" if "/" in group else f"/api/{group}"
         place += f"/namespaces/{namespace}" if namespace else ""
+        plural = re.sub("y$", "ie", kind["kind"].lower()) + "s"
         try:
-            return self._send(f"{place}/{kind['kind'].lower()}s?fieldValidation=Strict", kind)
+            return self._send(f"{place}/{plural}?fieldValidation=Strict", kind)
         except urllib.error.HTTPError as refusal:
             raise ValueError(json.load(refusal)["message"]) from None
 
