@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,12 @@ import yaml
 
 from pipeline.config import load_pipeline
 from shardmill.errors import ShardmillError
-from tests.lab.commands import in_process
+from tests.lab.commands import BIN, in_process
 from tests.lab.datasets import make_dataset
 from tests.services.kubernetes import ApiServer
 from tests.services.marked import free_ports
 from tests.services.servers import wait_until_up
 from tests.services.spark_operator import definition, strict_schema
-from tests.services.spark_submit import make_bundle
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "kubernetes"
@@ -166,26 +167,42 @@ def test_they_fit_together(tmp_path: Path):
         load_pipeline(str(tmp_path / "photos.toml"), tuple(settings), "work")
     assert "train.num_workers=4" in arguments and application["executor"]["instances"] == 4
     # What the image has is where the manifests look for it.
-    image = (ROOT / "examples" / "spark" / "Dockerfile").read_text()
-    assert "COPY dist/shardmill.zip /opt/shardmill/" in image and container["command"][0] in image
+    image = (ROOT / "Dockerfile").read_text()
+    assert "COPY dist/shardmill.zip /opt/shardmill/\n" in image
+    assert container["command"] == ["shardmill"] and "ENV PATH=/opt/shardmill/.venv/bin:$PATH\n" in image
+
+
+def test_the_build_context_holds_what_the_image_copies():
+    lines = [line.split() for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()]
+    copies = [words[1:-1] for words in lines if words[:1] == ["COPY"] and not words[1].startswith("--from")]
+    copied = {source for sources in copies for source in sources}
+    context = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == context
+    made = {"dist/shardmill.zip", "dist/shardmill-*.whl"}
+    assert made < copied and all((ROOT / source).is_file() for source in copied - made)
+    # The extras of each target, and the release of Spark, are those of the project.
+    image = " ".join(word for words in lines for word in words)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(re.findall(r"--extra (\w+)", image)) <= project["optional-dependencies"].keys()
+    locked = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
+    versions = [each["version"] for each in locked if each["name"] == "pyspark"]
+    assert re.search(r"SPARK=apache/spark:([\d.]+)-", image)[1] in versions  # pyright: ignore[reportOptionalSubscript]
 
 
 @pytest.mark.drill
 def test_the_jobs_command_trains_as_pods_of_an_indexed_job_run_it(tmp_path: Path):
     make_dataset(tmp_path, num_images=60)
     (tmp_path / "photos.toml").write_text(config_of(tmp_path))
-    bundle = make_bundle(tmp_path)
     [container] = documents(JOB)["Job"]["spec"]["template"]["spec"]["containers"]
-    _, *command = container["command"]
     arguments = [
         each.replace("shardmill-train-0.shardmill-train", "127.0.0.1") for each in here(container["args"], tmp_path)
     ]
     less = (f"train.attach.port={free_ports(1)[0]}", "train.epochs=1", "train.global_batch_size=16")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHARDMILL_"))}
-    given = {"PYTHONPATH": str(bundle), "SHARDMILL_JOB_COMPLETIONS": "2", "SHARDMILL_JOB_TOKEN": "0123456789abcdef" * 4}
+    given = {"SHARDMILL_JOB_COMPLETIONS": "2", "SHARDMILL_JOB_TOKEN": "0123456789abcdef" * 4}
     pods = [
         subprocess.Popen(
-            [sys.executable, *command, *arguments, *(word for each in less for word in ("--set", each))],
+            [BIN / "shardmill", *arguments, *(word for each in less for word in ("--set", each))],
             cwd=tmp_path, env={**clean, **given, "JOB_COMPLETION_INDEX": str(index)}, stderr=subprocess.PIPE, text=True,
         )
         for index in range(2)
