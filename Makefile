@@ -1,12 +1,12 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
 # make test    the tests, without drills
 # make test-fast   those that start no other process: no server, Spark, rank or command
-# make test-current   with Python 3.13 and the newest of everything: those that start no process, and a chain of each kind
+# make test-current   with Python 3.13 and the newest of everything: the tests of what other projects release, a chain of each kind
 # make drill   the drills: slow tests of real faults, servers and clusters
 # make test-all    all tests and drills, with whole products and many trials: an hour or two
 # make test-for FILE...   the tests that can see these files, cheapest first, with their time; LIMIT=60 for a minute of them
 # make mutants   changes the modules that hold promises, and fails for a change that no test of theirs sees
-# make check   formatting, lint, types, documentation, tests; .ci/run adds the drills
+# make check   formatting, lint, types, documentation, tests; .ci/run adds test-current and the drills
 # make docs    the documentation site, in ./site; a link that leads nowhere fails it
 # make release   sdist, wheels, SBOM and SHA-256 of them in dist/, built twice with the same bytes
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`

@@ -2,7 +2,7 @@
 
 A test names what it starts: `@pytest.mark.starts("ranks")`; one that names nothing starts no process, and one that
 starts something else fails. `make test-fast` runs the tests that start nothing, `make test` those and the ones with
-`starts`, `make test-current` the first and those of `CURRENT`, `make drill` the drills, `make test-all` everything.
+`starts`, `make test-current` those of `CURRENT`, `make drill` the drills, `make test-all` everything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -19,29 +18,43 @@ from tests.lab import decoder
 
 KINDS = ("decoder", "program", "command", "ranks", "server", "jvm")
 TIERS = ("fast", "test", "current", "drill", "all")
-# With the newest of everything (docs/decisions/0015-two-environments.md): of what starts processes one of each kind.
-CURRENT = frozenset(
-    {
-        "tests/airflow_dags/test_shardmill_dag.py::test_a_dag_for_each_config_and_none_without_a_folder",
+# With the newest of everything (docs/decisions/0015-two-environments.md): the tests of what other projects release, and
+# of those that start processes one of each kind. The first part of a test's name, by what it is there for.
+CURRENT = {
+    "pyarrow, pandas": (
+        *(f"tests/etl/test_sources_{name}.py" for name in ("arrow", "lance", "parquet", "table")),
+        *(f"tests/etl/test_{name}.py" for name in ("extra_columns", "table_values")),
+        *(f"tests/shardmill/test_{name}.py" for name in ("formats", "parquet", "reader", "tfrecord")),
+    ),
+    "NumPy, OpenCV": ("tests/shardmill/images/",),
+    "loaders": (
+        *(f"tests/shardmill/test_{name}.py" for name in ("jax_loader", "loader", "loader_rows", "loader_transform")),
+        "tests/test_other_readers.py",
+    ),
+    "stores": ("tests/shardmill/test_s3_store.py", "tests/shardmill/test_storage.py"),
+    "TensorFlow, Keras, PyTorch": tuple(
+        f"tests/train/test_{name}.py"
+        for name in (
+            "backends", "checkpoint", "drawn", "evaluate", "export", "models", "optimizer", "precision", "predict",
+            "session", "torch_buckets", "torch_ddp", "worker",
+        )
+    ),
+    "trackers": ("tests/train/test_mlflow.py", "tests/train/test_trackers.py"),
+    "Spark": (
+        "tests/shardmill/test_spark_start.py",
         "tests/etl/test_engines.py::test_every_engine_writes_the_shards_of_units_in_order[spark]",
         *(
             f"tests/test_two_environments.py::test_the_chain_runs_on_spark_without_horovod[{strategy}]"
             for strategy in ("multi_worker_mirrored", "torch_ddp")
         ),
-    }
-)
-# Not with them: what they expect, or collect, follows from Horovod and Petastorm being installed.
-_OF_HOROVOD = (
-    "tests/pipeline/test_config.py::test_impossible_settings",
-    *(
-        f"tests/train/test_{name}.py"
-        for name in (
-            "array", "auto", "backends", "changes", "checkpoint", "deadlines", "drawn", "horovod", "job", "label_kinds",
-            "launchers", "launching", "mesh", "multi_rank", "parameter_server", "refusals", "stop", "strategies",
-            "watchdog",
-        )
     ),
-)  # fmt: skip
+    "Airflow": (
+        "tests/airflow_dags/test_predictions.py",
+        "tests/airflow_dags/test_shardmill_dag.py::test_a_dag_for_each_config_and_none_without_a_folder",
+    ),
+}  # fmt: skip
+# What only the environment with Python 3.11 has.
+_OLDER = frozenset({"horovod", "petastorm"})
 # Fixtures that start something for all tests that use them, and those that only drills may use.
 _STARTED_BY = {"s3_server": "server", "spark": "jvm"}
 _OF_DRILLS = frozenset(
@@ -85,6 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         f"starts(kind, ...): the test starts processes: {', '.join(KINDS)}",
+        f"needs(package): with Python 3.11 only, which alone has the package: {', '.join(sorted(_OLDER))}",
         "drill: a slow test of a real fault, server or cluster; `make drill` runs it",
         "exhaustive: the rest of a product of which `make test` runs a part; `make test-all` runs it",
     ):
@@ -106,10 +120,6 @@ def tier_of(item: pytest.Item) -> str:
     return "test" if item.get_closest_marker("starts") else "fast"
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return (config.getoption("--tier") == "current" and str(collection_path).endswith(_OF_HOROVOD)) or None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -120,6 +130,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.starts(_STARTED_BY[fixture]))
         if unknown := kinds_of(item) - set(KINDS):
             raise pytest.UsageError(f"{item.nodeid} starts {sorted(unknown)}; known: {', '.join(KINDS)}")
+        needs = {package for mark in item.iter_markers("needs") for package in mark.args}
+        if not needs <= _OLDER:
+            raise pytest.UsageError(f"{item.nodeid} needs {sorted(needs - _OLDER)}; known: {', '.join(sorted(_OLDER))}")
+        # By the version: where 3.11 lacks one, its tests have to fail.
+        if needs and sys.version_info >= (3, 12):
+            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(needs)}, which Python 3.11 has"))
     tier = config.getoption("--tier")
     if tier in (None, "all"):
         return
@@ -130,7 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_in_tier(item: pytest.Item, tier: str) -> bool:
     if tier == "current":
-        return item.nodeid in CURRENT or (tier_of(item) == "fast" and not item.nodeid.startswith(_OF_HOROVOD))
+        chosen = tuple(name for names in CURRENT.values() for name in names)
+        return item.nodeid in chosen or (tier_of(item) == "fast" and item.nodeid.startswith(chosen))
     return tier_of(item) in {"fast": ("fast",), "test": ("fast", "test"), "drill": ("drill",)}[tier]
 
 
@@ -173,7 +190,8 @@ def pytest_runtest_makereport(
 
 def _see_start(event: str, arguments: tuple[object, ...]) -> None:
     """An audit hook: it sees each start of a process before it happens."""
-    if event not in _STARTS or _running is None:
+    # In this order: at the interpreter's end both are None.
+    if _running is None or event not in _STARTS:
         return
     kind = _kind_of_start()
     # A context of Spark binds a port also where an earlier test has started the JVM.

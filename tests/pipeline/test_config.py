@@ -261,6 +261,7 @@ def test_yarn_without_its_settings_is_refused_where_it_would_start(
     refuse_what_cannot_work(tree, str(tmp_path / "work"))
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [

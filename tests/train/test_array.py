@@ -191,7 +191,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], tuple[float, float]]] = [
 
 def products() -> Iterator[Row]:
     """Each strategy with each number of ranks, each layout, each precision, whatever is frozen or normalized."""
-    for name, strategy in STRATEGIES.items():
+    for name, strategy in STRATEGIES.installed().items():
         of_keras = strategy.backends[0] == "keras"
         for ranks in (2, 3):
             if not strategy.synchronous or not strategy.allows_world_size(ranks):
@@ -301,9 +301,9 @@ def trained(request, tiny_uri, tmp_path_factory) -> OnRanks:
 
 @pytest.mark.starts("ranks")
 def test_every_synchronous_strategy_of_several_has_a_row():
-    assert {row.strategy for row in ROWS} == {name for name, each in STRATEGIES.items() if each.synchronous} - {
-        "single"
-    }
+    assert {row.strategy for row in ROWS} == {
+        name for name, each in STRATEGIES.installed().items() if each.synchronous
+    } - {"single"}
 
 
 @pytest.mark.starts("ranks")

@@ -261,6 +261,7 @@ def test_a_strategy_with_servers_gets_a_launcher_of_processes():
     assert (chosen.num_workers, chosen.launcher, chosen.backend) == (1, "local", "keras")
 
 
+@pytest.mark.needs("horovod")
 def test_what_is_set_stays_and_what_is_resolved_stays_as_it_is():
     spark = SparkConfig()
     once = resolve(TrainConfig(num_workers=2, launcher="horovod_spark"), spark)
@@ -277,6 +278,7 @@ def test_missing_packages_are_named():
         choose(strategy_rules(), nothing, "train.strategy")
 
 
+@pytest.mark.needs("horovod")
 def test_the_choice_is_said_in_short():
     chosen = resolve(TrainConfig(num_workers=2, strategy="horovod", launcher="local"), SparkConfig())
     assert chosen.in_short == "2 ranks (strategy horovod, launcher local): set by train.strategy"

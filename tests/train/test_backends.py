@@ -239,6 +239,7 @@ def test_a_torch_rank_imports_no_tensorflow(tiny_uri, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr[-1000:]
 
 
+@pytest.mark.needs("horovod")
 def test_another_framework_is_another_training(tiny_uri):
     pin = open_dataset(tiny_uri).pin
     folders = {
@@ -289,7 +290,7 @@ def batches_of(reader: str, uri: str, epoch: int, num_ranks: int, **more):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", READERS.installed())
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_read_in_equal_steps_and_no_sample_twice(many_uri, reader, num_ranks):
     of_ranks = batches_of(reader, many_uri, 0, num_ranks)
@@ -314,7 +315,7 @@ def test_ranks_read_in_equal_steps_and_no_sample_twice(many_uri, reader, num_ran
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", READERS.installed())
 def test_an_epoch_has_an_order_of_its_own_and_the_same_one_again(many_uri, reader):
     def order(epoch: int, seed: int = 0) -> list[int]:
         [batches] = batches_of(reader, many_uri, epoch, 1, seed=seed)
@@ -324,6 +325,7 @@ def test_an_epoch_has_an_order_of_its_own_and_the_same_one_again(many_uri, reade
     assert order(0) != order(1) and order(0) != order(0, seed=1)
 
 
+@pytest.mark.needs("petastorm")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_training_by_petastorm_continues_at_the_start_of_its_epoch(tiny_uri, tmp_path):
     config = {"reader": "petastorm", "epochs": 3, "global_batch_size": 24, "num_streams": 6, "record_samples": True,
@@ -356,6 +358,7 @@ def test_two_ranks_train_by_petastorm(tiny_uri, tmp_path):
         assert len(seen) == len(set(seen)) == opened.num_rows
 
 
+@pytest.mark.needs("petastorm")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_its_metadata_is_never_unpickled(tmp_path):
     """Beside the shards lies a `_common_metadata` file as Petastorm writes it, whose pickle writes a file."""
@@ -383,6 +386,7 @@ class Trap:
         return (exec, (f"open({str(self.proof)!r}, 'w').close()",))
 
 
+@pytest.mark.needs("petastorm")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_uri):
     tfrecord = open_dataset(make_dataset(tmp_path, formats=("tfrecord",)))

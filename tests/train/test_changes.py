@@ -194,6 +194,7 @@ def chosen_elsewhere() -> Setup:
     )
 
 
+@pytest.mark.needs("horovod")
 def test_a_resume_continues_with_what_was_chosen(begun_by):
     found = begun_by(chosen_elsewhere())
     assert found.config.strategy == "multi_worker_mirrored"
@@ -202,6 +203,7 @@ def test_a_resume_continues_with_what_was_chosen(begun_by):
     assert begun_by(found) == found
 
 
+@pytest.mark.needs("horovod")
 def test_a_longer_training_continues_with_the_choice_of_the_shorter_one(tiny_uri, tmp_path, choice_of, whole):
     _, _, shorter, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path))
     keep_plan(store, shorter.training_dir, TrainingPlan(chosen_elsewhere()))
@@ -228,6 +230,7 @@ def test_another_question_gets_another_answer(begun_by, asked, spark, strategy, 
     assert (found.config.strategy, found.config.launcher) == (strategy, launcher)
 
 
+@pytest.mark.needs("horovod")
 def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun_by):
     kept = replace(chosen_elsewhere(), ranks_reason="this machine has 2 GPUs")
     alone = resolve(ANY, HERE).config
@@ -242,6 +245,7 @@ def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun_b
     assert found.config.num_workers == 1 and "began with 2 ranks" in found.chosen_anew
 
 
+@pytest.mark.needs("horovod")
 def test_a_plan_that_no_longer_runs_is_replaced_with_a_message(begun_by):
     found = begun_by(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
     assert found.config.strategy == "horovod"
@@ -402,6 +406,7 @@ def rejoined(tree: TrainTree) -> TrainTree:
     return TrainTree.model_validate(tomllib.loads(to_toml(tree)))
 
 
+@pytest.mark.needs("horovod")
 def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_path, monkeypatch):
     expected = train_model(tree_of(tiny_uri, tmp_path / "whole", num_streams=12), DriverRecorder()).result
     tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)

@@ -389,6 +389,7 @@ def test_a_factory_that_builds_something_else_from_the_same_source_is_refused(ti
         train_here(tiny_uri, tmp_path / "models", expect_source="0" * 64, **config)
 
 
+@pytest.mark.needs("horovod")
 def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
     recorder = Recorder()
     free = {"format": "tfrecord", "reading": {"prefetch_bytes": 1, "threads": 1}, "checkpoint_every_steps": 0,
@@ -420,6 +421,7 @@ def test_a_setting_that_changes_nothing_makes_no_other_training():
         assert settings_that_matter(TrainConfig(**one)) == settings_that_matter(TrainConfig(**other))
 
 
+@pytest.mark.needs("horovod")
 def test_what_makes_another_training_than_those_before_it_is_named():
     averaged = TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(local_steps=4))
     assert settings_that_matter(averaged).keys() - settings_that_matter(TrainConfig()).keys() == {

@@ -20,13 +20,15 @@ from train.launching.messages import Failure, Heartbeat, Hello
 from train.launching.rank_failures import FaultKind, RankFault, error_of, failure_of, is_cause_known, merged, root_cause
 from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
 from train.settings import WatchConfig
-from train.strategies import STRATEGIES
+from train.strategies.horovod import HOROVOD
 
 
 def started(world_size: int, **limits: float) -> Deadlines:
     """All ranks said hello at 0 s, and a first step at 1 s."""
     watch = WatchConfig.model_validate({"silent_seconds": 1e9, **limits})
-    deadlines = Deadlines(TrainConfig(num_workers=world_size, strategy="horovod", launcher="local", watch=watch), 0.0)
+    deadlines = Deadlines(
+        TrainConfig(num_workers=world_size, strategy="multi_worker_mirrored", launcher="local", watch=watch), 0.0
+    )
     for rank in deadlines.ranks:
         rank.hello, rank.is_connected = Hello("rank", rank.number, f"host{rank.number}", 1, "", ""), True
         deadlines.progress(rank, 1.0)
@@ -306,7 +308,7 @@ def test_a_window_that_must_be_filled_has_its_time():
     assert reading("a batch", LocalStore("."), most_bytes=2_000_000_000).may_take_seconds == 200.0
 
 
-HOROVODS_SECONDARY = STRATEGIES["horovod"].secondary_error
+HOROVODS_SECONDARY = HOROVOD.secondary_error
 SECONDARY = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
 
 

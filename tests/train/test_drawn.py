@@ -276,7 +276,7 @@ def taking(model: str) -> tuple[str, ...]:
     of_torch, has_odd_heads = "torch" in OURS.entry(model).packages, model == "vit_tiny"
     return tuple(
         name
-        for name, each in STRATEGIES.items()
+        for name, each in STRATEGIES.installed().items()
         if (model in MODULES or not each.needs_module or of_torch)
         and (not of_torch or "torch" in each.backends)
         and not (has_odd_heads and "tensor" in each.axes)

@@ -150,6 +150,7 @@ def on_ranks(horovod: StandIn, function: Callable[[World], Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_ranks_get_the_sums_and_each_others_bytes(horovod, compression):
     import tensorflow as tf
@@ -180,6 +181,7 @@ def test_ranks_get_the_sums_and_each_others_bytes(horovod, compression):
     assert len(horovod.environments) == NUM_RANKS and horovod.calls.count("shutdown") == NUM_RANKS
 
 
+@pytest.mark.needs("horovod")
 def test_what_horovod_reads_when_it_starts(horovod):
     horovod.here.world = World()
     for config, expected in (
@@ -196,6 +198,7 @@ def test_what_horovod_reads_when_it_starts(horovod):
         assert GLOO_ADDRESS not in found and len(found) >= len(expected)
 
 
+@pytest.mark.needs("horovod")
 def test_a_rank_that_horovod_started_itself_meets_nobody(horovod, monkeypatch):
     monkeypatch.setenv(GLOO_ADDRESS, "there")
     horovod.here.world = world = World(1, 2)
@@ -245,6 +248,7 @@ def test_a_members_step_is_that_of_its_learner_and_says_what_it_waits_for(sums_m
     )
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(("rank", "calls"), [(0, [f"start {TIMELINE}", "inside", "stop"]), (1, ["inside"])])
 def test_rank_0_has_the_timeline(horovod, tmp_path, rank, calls):
     horovod.here.world, horovod.here.is_ready = World(rank, 2), True

@@ -54,6 +54,7 @@ def dataset_uri(tmp_path) -> str:
     return make_dataset(tmp_path)
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(
     "free",
     [
@@ -484,6 +485,7 @@ def test_a_fresh_training_starts_anew_once_for_each_run_that_asks(tiny_uri, tmp_
     assert not other.skipped and other.result.training_dir > fresh.result.training_dir
 
 
+@pytest.mark.needs("horovod")
 def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     dataset = open_dataset(tiny_uri)
     chunk = dataset.index("train").max_chunk_bytes
@@ -502,6 +504,7 @@ def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
     assert not (tmp_path / "models").exists() and observer.events == []
 
 
+@pytest.mark.needs("horovod")
 def test_a_training_keeps_its_window_on_other_ranks(tiny_uri, tmp_path):
     dataset, store = open_dataset(tiny_uri), open_store(tmp_path)
     reading = ReadingConfig(window_budget_bytes=4 * dataset.index("train").max_chunk_bytes)
@@ -562,6 +565,7 @@ def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
     assert "result.json was altered" in fields["reason"]
 
 
+@pytest.mark.needs("horovod")
 def test_another_number_of_ranks_is_no_other_training_and_that_is_reported(finished):
     observer = DriverRecorder()
     more = finished.train.model_copy(update={"num_workers": 2, "strategy": "horovod", "launcher": "local"})

@@ -288,6 +288,7 @@ def test_mixed_steps_are_the_same_on_two_ranks(tiny_uri, tmp_path):
     assert two.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
 
 
+@pytest.mark.needs("petastorm")
 def test_what_cannot_be_mixed_is_refused(tiny_uri):
     config = TrainConfig(augment=MIXES)
     with pytest.raises(UsageError, match=r"mixup_alpha = 0.4 and cutmix_alpha = 1, but .* kind 'float'; .* to 0"):

@@ -272,6 +272,7 @@ def test_inline_runs_one_rank_only():
         LAUNCHERS["inline"].launch(task, SparkConfig(), RunLog(SilentObserver()))
 
 
+@pytest.mark.needs("horovod")
 def test_spark_with_too_few_slots_is_refused_before_it_starts():
     config = TrainConfig(num_workers=3, strategy="horovod", launcher="horovod_spark")
     task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
@@ -310,6 +311,7 @@ def store():
     server.stop()
 
 
+@pytest.mark.needs("horovod")
 def test_a_key_is_written_once_and_by_those_who_know_the_path(store):
     port, root = store
     assert address_variables("127.0.0.1", port, "s" * 64)[GLOO_ADDRESS] == f"127.0.0.1:{port}/{'s' * 64}"
@@ -325,6 +327,7 @@ def test_a_key_is_written_once_and_by_those_who_know_the_path(store):
         assert ask(port, method, f"/{'t' * 64}:{port}/global/0", b"")[0] == 403
 
 
+@pytest.mark.needs("horovod")
 def test_the_end_waits_for_nobody():
     GuardedRendezvous("127.0.0.1", "s" * 64).stop()
     server = GuardedRendezvous("127.0.0.1", "s" * 64)
@@ -338,6 +341,7 @@ def test_the_end_waits_for_nobody():
         assert not end.is_alive()
 
 
+@pytest.mark.needs("horovod")
 def test_ranks_are_placed_as_horovod_places_them():
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
@@ -358,12 +362,14 @@ def test_ranks_are_placed_as_horovod_places_them():
         ]
 
 
+@pytest.mark.needs("horovod")
 def test_an_interface_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match=r"train.nics: .* has no interface 'nosuch0' with an IPv4"):
         with listening_on({"nosuch0"}):
             pass
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(
     ("launcher", "strategy", "master"),
     [

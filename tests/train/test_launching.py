@@ -396,6 +396,7 @@ def test_places_of_a_cluster(master: str, conf: dict[str, str], num_slots: int |
     assert num_rank_slots(master, conf) == num_slots
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(
     ("master", "conf", "expected"),
     [

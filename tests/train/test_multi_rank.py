@@ -34,13 +34,15 @@ from train.metrics.evaluate import read_confusion
 from train.strategies import STRATEGIES
 
 # Whose ranks all run the loop; the others have tests of their own (test_parameter_server.py).
-OF_EQUALS = [name for name, each in STRATEGIES.items() if each.roles is all_members and each.allows_world_size(2)]
-EXACT = [name for name, strategy in STRATEGIES.items() if strategy.exact_resume]
+OF_EQUALS = [
+    name for name, each in STRATEGIES.installed().items() if each.roles is all_members and each.allows_world_size(2)
+]
+EXACT = [name for name, strategy in STRATEGIES.installed().items() if strategy.exact_resume]
 # Three: with two ranks a sum has one order only. Of two axes, three ranks would leave one undivided.
 RANKS = {name: 4 if len(STRATEGIES[name].axes) > 1 else 3 for name in EXACT}
 # local_sgd meets by the collectives of horovod and torch_ddp.
 WITH_A_MEETING_OF_THEIR_OWN = [
-    name for name, strategy in STRATEGIES.items() if strategy.synchronous and strategy.allows_world_size(2)
+    name for name, strategy in STRATEGIES.installed().items() if strategy.synchronous and strategy.allows_world_size(2)
 ]
 
 
@@ -165,7 +167,7 @@ CONFIG = {"num_streams": 4, "global_batch_size": 24, "epochs": 4, "optimizer": "
 USUAL = {("horovod", "fp16"), ("torch_ddp", "bf16")}
 COMPRESSED = [
     (name, each) if (name, each) in USUAL else exhaustive(name, each)
-    for name, strategy in STRATEGIES.items()
+    for name, strategy in STRATEGIES.installed().items()
     for each in strategy.compressions
     if each != "none"
 ]

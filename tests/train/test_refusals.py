@@ -103,6 +103,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
 def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any], message: str):
     master = "local[4]" if "silos" in settings.get("local_sgd", {}) else "local[2]"
@@ -124,6 +125,7 @@ def test_settings_of_spark_that_ranks_cannot_use_are_refused(settings, conf, mes
         check_terms(TrainConfig(**settings), SparkConfig(master="yarn", train=SparkApplicationConfig(conf=conf)))
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize(
     ("settings", "chosen"),
     [

@@ -43,7 +43,8 @@ from train.planning.plan import TrainingPlan
 from train.planning.setup import resolve
 from train.reporting.observer import GlobalStep
 from train.restarts import launch_until_done
-from train.strategies import STRATEGIES, roles_of
+from train.strategies import roles_of
+from train.strategies.horovod import HOROVOD
 from train.training import check_fewer
 
 TORCH = "tests.train.torch_models:stateful"
@@ -340,6 +341,7 @@ def go_on_through(faults, check=lambda now: None, dataset=None, **config):
     return sizes, None
 
 
+@pytest.mark.needs("horovod")
 def test_as_many_restarts_as_allowed_each_with_the_ranks_that_are_left():
     assert go_on_through([lost(1, {3}), lost(5, {0, 1}), lost(7, {0})]) == ([4, 3, 1, 1], None)
     # Only a connection was lost, and no rank.
@@ -364,11 +366,13 @@ def test_a_signal_that_comes_while_the_ranks_leave_is_not_forgotten():
     assert done.stdout.split("\n") == ["launched", "terminated by SIGTERM; the ranks had ended already", ""]
 
 
+@pytest.mark.needs("horovod")
 def test_weights_of_ranks_end_with_the_world_that_they_were_for():
     sizes, error = go_on_through([lost(1, {3})], rank_weights=[1, 1, 1, 0.5])
     assert (sizes, error) == ([4, 3], None)
 
 
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize("step", [None, 7])
 def test_a_fault_that_comes_again_at_the_same_step_ends_it_with_its_first_cause(step):
     faults = [lost(step, {3}, "rank 3 hangs"), lost(2, {0}), lost(step, {1}, "rank 1 hangs")]
@@ -377,6 +381,7 @@ def test_a_fault_that_comes_again_at_the_same_step_ends_it_with_its_first_cause(
     assert error.what == "rank 3 hangs (and again after a restart: rank 1 hangs)"
 
 
+@pytest.mark.needs("horovod")
 def test_what_a_restart_cannot_cure_is_raised_at_once():
     error = TrainingError("rank 1 failed: ValueError")
     assert go_on_through([error]) == ([4], error)
@@ -431,7 +436,7 @@ def test_a_schedule_that_the_ranks_that_are_left_cannot_run_is_refused_before_th
     ],
 )
 def test_only_ranks_that_something_outside_took_away_are_lost(kind, more, is_lost):
-    secondary = STRATEGIES["horovod"].secondary_error
+    secondary = HOROVOD.secondary_error
     survivor = RankFault(FaultKind.COLLECTIVE, 0, "host a", 0.5,
                          failure=failure_of(RuntimeError("Connection closed by peer"), secondary))  # fmt: skip
     error = error_of_all([survivor, RankFault(kind, 1, "host b", 1.0, "what", Cursor(0, 3), **more)], secondary)

@@ -85,7 +85,7 @@ def test_horovod_gets_the_limit_of_one_send():
     )
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES.installed())
 def test_every_strategy_declares_its_world_sizes(name):
     strategy = STRATEGIES[name]
     assert strategy.allows_world_size(1) and not strategy.allows_world_size(0)
@@ -95,6 +95,7 @@ def test_every_strategy_declares_its_world_sizes(name):
         )
 
 
+@pytest.mark.needs("horovod")
 def test_single_refuses_two_workers_and_names_horovod():
     with pytest.raises(UsageError, match=r"'single' with train.num_workers = 2; expected at most 1 .*\"horovod\""):
         find_strategy("single", 2)
@@ -110,6 +111,7 @@ def test_single_refuses_two_workers_and_names_only_what_is_installed(monkeypatch
     assert refused.value.fix == "set train.num_workers = 1"
 
 
+@pytest.mark.needs("horovod")
 def test_what_is_offered_fits_the_models_framework_and_the_number_of_workers():
     """The fix of one refusal is not the next one's cause."""
     torch = {"model": "tests.train.torch_models:smooth", "num_workers": 2, "launcher": "local"}

@@ -47,10 +47,10 @@ from train.launching.rank_failures import FaultKind, failure_of
 from train.launching.watchdog import LostRanks, Watchdog
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
-from train.strategies import STRATEGIES
+from train.strategies.horovod import HOROVOD
 
-HOROVODS_ERRORS = STRATEGIES["horovod"].secondary_error
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.needs("horovod")
 
 
 @pytest.fixture
@@ -269,7 +269,9 @@ def test_a_rank_that_the_others_can_do_without_is_away_until_it_is_back_or_lost(
     ranks[1].progress_seconds = 21.0
     lost.progressed(ranks[1])
     assert not lost.is_away(1) and observer.named("rank_back") == [{"rank": 1}]
-    failed = replace(ranks[2].fault(FaultKind.FAILED, 20.0), failure=failure_of(ValueError("boom"), HOROVODS_ERRORS))
+    failed = replace(
+        ranks[2].fault(FaultKind.FAILED, 20.0), failure=failure_of(ValueError("boom"), HOROVOD.secondary_error)
+    )
     assert lost.takes(ranks[1], killed) and lost.takes(ranks[1], killed) and lost.takes(ranks[2], failed)
     assert ranks[1].is_lost and [each["what"] for each in observer.named("rank_lost")] == [
         "it says nothing", "boom",
