@@ -25,27 +25,31 @@ def put_applications_first() -> None:
 
 
 class OnExecutor:
-    """A function as Spark ships it: the Python of an executor finds our applications before it unpickles the rest.
+    """A function as Spark ships it: the Python of an executor finds our applications before it loads the function.
 
-    Pickle names functions and classes by their modules, and imports these on the executor, whose path is its own.
+    Spark's serializer names functions and classes by their modules, and imports these where it loads them, whose path
+    is its own. A process that only passes one on (shardmill/jobs/lent_spark.py) imports nothing.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        from pyspark.serializers import CloudPickleSerializer
+
+        self.shipped: bytes = CloudPickleSerializer().dumps(function)
+
+    @classmethod
+    def of_shipped(cls, shipped: bytes) -> OnExecutor:
+        """The one with these bytes."""
+        one = cls.__new__(cls)
+        one.shipped = shipped
+        return one
 
     def __call__(self, *arguments: Any) -> Any:
+        from pyspark.serializers import CloudPickleSerializer
+
+        put_applications_first()
         keep_zip_directories()
         begin_under_driver()
-        return self._function(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The first is called before the last, the state with the function in it, is unpickled.
-        return _arrived, (), {"_function": self._function}
-
-
-def _arrived() -> OnExecutor:
-    put_applications_first()
-    return OnExecutor.__new__(OnExecutor)
+        return CloudPickleSerializer().loads(self.shipped)(*arguments)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from tests.services.hdfs import hdfs_root, hdfs_server
 from tests.services.hosts import two_hosts
 from tests.services.kubernetes import api_server
 from tests.services.s3 import s3_bucket, s3_server
+from tests.services.spark_connect import spark_connect
 from tests.services.spark_standalone import spark_cluster
 from tests.services.versitygw import gateway, gateway_bucket, versitygw
 from tests.services.yarn import yarn_cluster
@@ -39,7 +40,7 @@ __all__ = [
     "api_server", "azure", "azure_container", "azurite", "demo", "fake_gcs", "faulty", "gateway", "gateway_bucket",
     "gcs", "gcs_bucket", "hdfs_root", "hdfs_server",
     "pytest_collection_modifyitems", "pytest_sessionstart", "pytest_xdist_make_scheduler", "s3_bucket", "s3_server",
-    "spark_cluster", "two_hosts", "versitygw", "yarn_cluster",
+    "spark_cluster", "spark_connect", "two_hosts", "versitygw", "yarn_cluster",
 ]  # fmt: skip
 
 

@@ -222,14 +222,18 @@ SHIP = """
 import sys
 from shardmill.applications import OnExecutor, put_applications_first
 put_applications_first()
-from etl.listing.listing import read_cells
-from pyspark import cloudpickle
-sys.stdout.buffer.write(cloudpickle.dumps(OnExecutor(read_cells)))
+from etl.units.units import decode_unit
+sys.stdout.buffer.write(OnExecutor(decode_unit).shipped)
 """
 RECEIVE = """
-import pickle, sys
-shipped = pickle.load(open(sys.argv[1], "rb"))
-print(sys.modules["etl"].__file__)
+import sys
+from shardmill.applications import OnExecutor
+shipped = OnExecutor.of_shipped(open(sys.argv[1], "rb").read())
+assert "etl" not in sys.modules
+try:
+    shipped(b"no unit")
+except ValueError:
+    print(sys.modules["etl"].__file__)
 """
 
 
@@ -243,12 +247,12 @@ def test_an_executor_unpickles_what_is_ours(path: str, installed: Path, tmp_path
 
 
 def test_all_that_is_shipped_to_executors_finds_our_applications_first():
-    """A function that Spark ships bare is imported on the executor by its module's name, which may be a user's file."""
-    shipping = re.compile(r"\.(?:mapPartitions(?:WithIndex)?|foreachPartition)\s*[(,]\s*(\w+)")
+    """A function that Spark ships bare is imported on the executor by its module's name, which may be a user's file;
+    what these two ship is `OnExecutor`."""
+    shipping = re.compile(r"\.(?:mapPartitions(?:WithIndex)?|foreachPartition|mapIn\w+|applyIn\w+)\b")
     files = [file for folder in ("etl", "train", "shardmill") for file in sorted((ROOT / folder).rglob("*.py"))]
-    shipped = [(file.name, *found) for file in files if (found := shipping.findall(file.read_text(encoding="utf-8")))]
-    assert {name for name, *_ in shipped} >= {"spark.py", "spark_barrier.py"}
-    assert [each for each in shipped if {*each[1:]} != {"OnExecutor"}] == []
+    shipped = {file.name for file in files if shipping.search(file.read_text(encoding="utf-8"))}
+    assert shipped == {"spark_tasks.py", "spark_connect.py"}
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import etl
@@ -148,6 +148,21 @@ def run_in_warm_process(
             # The next unit must not take this one's answer for its own.
             end_warm_process()
             raise
+
+
+def run_units_of_task(task: bytes, units: Iterable[bytes], *, are_attempts_counted: bool) -> Iterator[tuple[int]]:
+    """Run the units of a task of Spark; yields how many attempts at them have failed before, if there were any.
+
+    Spark Connect has no accumulators and tells of no failed task, so the attempt that succeeds does.
+    """
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    num_failed = context.attemptNumber() if context is not None and are_attempts_counted else 0
+    retries = [num_failed]
+    run_in_warm_process(task, units, retries.append)
+    if any(retries):
+        yield (sum(retries),)
 
 
 def end_warm_process() -> None:

@@ -31,6 +31,7 @@ from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.calls.results import Diagnosis, Finding, Status
 from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.jobs.config import is_connect
 from shardmill.jobs.run_files import PARTIAL, RunState, StageRecord, failed_stage, write_stage_record, write_summary
 from shardmill.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
@@ -103,7 +104,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _python(),
         *map(_entry, chosen),
         *_packages(chosen),
-        _java(is_needed=bool(applications_on_spark(tree))),
+        _java(is_needed=bool(applications_on_spark(tree)) and not is_connect(tree.spark)),
         _compiler(),
         _kernel(tree),
         *_preflight(tree, setup, workdir, has_config=has_config),

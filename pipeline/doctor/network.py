@@ -10,6 +10,7 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from pipeline.doctor.finding import failed
 from pipeline.spark_applications import applications_on_spark
@@ -17,7 +18,10 @@ from pipeline.tree import PipelineTree
 from shardmill.calls.results import Finding, Status
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import (
+    CONNECT,
+    CONNECT_PORT,
     addresses_of,
+    is_connect,
     is_local_master,
     is_loopback,
     is_under_spark_submit,
@@ -50,9 +54,12 @@ def network_findings(tree: PipelineTree, setup: Setup) -> Iterator[Finding]:
         # Its settings hold, not these.
         return
     applications = applications_on_spark(tree)
-    if applications and tree.spark.master.startswith("spark://"):
+    if applications and tree.spark.master.startswith(("spark://", CONNECT)):
         yield _master(tree.spark.master)
     yield from _local_paths(tree, applications)
+    if is_connect(tree.spark):
+        # Its driver listens where the server is.
+        return
     for name, conf in applications.items():
         yield from _application(f"spark.{name}.conf", conf, tree.spark)
 
@@ -120,10 +127,10 @@ def _gate(train: TrainConfig) -> Finding:
 
 
 def _master(master: str) -> Finding:
-    """Whether one of the masters of a standalone cluster can be called."""
+    """Whether one of the masters of a standalone cluster, or a server of Spark Connect, can be called."""
     reasons: list[str] = []
-    for address in master.removeprefix("spark://").split(","):
-        host, _, port = address.rpartition(":")
+    for address in urlsplit(master).netloc.split(","):
+        host, _, port = (address if ":" in address else f"{address}:{CONNECT_PORT}").rpartition(":")
         try:
             socket.create_connection((host, int(port)), CALL_SECONDS).close()
         except (OSError, ValueError, OverflowError) as error:

@@ -14,13 +14,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shardmill.calls.predictions import Predictions
 from shardmill.calls.process import Command, Watcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import Bar, as_bar
+
+if TYPE_CHECKING:
+    from shardmill.jobs.lent_spark import LentSpark
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -211,6 +214,8 @@ Given = ParamSpec("Given")
 Value = TypeVar("Value")
 Folder = str | os.PathLike[str]
 Location = Folder | Dataset | Predictions
+_OURS = frozenset({"quiet", "spark"})
+"""Keywords that are no option of the command."""
 
 
 def command(
@@ -240,8 +245,10 @@ def command(
             bound.apply_defaults()
             given = complete(bound.arguments)
             words = [word_of(given[each]) for each in kinds if kinds[each] is inspect.Parameter.POSITIONAL_ONLY]
-            chosen = {options.get(each, each): given[each] for each in keywords if each != "quiet"}
-            document = _run(name, words, [*_as_words(chosen), *as_options(settings, keywords)], quiet=given["quiet"])
+            chosen = {options.get(each, each): given[each] for each in keywords if each not in _OURS}
+            lent, settings = _lent(given.get("spark"), settings)
+            words_of_options = [*_as_words(chosen), *as_options(settings, keywords)]
+            document = _run(name, words, words_of_options, quiet=given["quiet"], spark=lent)
             return result_of(document, given)
 
         return called
@@ -270,11 +277,23 @@ def _as_words(options: Mapping[str, Any]) -> Iterator[str]:
             yield from (option, word)
 
 
-def _run(name: str, words: Sequence[str], options: Sequence[str], *, quiet: bool) -> Any:
+def _lent(spark: Any, settings: Mapping[str, Any]) -> tuple[LentSpark | None, Mapping[str, Any]]:
+    """The caller's session as the command uses it, and the settings with which it does; those that are given win."""
+    if spark is None or isinstance(spark, Mapping):
+        return None, settings if spark is None else {"spark": spark, **settings}
+    from shardmill.jobs.lent_spark import LentSpark
+
+    lent = LentSpark(spark)
+    return lent, {"spark.master": lent.tasks.master, "etl.engine": "spark", **settings}
+
+
+def _run(
+    name: str, words: Sequence[str], options: Sequence[str], *, quiet: bool, spark: LentSpark | None = None
+) -> Any:
     """The document of `shardmill NAME`. Raises the ShardmillError with which the command ends."""
     places = [word for word in words if word]
     watcher = watcher_of(f"shardmill.{name} {' '.join(places)}", quiet=quiet)
-    return Command(name.replace("_", "-"), [*options, "--", *places]).run(watcher)
+    return Command(name.replace("_", "-"), [*options, "--", *places], spark).run(watcher)
 
 
 def word_of(value: Location | float) -> str:

@@ -27,7 +27,11 @@ from shardmill.result import Result
 from shardmill.storage import join_uri
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from shardmill.loader.dataset import LoadableDataset
+
+    Spark = SparkSession | Mapping[str, Any] | None
 
 Arguments = Mapping[str, Any]
 Found = TypeVar("Found", bound=Result)
@@ -77,7 +81,7 @@ def _inspected(document: Any, given: Arguments) -> Inspected | LoadableDataset:
 def run(
     source_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
     replace_source: bool = False, fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False,
-    **settings: Any,
+    spark: Spark = None, **settings: Any,
 ) -> RunResult:  # fmt: skip
     """The whole pipeline, as the command `shardmill run`: ETL, verify, train, export, evaluate, promote, report.
 
@@ -85,6 +89,9 @@ def run(
     `train={"epochs": 3}`, or by full name, `**{"train.epochs": 3}`. The other arguments are the options of the command;
     `quiet` shows no progress. The work happens in a process of its own; Ctrl-C, or the stop button of a notebook, ends
     it in order, and the same call resumes it.
+
+    `spark`: a session of this process, of a cluster or of Spark Connect. Its tasks do the ETL's work, and are the ranks
+    with `train={"launcher": "spark_barrier"}`; it is not stopped. Also the section `spark` of the config.
 
     Raises the ShardmillError with which the command ends: UsageError for a wrong setting, RejectLimitExceeded, ...
     """
@@ -94,7 +101,7 @@ def run(
 @command(lambda document, _: version_of(document["sections"]))
 def etl(
     source_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR, run_id: str = "",
-    replace_source: bool = False, quiet: bool = False, **settings: Any,
+    replace_source: bool = False, quiet: bool = False, spark: Spark = None, **settings: Any,
 ) -> LoadableDataset:  # fmt: skip
     """Only the dataset, as the command `shardmill etl`: the version that it committed, or the latest one if nothing has
     changed. Arguments and errors are those of `run`.
@@ -105,7 +112,8 @@ def etl(
 @command(_of_run)
 def train(
     dataset_or_config: Location, /, *, workdir: Folder = DEFAULT_WORKDIR,
-    run_id: str = "", fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False, **settings: Any,
+    run_id: str = "", fresh: bool = False, allow_change: Sequence[str] = (), quiet: bool = False,
+    spark: Spark = None, **settings: Any,
 ) -> RunResult:  # fmt: skip
     """Only the training, as the command `shardmill train`: on `DATASET[@N]`, or on the dataset of a TOML file.
 

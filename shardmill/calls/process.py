@@ -16,13 +16,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 
 from shardmill.child_process import kill_session
 from shardmill.errors import ShardmillError, TrainingError, UsageError, error_class
 from shardmill.jobs.observer import AS_JSON, VARIABLE
 from shardmill.jobs.process import python_path
 from shardmill.registry import applications_home, find_below
+
+if TYPE_CHECKING:
+    from shardmill.jobs.lent_spark import LentSpark
 
 # It has a session of its own, so that Ctrl-C comes once, from here; and it ends with this process all the same.
 _MAIN = (
@@ -57,6 +60,8 @@ class Command:
 
     name: str
     arguments: Sequence[str]
+    spark: LentSpark | None = None
+    """The caller's Spark, which does what the command has Spark do."""
 
     def run(self, watcher: Watcher) -> Any:
         """The document that the command prints with `--json`. One that has found what it looks for (a drift beyond a
@@ -86,14 +91,27 @@ class Command:
         return document
 
     def _start(self, stdout: IO[bytes], watcher: Watcher) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        environment = {
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            **({VARIABLE: AS_JSON} if watcher.takes_lines else {}),
+        }
+        if self.spark is not None:
+            # Of the JVM that started this process, if one has.
+            environment.pop("PYSPARK_GATEWAY_PORT", None)
+            environment |= self.spark.environment
+        process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, self.name, "--json", *self.arguments],
-            env={**os.environ, "PYTHONPATH": python_path(), **({VARIABLE: AS_JSON} if watcher.takes_lines else {})},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.PIPE if watcher.takes_lines else None,
             start_new_session=True,
+            pass_fds=[] if self.spark is None else [self.spark.descriptor],
         )
+        if self.spark is not None:
+            self.spark.serve()
+        return process
 
     def _fail(self, status: int, document: Any, unseen: Sequence[str]) -> NoReturn:
         failure = _error_of(document)

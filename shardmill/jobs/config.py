@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
+CONNECT = "sc://"
+"""How `spark.master` begins if it is a server of Spark Connect."""
+CONNECT_PORT = 15002
+"""Where it listens if `spark.master` names no port."""
+
+
 def is_under_spark_submit() -> bool:
     """Whether `spark-submit` started this process, so that its master and settings hold."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
@@ -143,11 +149,16 @@ class SparkConfig(Section):
     """Settings with which the two Spark applications start. Under `spark-submit`, its `--master` takes precedence."""
 
     master: str = "local[*]"
-    """Spark master URL; `local[*]` uses all cores of this machine."""
+    """Spark master URL; `local[*]` uses all cores of this machine, `sc://HOST:PORT` a server of Spark Connect."""
     etl: SparkApplicationConfig = SparkApplicationConfig()
     """Settings of the ETL's application."""
     train: SparkApplicationConfig = SparkApplicationConfig()
     """Settings of the application that starts the training's ranks."""
+
+
+def is_connect(spark: SparkConfig) -> bool:
+    """Whether the section names a server of Spark Connect; under `spark-submit` its own master holds."""
+    return spark.master.startswith(CONNECT) and not is_under_spark_submit()
 
 
 def require_uri(name: str, uri: str) -> str:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
-_QUIET_LOG = Path(__file__).with_name("spark-log4j2.properties")
+# On an executor this file may be in an archive with a relative path.
+_QUIET_LOG = Path(__file__).absolute().with_name("spark-log4j2.properties")
 
 # Where driver and executors are one JVM on this machine, nobody else has to reach it.
 _ON_LOOPBACK = {

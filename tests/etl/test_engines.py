@@ -27,7 +27,7 @@ from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.engines import AUTO, ENGINES, MAX_LOCAL_IMAGES, EngineSettings, engine_that_runs, spark
 from etl.engines.local import run_locally
-from etl.engines.spark import group_on_spark, start_job, until_done
+from etl.engines.spark import group_on_spark, own_error
 from etl.engines.unit_runner import ForkServer, UnitRunner, end_warm_process, run_in_warm_process
 from etl.job import build_dataset
 from etl.listing import list_source
@@ -396,7 +396,7 @@ def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path
 def test_without_a_cluster_auto_groups_any_number_of_rows_here(rows: list[StoredRow], tmp_path: Path, monkeypatch):
     monkeypatch.setattr(engines, "MAX_LOCAL_IMAGES", 1)
     monkeypatch.setattr(spark, "MIN_ROWS", 0)
-    monkeypatch.setattr(spark, "spark_context", None)
+    monkeypatch.setattr(spark, "spark_tasks", None)
     store = open_store(tmp_path / "dataset")
     shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)
@@ -430,23 +430,8 @@ PYTHON = """org.apache.spark.api.python.PythonException: Traceback (most recent 
 """
 
 
-class _Context:
-    """Of a job that has ended nothing is asked but its stages."""
-
-    def statusTracker(self):
-        return self
-
-    def getActiveStageIds(self):
-        return []
-
-
 def error_of_java(cause: str) -> ShardmillError:
-    def fail() -> None:
-        raise RuntimeError(FAILED.format(cause=cause))
-
-    with pytest.raises(ShardmillError) as raised:
-        list(until_done(_Context(), start_job(fail)))  # pyright: ignore[reportArgumentType]
-    return raised.value
+    return own_error(RuntimeError(FAILED.format(cause=cause)))
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ _OLDER = frozenset({"horovod", "petastorm"})
 # Fixtures that start something for all tests that use them, and those that only drills may use.
 _STARTED_BY = {"s3_server": "server", "spark": "jvm"}
 _OF_DRILLS = frozenset(
-    {"api_server", "azurite", "demo", "fake_gcs", "gateway", "hdfs_server", "spark_cluster", "two_hosts"}
-    | {"versitygw", "yarn_cluster"}
+    {"api_server", "azurite", "demo", "fake_gcs", "gateway", "hdfs_server", "spark_cluster", "spark_connect"}
+    | {"two_hosts", "versitygw", "yarn_cluster"}
 )
 # https://docs.python.org/3/library/audit_events.html; "tests.fork" is raised by tests/quick_start/forked.py.
 _STARTS = frozenset({"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "tests.fork", "socket.bind"})

@@ -203,7 +203,7 @@ def test_each_command_with_a_result_is_a_function_with_its_options_and_their_def
         if name == "inspect":
             # Only a config file has settings, and `shardmill.inspect` has as many keywords as are good.
             options -= {"workdir"}
-        assert keywords.keys() - {"quiet"} == options - NO_KEYWORD, name
+        assert keywords.keys() - {"quiet", "spark"} == options - NO_KEYWORD, name
 
 
 @pytest.mark.starts("program")

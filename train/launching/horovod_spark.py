@@ -16,8 +16,10 @@ from typing import Any
 
 from shardmill.environments.rank_environment import HOROVODS, read_rank_environment
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.open_spark import check_own_context
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
+from shardmill.jobs.spark_tasks import ContextTasks
 from train.api import Launcher
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
@@ -54,16 +56,24 @@ def launch_horovod_spark(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
-    check_configured_slots(task.config.num_workers, spark)
+    check_horovod_spark(task.config.num_workers, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
-        wait_for_slots(task.config.num_workers, context, task.config.watch.start_timeout_seconds)
+        cluster = ContextTasks(context)
+        wait_for_slots(task.config.num_workers, cluster, task.config.watch.start_timeout_seconds)
         is_local = str(context.master).startswith("local")
         secret = secrets.token_bytes(32)
         token = derive(secret, TOKEN_PURPOSE)
-        with Watchdog(task, worker, observer, *driver_addresses(context), token) as watchdog:
+        with Watchdog(task, worker, observer, *driver_addresses(cluster), token) as watchdog:
             stop, output = threading.Event(), _Tail()
             run = partial(_run_horovod, task, watchdog, secret, stop, output, is_local=is_local)
-            return SparkJob("horovod.spark.run", run, context, watchdog, stop=stop.set, output=output.text).watch()
+            cancel = context.cancelAllJobs
+            return SparkJob("horovod.spark.run", run, cancel, watchdog, stop=stop.set, output=output.text).watch()
+
+
+def check_horovod_spark(world_size: int, spark: SparkConfig) -> None:
+    """Check the config: a Spark context of its own, and slots for all ranks. Raises UsageError."""
+    check_own_context("train.launcher = 'horovod_spark'", "set train.launcher = 'spark_barrier'", spark)
+    check_configured_slots(world_size, spark)
 
 
 def keep_rank_of_horovod() -> int:
@@ -190,7 +200,7 @@ def _patched_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Ite
 
 HOROVOD_SPARK = Launcher(
     launch_horovod_spark,
-    check=check_configured_slots,
+    check=check_horovod_spark,
     # Horovod tells its ranks where the others are; other strategies ask their driver, but this is Horovod's own way.
     strategies=("single", "horovod"),
     ranks_here=ranks_on_this_machine,

@@ -6,15 +6,17 @@ It knows no strategy: ranks meet through their driver. Driver and executors shar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from shardmill.applications import OnExecutor
 from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.open_spark import spark_tasks
 from shardmill.jobs.process import SAFE_PATH, python_path
-from shardmill.jobs.spark import spark_context
+from shardmill.jobs.spark_tasks import Tasks
 from train.api import Launcher
 from train.contracts.task import WorkerTask
 from train.contracts.values import TrainResult
@@ -42,16 +44,16 @@ def launch_spark_barrier(
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
     world_size = len(roles_of(task.config))
     check_barrier(world_size, spark)
-    with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
-        check_no_dynamic_allocation(dict(context.getConf().getAll()))
-        wait_for_slots(world_size, context, task.config.watch.start_timeout_seconds)
-        with Watchdog(task, worker, observer, *driver_addresses(context)) as watchdog:
-            ranks = context.parallelize(range(world_size), world_size).barrier()
-            tasks = ranks.mapPartitions(OnExecutor(_rank_of_task(watchdog.environment())))
+    with spark_tasks(APPLICATION_NAME, spark, spark.train.conf) as cluster:
+        check_no_dynamic_allocation(cluster.settings)
+        wait_for_slots(world_size, cluster, task.config.watch.start_timeout_seconds)
+        with Watchdog(task, worker, observer, *driver_addresses(cluster)) as watchdog:
+            run_rank = OnExecutor(partial(_run_rank, watchdog.environment()))
+            job = cluster.start(Tasks(run_rank, {"exit_code": "bigint"}, world_size, are_together=True))
             return SparkJob(
                 "Spark's barrier stage",
-                tasks.collect,
-                context,
+                job.result,
+                job.cancel,
                 watchdog,
                 # Without Java's stack trace.
                 text=lambda error: text_of(error).split(" at ")[0],
@@ -64,7 +66,7 @@ def check_barrier(world_size: int, spark: SparkConfig) -> None:
     check_no_dynamic_allocation(spark.train.conf)
 
 
-def check_no_dynamic_allocation(conf: dict[str, str]) -> None:
+def check_no_dynamic_allocation(conf: Mapping[str, str]) -> None:
     """Spark refuses barrier stages with it, but late and in its own words. Raises UsageError."""
     if conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise UsageError(
@@ -74,23 +76,19 @@ def check_no_dynamic_allocation(conf: dict[str, str]) -> None:
         )
 
 
-def _rank_of_task(environment: dict[str, str]) -> Callable[[Iterable[int]], Iterable[int]]:
-    """The function that Spark ships to its tasks. What it carries is a secret, as everything in Spark's own tasks."""
+def _run_rank(environment: Mapping[str, str], _: Iterable[bytes]) -> Iterator[tuple[int]]:
+    """What Spark runs in each task. What it carries is a secret, as everything in Spark's own tasks."""
+    from pyspark import BarrierTaskContext
 
-    def run(_: Iterable[int]) -> Iterator[int]:
-        from pyspark import BarrierTaskContext
-
-        context: Any = BarrierTaskContext.get()
-        rank = context.partitionId()
-        hosts = [each.address.rpartition(":")[0] or each.address for each in context.getTaskInfos()]
-        place = RankEnvironment(rank, len(hosts), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
-        # What Spark added to this process's path is not in its environment.
-        # A rank's failure is its driver's to judge: a task that fails would be tried again by Spark.
-        environment_here = {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, **environment}
-        gpus = context.resources().get("gpu")
-        yield keep_rank(place, environment_here, gpus.addresses if gpus else None)
-
-    return run
+    context: Any = BarrierTaskContext.get()
+    rank = context.partitionId()
+    hosts = [each.address.rpartition(":")[0] or each.address for each in context.getTaskInfos()]
+    place = RankEnvironment(rank, len(hosts), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+    # What Spark added to this process's path is not in its environment.
+    # A rank's failure is its driver's to judge: a task that fails would be tried again by Spark.
+    environment_here = {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, **environment}
+    gpus = context.resources().get("gpu")
+    yield (keep_rank(place, environment_here, gpus.addresses if gpus else None),)
 
 
 SPARK_BARRIER = Launcher(

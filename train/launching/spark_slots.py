@@ -8,9 +8,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig, is_local_master, is_under_spark_submit
@@ -18,8 +18,7 @@ from train.contracts.world import LOOPBACK
 from train.launching.rank_failures import FIX
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
-
+    from shardmill.jobs.spark_tasks import SparkTasks
     from train.contracts.values import TrainResult
     from train.launching.watchdog import Watchdog
 
@@ -52,7 +51,7 @@ def assigns_gpus(spark: SparkConfig) -> bool:
     return GPUS_OF_TASK in spark.train.conf
 
 
-def check_slots(world_size: int, master: str, conf: dict[str, str], *, is_all: bool) -> None:
+def check_slots(world_size: int, master: str, conf: Mapping[str, str], *, is_all: bool) -> None:
     """Raises UsageError with the numbers if fewer than `world_size` tasks can run at once, as far as that is known.
 
     Spark would start as many as fit and wait forever with the rest. `is_all`: as in `num_slots_of`.
@@ -62,21 +61,22 @@ def check_slots(world_size: int, master: str, conf: dict[str, str], *, is_all: b
         raise UsageError(*_too_few(world_size, master, f"runs {num_slots} task(s) at a time"))
 
 
-def wait_for_slots(world_size: int, context: SparkContext, timeout_seconds: float) -> None:
+def wait_for_slots(world_size: int, cluster: SparkTasks, timeout_seconds: float) -> None:
     """Return when `world_size` tasks can run at once on the executors that are there.
 
     Raises UsageError with the numbers if they never can, at once on YARN and Kubernetes, in seconds on a standalone
     cluster; TrainingError if executors that were asked for are not there in time. Spark would wait with the first ranks
     in its slots, and looks whether a barrier stage fits only every 15 s.
     """
-    master, conf = str(context.master), dict(context.getConf().getAll())
+    master, conf = cluster.master, cluster.settings
     check_slots(world_size, master, conf, is_all=True)
     # With dynamic allocation executors come for tasks that wait.
-    if is_local_master(master) or conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+    if is_local_master(master) or not _keeps_executors(conf):
         return
     started_seconds = since_seconds = time.monotonic()
     last = 0
-    while (num_slots := _slots_now(context)) < world_size:
+    # Spark Connect does not tell: there the ranks have until the time to start is over.
+    while (num_slots := cluster.num_slots()) is not None and num_slots < world_size:
         now = time.monotonic()
         if num_slots != last:
             last, since_seconds = num_slots, now
@@ -86,13 +86,6 @@ def wait_for_slots(world_size: int, context: SparkContext, timeout_seconds: floa
             has = f"has {num_slots} slot(s) for it after train.watch.start_timeout_seconds = {timeout_seconds:g}"
             raise TrainingError(*_too_few(world_size, master, has))
         time.sleep(_POLL_SECONDS)
-
-
-def _slots_now(context: SparkContext) -> int:
-    """Of the executors that have registered, busy or not, by cores and GPUs: what Spark itself asks for a barrier."""
-    java: Any = context._jsc
-    spark = java.sc()
-    return spark.maxNumConcurrentTasks(spark.resourceProfileManager().defaultResourceProfile())
 
 
 def _too_few(world_size: int, master: str, has: str) -> tuple[str, str, str]:
@@ -109,7 +102,7 @@ def _too_few(world_size: int, master: str, has: str) -> tuple[str, str, str]:
     )
 
 
-def num_slots_of(master: str, conf: dict[str, str], *, is_all: bool = False) -> int | None:
+def num_slots_of(master: str, conf: Mapping[str, str], *, is_all: bool = False) -> int | None:
     """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, a standalone master).
 
     `is_all`: `conf` is all that Spark has been given, so that its own defaults hold for the rest.
@@ -137,13 +130,13 @@ def num_slots_of(master: str, conf: dict[str, str], *, is_all: bool = False) -> 
         most = conf.get("spark.cores.max")
         return None if most is None else _number(conf, "spark.cores.max") // cpus_per_task
     if is_all and _has_defaults(master):
-        conf = _DEFAULTS | conf
+        conf = _DEFAULTS | dict(conf)
     if _keeps_executors(conf) and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
         return _number(conf, "spark.executor.instances") * slots_of_executor(_number(conf, "spark.executor.cores"))
     return None
 
 
-def num_rank_slots(master: str, conf: dict[str, str]) -> int | None:
+def num_rank_slots(master: str, conf: Mapping[str, str]) -> int | None:
     """Ranks that a cluster has room for: one for each GPU that it assigns, else one for each executor, which gives it
     all its cores. None if the settings do not say; a local master is not a cluster.
     """
@@ -160,7 +153,7 @@ def num_rank_slots(master: str, conf: dict[str, str]) -> int | None:
     return _number(conf, "spark.executor.instances") if is_told else None
 
 
-def rank_slots_problem(master: str, conf: dict[str, str]) -> str | None:
+def rank_slots_problem(master: str, conf: Mapping[str, str]) -> str | None:
     """Explain why `num_rank_slots` returns no number above 0, and which settings would change it; None if it does."""
     if is_local_master(master) or (num_slots := num_rank_slots(master, conf)):
         return None
@@ -179,7 +172,7 @@ def rank_slots_problem(master: str, conf: dict[str, str]) -> str | None:
     return f"the settings do not show how many {what} ({missing}; or set train.num_workers)"
 
 
-def _keeps_executors(conf: dict[str, str]) -> bool:
+def _keeps_executors(conf: Mapping[str, str]) -> bool:
     """Whether their number stays what it was set to."""
     return conf.get("spark.dynamicAllocation.enabled", "false") == "false"
 
@@ -189,7 +182,7 @@ def _has_defaults(master: str) -> bool:
     return master == "yarn" or master.startswith("k8s://")
 
 
-def _number(conf: dict[str, str], name: str, default: str = "") -> int:
+def _number(conf: Mapping[str, str], name: str, default: str = "") -> int:
     """Raises UsageError unless it is a whole number above 0."""
     value = conf.get(name, default)
     if not re.fullmatch(r"0*[1-9]\d*", value):
@@ -218,16 +211,16 @@ class SparkJob:
         self,
         what: str,
         run: Callable[[], object],
-        context: SparkContext,
+        cancel: Callable[[], object],
         watchdog: Watchdog,
         *,
         stop: Callable[[], None] = lambda: None,
         output: Callable[[], str] = lambda: "",
         text: Callable[[BaseException], str] | None = None,
     ) -> None:
-        """`run` returns when the tasks have ended, and may raise anything, whose message is `text`. `stop` has it end
-        early; `output`: the end of what the tasks have printed."""
-        self._what, self._run, self._context, self._watchdog = what, run, context, watchdog
+        """`run` returns when the tasks have ended, and may raise anything, whose message is `text`. `cancel` has Spark
+        end them; `stop` has `run` end early; `output`: the end of what the tasks have printed."""
+        self._what, self._run, self._cancel_tasks, self._watchdog = what, run, cancel, watchdog
         self._stop, self._output, self._text = stop, output, text or text_of
         self._failure = ""
         self._thread = threading.Thread(target=self._work, name="spark-job", daemon=True)
@@ -256,7 +249,7 @@ class SparkJob:
         self._thread.join(CANCEL_SECONDS)
         if self._thread.is_alive():
             self._stop()
-            canceller = threading.Thread(target=self._context.cancelAllJobs, name="spark-cancel", daemon=True)
+            canceller = threading.Thread(target=self._cancel_tasks, name="spark-cancel", daemon=True)
             canceller.start()
             canceller.join(CANCEL_SECONDS)
             self._thread.join(CANCEL_SECONDS)
@@ -271,12 +264,12 @@ class SparkJob:
                 self._watchdog.report_launcher_failure(f"{self._what} failed: {self._failure}", self._output())
 
 
-def driver_addresses(context: SparkContext) -> tuple[str, str]:
+def driver_addresses(cluster: SparkTasks) -> tuple[str, str]:
     """(the address to bind to, the address that executors connect to), by Spark's settings for its own ports."""
-    if str(context.master).startswith("local"):
+    if cluster.own_address:
+        return cluster.own_address, cluster.own_address
+    if cluster.master.startswith("local"):
         return LOOPBACK, LOOPBACK
-    conf = context.getConf()
-    advertised = conf.get("spark.driver.host")
-    assert advertised is not None, "the context sets it when it starts"
-    bind = conf.get("spark.driver.bindAddress")
-    return advertised if bind is None else bind, advertised
+    # The context sets it when it starts.
+    advertised = cluster.settings["spark.driver.host"]
+    return cluster.settings.get("spark.driver.bindAddress", advertised), advertised
