@@ -21,6 +21,7 @@ IMAGE_SUFFIXES = frozenset(
     for suffix in (
         *FORMAT_BY_EXTENSION,
         *("jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf", "fits", "wmf"),
+        *("dng", "nef", "nrw", "cr2", "arw", "srf", "sr2", "pef", "srw", "orf", "rw2", "raf"),
     )
 )
 TAR_SUFFIXES = (

@@ -224,6 +224,12 @@ def test_litter_is_counted_as_what_it_is(tmp_path: Path, name: str):
     assert reasons(listing) == {f"cat/{name}": "not_an_image_name"} and listing.num_listed == 3
 
 
+@pytest.mark.parametrize("suffix", ["nef", "DNG", "cr2", "arw", "svg", "pdf"])
+def test_a_picture_that_is_not_read_is_refused_by_its_content_and_counts_as_one(tmp_path: Path, suffix: str):
+    make_tree(tmp_path, "cat/1.jpg", f"cat/2.{suffix}")
+    assert f"cat/2.{suffix}" in {image.key for image in images_of(listed_folders(tmp_path))}
+
+
 def test_names_that_spark_would_skip_or_break_are_listed_as_they_are(tmp_path: Path):
     names = [
         *("_hidden.png", ".x.jpg", "x._COPYING_.jpg", "a b%20c#?.jpg", "{a,b}[ab]*:\"'\\.jpg", "-n.jpg"),
