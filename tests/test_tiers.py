@@ -15,7 +15,7 @@ import pytest
 
 from scripts import test_for
 from scripts.mutate import EQUIVALENTS, PROMISES, ROOT, choose, mutants_of
-from tests.lab.costs import BUDGET, folder_of, read_costs
+from tests.lab.costs import BUDGET, folder_of, read_costs, slowness_of
 from tests.lab.tiers import CURRENT
 
 # Which tiers a command runs.
@@ -106,6 +106,16 @@ def test_budgets_are_what_the_tests_cost_and_little_more(command: str):
         assert command == "drill" or seconds < MAX_FILE_SECONDS, f"{file} takes {seconds:.0f} s: split it"
     for folder, budget in BUDGET[command].items():
         assert budget <= max(5, 1.6 * sums[folder]), f"{folder} takes {sums[folder]:.0f} s: its budget can shrink"
+
+
+def test_a_slow_machine_is_told_from_a_file_that_has_grown():
+    recorded = {f"{number}.py": {"fast": 2.0, "test": 1.0, "drill": 50.0} for number in range(5)}
+    files = {file: {"fast": 2.0, "test": 1.0} for file in recorded}
+    assert slowness_of(files, recorded) == 1
+    assert slowness_of({**files, "0.py": {"fast": 90.0}, "new.py": {"fast": 90.0}}, recorded) == 1
+    assert slowness_of({file: {"fast": 4.0, "test": 2.0} for file in recorded}, recorded) == 2
+    assert slowness_of({file: {"fast": 1.0, "test": 0.5} for file in recorded}, recorded) == 1
+    assert slowness_of({"new.py": {"fast": 90.0}}, recorded) == 1
 
 
 @pytest.mark.drill

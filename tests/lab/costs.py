@@ -1,8 +1,9 @@
 """The processor time of each test, held against `tests/budget.toml` (a plugin of pytest).
 
-It counts this process, children that have ended and all that descend from it now. Where processor time is steady, that
-of the wall depends on what else the machine does. `tests/costs.json` keeps what each file took in the last run that was
-told to `--write-costs`: the longest start first, and `make test-for` says what it will take.
+It counts this process, children that have ended and all that descend from it now. `tests/costs.json` keeps what each
+file took in the last run that was told to `--write-costs`: the longest start first, and `make test-for` says what it
+will take. Budgets are those of that run's machine: if all files take longer, as beside other load on the same core, the
+machine is slower, and no folder has grown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -113,6 +115,13 @@ def folder_of(file: str) -> str:
     return "/".join(file.split("/")[:-1][:2])
 
 
+def slowness_of(files: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]) -> float:
+    """How many times as long as recorded the files take: the median of those that took a second or more; at least 1."""
+    before = {file: sum(recorded.get(file, {}).get(tier, 0.0) for tier in tiers) for file, tiers in files.items()}
+    ratios = [sum(tiers.values()) / before[file] for file, tiers in files.items() if before[file] >= 1]
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
 class _Sums:
     """Adds up the reports of all processes, in the one that prints the summary."""
 
@@ -154,12 +163,15 @@ class _Sums:
 
     def _above(self) -> list[str]:
         """Folders over their budget, if all tests of a tier have run."""
-        budget = BUDGET.get(self._config.getoption("--tier") or "", {})
+        budget, slowness = BUDGET.get(self._config.getoption("--tier") or "", {}), self._slowness()
         return [
-            f"{folder}: {seconds:.0f} processor seconds; its budget is {budget[folder]}"
+            f"{folder}: {seconds:.0f} processor seconds; its budget is {budget[folder]}, times {slowness:.2f}"
             for folder, seconds in self._folders().items()
-            if self._is_whole() and seconds > _TOLERANCE * budget.get(folder, float("inf"))
+            if self._is_whole() and seconds > _TOLERANCE * slowness * budget.get(folder, float("inf"))
         ]
+
+    def _slowness(self) -> float:
+        return slowness_of(self._files, read_costs())
 
     def _is_whole(self) -> bool:
         option = self._config.getoption
@@ -172,6 +184,7 @@ class _Sums:
         for folder, seconds in self._folders().items():
             terminalreporter.line(f"{seconds:8.1f}  {folder}")
         terminalreporter.line(f"{sum(self._folders().values()):8.1f}  all")
+        terminalreporter.line(f"{self._slowness():8.2f}  times what tests/costs.json says, by the median of its files")
         for line in sorted(self._slow, reverse=True):
             terminalreporter.line(f"over its limit: {line}")
         for line in self._above():
