@@ -72,11 +72,15 @@ class Command(TyperCommand):
     unused: ClassVar[frozenset[str]] = frozenset()
     """Common options without effect here: accepted, because scripts pass the same options to all commands, but
     hidden."""
+    workdir: ClassVar[str] = DEFAULT_WORKDIR
+    """The default of `--workdir`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for option in map(copy.copy, COMMON_OPTIONS.params):
             option.hidden = option.name in self.unused  # pyright: ignore[reportAttributeAccessIssue]  all are options
+            if option.name == "workdir":
+                option.default = self.workdir
             self.params.append(option)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -103,12 +107,12 @@ class Command(TyperCommand):
             raise SystemExit(code) from None
 
 
-def command(*unused: str) -> Callable[[Callable[..., Any]], TyperCommand]:
+def command(*unused: str, workdir: str = DEFAULT_WORKDIR) -> Callable[[Callable[..., Any]], TyperCommand]:
     """Makes a command of a function; its help is that of its entry in `pipeline.cli`, if it has one there.
 
-    `unused`: the common options that do nothing in it, which its help leaves out.
+    `unused`: the common options that do nothing in it, which its help leaves out; `workdir`: the default of that one.
     """
-    kind = type("Command", (Command,), {"unused": frozenset(unused)})
+    kind = type("Command", (Command,), {"unused": frozenset(unused), "workdir": workdir})
 
     def make(function: Callable[..., Any]) -> TyperCommand:
         only = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

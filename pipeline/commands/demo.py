@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from pipeline.cli_options import Common, Fresh, command
+from pipeline.demo import WORKDIR
 
 SETTINGS = (
     "etl.image_size=32", "train.epochs=8", "train.learning_rate=2e-3", "train.warmup_steps=20",
@@ -15,19 +16,25 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@command()
+@command(workdir=WORKDIR)
 def demo(context: typer.Context, fresh: Fresh = False) -> None:
-    from pipeline.demo.data import WORKDIR, write_demo_images
+    from pipeline.demo.data import write_demo_images
     from pipeline.output.printing import print_table
     from pipeline.run import run_pipeline
-    from shardmill.jobs.run_files import DEFAULT_WORKDIR
+    from shardmill.errors import UsageError
     from shardmill.jobs.summary_rows import summary_rows
     from train.planning.resume import ResumePolicy
 
     common: Common = context.obj
-    workdir = WORKDIR if common.workdir == DEFAULT_WORKDIR else common.workdir
-    images = write_demo_images(Path(workdir, "images"))
+    folder = Path(common.workdir, "images")
+    if Path(common.workdir, "dataset").exists() and not folder.exists():
+        raise UsageError(
+            f"{common.workdir} holds a dataset that is not the demo's",
+            "expected a folder that does not exist, an empty one, or that of an earlier demo",
+            "name another one with --workdir, or leave the option out",
+        )
+    images = write_demo_images(folder)
     typer.echo(images.words, err=True)
-    common = replace(common, workdir=workdir, overrides=(*SETTINGS, *common.overrides))
+    common = replace(common, overrides=(*SETTINGS, *common.overrides))
     summary = run_pipeline(str(images.folder), common, again=ResumePolicy(fresh))
     print_table(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")

@@ -6,7 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipeline.demo.data import WORKDIR, write_demo_images
+from pipeline.demo import WORKDIR
+from pipeline.demo.data import write_demo_images
 from shardmill.errors import UsageError
 from shardmill.jobs.process import report_error
 

@@ -20,7 +20,6 @@ import simplejpeg
 
 from shardmill.values import RejectReason
 
-WORKDIR = "demo-work"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GIF_CLEAR_CODE, GIF_END_CODE = 256, 257
 # A reader widens its codes beyond 9 bits when it has seen 254 of them since the last clear code.

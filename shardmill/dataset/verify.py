@@ -79,9 +79,8 @@ class VerifyReport(Result):
 
     def table(self) -> Rows:
         """One row for each rule: whether it holds, and what was found."""
-        return [
-            ("FAILED" if check.problem else "ok", check.rule, check.problem or check.detail) for check in self.checks
-        ]
+        rows = [("FAILED" if each.problem else "ok", each.rule, each.problem or each.detail) for each in self.checks]
+        return rows if self.deep else [*rows, ("-", "the bytes of the shards", "not read; --deep reads them")]
 
     def raise_if_failed(self) -> None:
         """Raise IntegrityError (exit 3) for the first broken rule."""

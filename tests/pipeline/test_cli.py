@@ -198,8 +198,9 @@ def test_a_missing_shard_is_named_by_verify_and_by_training(config: Path):
     shard.unlink()
     done = in_process("verify", f"{config.parent}/dataset", cwd=config.parent)
     assert done.returncode == 3 and shard.name in last_line(done)
-    # The table comes all the same: it shows what still holds.
+    # The table comes all the same: it shows what still holds, and what was not looked at.
     assert "ok\tlisted == accepted + rejected" in done.stdout
+    assert "-\tthe bytes of the shards\tnot read; --deep reads them" in done.stdout
     assert re.search(rf"^FAILED\t.*{re.escape(shard.name)}", done.stdout, re.MULTILINE)
     refused(in_process("train", config, cwd=config.parent), 3, shard.name)
 
@@ -504,3 +505,10 @@ def test_copies_under_several_classes_are_counted():
     assert near == "1 group with 2 images; 0 groups in several splits, 1 of several classes"
     assert how == "at most 3 of 64 bits differ: inspect DATASET --near-duplicates 3"
     assert left_out.startswith("1,200 images look too alike")
+
+
+def test_the_demo_has_a_folder_of_its_own_and_keeps_off_that_of_another_dataset(tmp_path: Path):
+    assert "[default: demo-work]" in in_process("demo", "--help", cwd=tmp_path).stdout
+    (tmp_path / "work" / "dataset").mkdir(parents=True)
+    refused(in_process("demo", "--workdir", "work", cwd=tmp_path), 2, "work holds a dataset that is not the demo's")
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["dataset"]
