@@ -307,7 +307,7 @@ def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:
                 raise ValueError(f"{names} would all be {dag_id}; expected names that differ in letters or digits")
             built = build_dags(file, dag_id, settings, options)
             if taken := [dag.dag_id for dag in built[1:] if dag.dag_id in files]:
-                raise ValueError(f"it would also be {taken[0]}, which is another config file; rename one of them")
+                raise ValueError(f"it would also be {taken[0]}, the DAG of another config file; rename one of the two")
             dags |= {dag.dag_id: dag for dag in built}
         except Exception as error:  # whatever is wrong with one file must not take the DAGs of the others away
             dags[dag_id] = config_error_dag(dag_id, f"{file}: {error}", schedule)

@@ -34,7 +34,7 @@ from shardmill.jobs.line_log import spark_log_hint
 from shardmill.jobs.open_spark import spark_tasks
 from shardmill.jobs.reach import check_nonce, planted, removed_afterwards
 from shardmill.jobs.spark import one_spark
-from shardmill.jobs.spark_tasks import Job, SparkTasks, Tasks, until_done
+from shardmill.jobs.spark_tasks import Job, Row, SparkTasks, Tasks, until_done
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Nonce
@@ -101,9 +101,7 @@ def _check_executors(cluster: SparkTasks, task: UnitTask) -> None:
     if cluster.is_here:
         return
     job = cluster.start(Tasks(OnExecutor(partial(decoders_here, task.config)), {"host": "string", "decoder": "string"}))
-    for _ in _finished(job):
-        pass
-    check_decoders(task.decoder_id, dict(job.result()))
+    check_decoders(task.decoder_id, dict(_rows_of(job)))
 
 
 def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Table]:
@@ -144,9 +142,7 @@ def group_in(cluster: SparkTasks, group: GroupBy, folder: str, nonce: Nonce) -> 
             num_parts,
         )
     )
-    for _ in _finished(job):
-        pass
-    return {part: ChecksummedFile(*file) for part, *file in job.result()}
+    return {part: ChecksummedFile(*file) for part, *file in _rows_of(job)}
 
 
 def _blocks(group: GroupBy, nonce: Nonce, places: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
@@ -199,6 +195,13 @@ def _finished(job: Job) -> Generator[None, None, None]:
         yield from until_done(job)
     except Exception as error:
         raise own_error(error) from error
+
+
+def _rows_of(job: Job) -> Sequence[Row]:
+    """The rows of all tasks, once they have ended. Raises one of our errors."""
+    for _ in _finished(job):
+        pass
+    return job.result()
 
 
 def own_error(error: BaseException) -> errors.ShardmillError:

@@ -163,11 +163,13 @@ class _Sums:
 
     def _above(self) -> list[str]:
         """Folders over their budget, if all tests of a tier have run."""
+        if not self._is_whole():
+            return []
         budget, slowness = BUDGET.get(self._config.getoption("--tier") or "", {}), self._slowness()
         return [
             f"{folder}: {seconds:.0f} processor seconds; its budget is {budget[folder]}, times {slowness:.2f}"
             for folder, seconds in self._folders().items()
-            if self._is_whole() and seconds > _TOLERANCE * slowness * budget.get(folder, float("inf"))
+            if seconds > _TOLERANCE * slowness * budget.get(folder, float("inf"))
         ]
 
     def _slowness(self) -> float:
