@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SBOM = "shardmill.cdx.json"
+MACHINES = ("x86_64", "aarch64")
+"""Of the kernel's wheels; that of another machine than this one needs its compiler and libjpeg-turbo here."""
 
 
 def release(dist: Path) -> list[Path]:
@@ -47,26 +50,37 @@ def build(folder: Path) -> Path:
             (source / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, source / file)
     _run("uv", "build", "--quiet", *_constraints(folder), "--out-dir", out, source)
-    build_kernel(source / "native", out, folder)
+    for machine in MACHINES:
+        if machine == platform.machine() or cross_compiler(machine):
+            _build_kernel(machine, source / "native", out, folder / machine)
     (out / SBOM).write_text(_sbom(), encoding="utf-8")
     # uv ignores what it builds for git.
     (out / ".gitignore").unlink(missing_ok=True)
     return out
 
 
-def build_kernel(source: Path, out: Path, folder: Path) -> Path:
+def cross_compiler(machine: str) -> str | None:
+    """The path of Debian's compiler for another machine, whose libjpeg-turbo stands in `/usr/lib/MACHINE-linux-gnu`."""
+    return shutil.which(f"{machine}-linux-gnu-gcc")
+
+
+def _build_kernel(machine: str, source: Path, out: Path, folder: Path) -> None:
     """The kernel's wheel with its libjpeg-turbo, for every glibc that it can run on."""
     # Paths of this machine are in debug sections and, through them, in the build's id.
-    flags = {"CFLAGS": "-g0", "LDFLAGS": "-Wl,--build-id=none"}
+    flags = {"CFLAGS": "-g0", "LDFLAGS": "-Wl,--build-id=none,--strip-all"}
+    repair: tuple[str | Path, ...] = ("auditwheel", "repair", "--wheel-dir", out)
+    if machine != platform.machine():
+        compiler = str(cross_compiler(machine))
+        flags |= {"CC": compiler, "LDSHARED": f"{compiler} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+        repair += ("--ldpaths", f"/usr/lib/{machine}-linux-gnu")
     command = ("uv", "build", "--quiet", "--wheel", "--python", "3.11", *_constraints(folder))
     _run(*command, "--out-dir", folder / "kernel", source, environment=flags)
-    _tool("auditwheel", "repair", "--strip", "--wheel-dir", out, *(folder / "kernel").glob("*.whl"))
-    [wheel] = out.glob("shardmill_native-*.whl")
-    return wheel
+    _tool(*repair, *(folder / "kernel").glob("*.whl"))
 
 
 def _constraints(folder: Path) -> tuple[str, Path]:
     """Build backends as they are locked, too."""
+    folder.mkdir(exist_ok=True)
     file = folder / "constraints.txt"
     exported = _run("uv", "export", "--quiet", "--frozen", "--only-group", "release", "--no-hashes")
     file.write_text(exported, encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from types import MappingProxyType
 
 import pytest
 
-from scripts.release import SBOM, release
+from scripts.release import MACHINES, SBOM, cross_compiler, release
 from shardmill.kernel import NATIVE_ID
 from shardmill.registry import APPLICATIONS, install_hint, load_object
 from tests.import_graph import modules
@@ -117,7 +118,9 @@ def test_what_is_published_is_named_with_its_digest_and_needs_no_clone(dist: Pat
     assert sums == {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir() if file.name != "SHA256SUMS"
     }
-    [sdist], [_] = dist.glob("*.tar.gz"), dist.glob("shardmill_native-*-abi3-manylinux*_x86_64.whl")
+    [sdist] = dist.glob("*.tar.gz")
+    kernels = {file.stem.rpartition("manylinux_2_17_")[2] for file in dist.glob("shardmill_native-*-cp311-abi3-*.whl")}
+    assert kernels == {platform.machine(), *filter(cross_compiler, MACHINES)}
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     assert {"native/module.c", "native/LICENSE.libjpeg-turbo", "shardmill/py.typed", "LICENSE"} <= files
