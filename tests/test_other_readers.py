@@ -121,6 +121,12 @@ def test_spark(dataset: LoadableDataset, folder: Path):
     assert sorted(map(int, done.stdout.split("ids", 1)[1].split())) == ids_of(dataset)
 
 
+def test_in_place_of_hugging_face_on_several_ranks(dataset: LoadableDataset):
+    names: dict[str, Any] = {}
+    exec("\n".join([*blocks(""), blocks("Hugging Face")[-1]]), names)
+    assert len(names["rows"]) == 3 and len(names["rows"][0]) > 1
+
+
 # It needs a newer pyarrow than petastorm does, so it has an environment of its own.
 IDS_OF_SPLITS = """
 for split in {splits}:
@@ -141,7 +147,7 @@ def test_hugging_face(dataset: LoadableDataset, folder: Path, tmp_path: Path):
     ):
         subprocess.run([find_uv(), *map(str, command)], check=True, capture_output=True, timeout=240)
     clean = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": ENVIRONMENT["PATH"]}
-    by_card, by_files, _ = blocks("Hugging Face")
+    by_card, by_files, *_ = blocks("Hugging Face")
     programs = (
         by_card + IDS_OF_SPLITS.format(splits=SPLITS),
         f"files = {dataset.files('train')}\n{by_files}\nprint('train', *rows['sample_id'])\nrows[0]['image'].load()",
