@@ -129,6 +129,34 @@ def test_another_run_starts_anew_unless_it_asks_to_continue(begun, tmp_path):
         train(uri, folder, is_run=False, seed=5, allow_change=["learning_rate"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"epochs": 3},
+            "then 2, now 3; to continue that one, resume from its last checkpoint with --allow-change epochs; or",
+        ),
+        (
+            {"seed": 1, "learning_rate": 0.01},
+            "now 0.01; train.seed: then 0, now 1; to continue that one, restore these",
+        ),
+    ],
+)
+def test_a_new_training_names_the_unfinished_one_that_it_leaves(begun, tmp_path, settings, said):
+    uri, _, copy = begun
+    recorder = DriverRecorder(fail_after_steps=1)
+    with pytest.raises(TrainingError, match="stopped here"):
+        train(uri, copy(tmp_path), recorder, is_run=False, **settings)
+    [told] = recorder.named("other_unfinished")
+    assert (
+        "an unfinished training of this dataset, at epoch 2, step 3," in told["warning"] and said in told["warning"]
+    ), told
+    # The same training again leaves nothing.
+    again = DriverRecorder()
+    train(uri, tmp_path, again, is_run=False)
+    assert again.named("other_unfinished") == []
+
+
 def test_the_command_continues_where_a_change_is_allowed(begun, tmp_path):
     uri, _, copy = begun
     settings = {"model": ONE_LAYER, "epochs": 2, "global_batch_size": 24, "num_streams": 6, "checkpoint_every_steps": 2}

@@ -88,7 +88,7 @@ def plan_training(
     memory = look_at_memory(setup, begun=begun.memory if begun else None, has_begun=has_steps)
     if is_new:
         check_unsharded(setup, memory)
-    choice, setup = resolve_resume(models, choice, setup, memory, again)
+    choice, setup = resolve_resume(models, choice, setup, memory, again, observer)
     if choice.resumes:
         # It may have the streams of that training.
         check(setup)

@@ -1,19 +1,23 @@
 """Checks a resume with changed settings: rejected with each difference, or continued if the changes are safe.
 
-Changed settings start a new training in its own folder, which is usually intended. A retry of the same run and
-`--allow-change` are the exceptions: they look for the unfinished training and compare its settings.
+Changed settings start a new training in its own folder, which is usually intended: one line names the unfinished
+training that it leaves. A retry of the same run and `--allow-change` are the exceptions: they compare its settings and
+continue it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from shardmill.jobs.observer import WARNING
 from shardmill.storage import Store
+from shardmill.values import DatasetPin
 from train.checkpoints.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
 from train.config import TrainConfig
 from train.contracts.values import RESULT, ModelIdentity
@@ -24,6 +28,7 @@ from train.settings import DURATION, RESUMABLE
 if TYPE_CHECKING:
     from train.planning.memory import Memory
     from train.planning.setup import Setup
+    from train.reporting.observer import TrainObserver
 
 # Of a folder's name; see trainings.py.
 _LENGTH = re.compile(r"/epochs-(\d+)-(\w+)(?:/fresh-\d+)?$")
@@ -78,6 +83,9 @@ class Changed:
     refused: tuple[str, ...]
     """Names of the differences that were not allowed."""
 
+    def is_on(self, dataset: DatasetPin) -> bool:
+        return self.found.marker.identity.dataset.manifest_sha256 == dataset.manifest_sha256
+
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
     """The settings that `--allow-change` names, without `train.`. Raises UsageError for one that is not safe."""
@@ -95,7 +103,7 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_resume(
-    store: Store, choice: TrainingChoice, setup: Setup, memory: Memory, again: ResumePolicy
+    store: Store, choice: TrainingChoice, setup: Setup, memory: Memory, again: ResumePolicy, observer: TrainObserver
 ) -> tuple[TrainingChoice, Setup]:
     """`choice`, resuming another unfinished training if that is requested and safe; and the setup for it, which keeps
     the streams of that one.
@@ -122,6 +130,8 @@ def resolve_resume(
             )
         return _continued(choice, setup, mine, allowed)
     if not allowed:
+        if choice.continues is None:
+            _warn_of_unfinished(store, choice, compared, observer)
         return choice, setup
     others = [each for folder in _unfinished(store) if (each := compared(folder)) is not None]
     fitting = [each for each in others if not each.refused]
@@ -134,6 +144,27 @@ def resolve_resume(
             (_way_to_allow(nearest) if nearest else "") + "restore these settings, or remove --allow-change",
         )
     return _continued(choice, setup, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
+
+
+def _warn_of_unfinished(
+    store: Store, choice: TrainingChoice, compared: Callable[[str], Changed | None], observer: TrainObserver
+) -> None:
+    """Name the nearest unfinished training of this dataset version, which the one that now begins leaves as it is."""
+    others: list[Changed] = []
+    for folder in _unfinished(store):
+        # One of another layout, say, is no reason not to begin.
+        with suppress(UsageError):
+            others += [each for each in [compared(folder)] if each and each.is_on(choice.dataset) and each.differences]
+    if not others:
+        return
+    nearest = min(others, key=lambda each: len(each.differences))
+    at = nearest.found.marker.progress.cursor
+    unfinished = (
+        f"an unfinished training of this dataset, at epoch {at.epoch + 1}, step {at.step + 1}, stays as it is, because "
+        f"this one differs in {'; '.join(nearest.differences)}; to continue that one, {_way_to_allow(nearest)}restore "
+        "these settings"
+    )
+    observer.event("other_unfinished", {"rank": 0, "path": nearest.found.path, WARNING: unfinished})
 
 
 def _compared(
@@ -197,6 +228,7 @@ def _way_to_allow(changed: Changed) -> str:
 
 
 def _unfinished(store: Store) -> Iterator[str]:
-    """Folders of trainings that have a checkpoint; `_compared` leaves out those that have finished."""
-    yield from sorted({file.path.partition("/checkpoints/")[0] for file in store.list(TRAININGS)
-                       if "/checkpoints/" in file.path})  # fmt: skip
+    """Folders of trainings that have a checkpoint and no result."""
+    paths = {file.path for file in store.list(TRAININGS)}
+    begun = {path.partition("/checkpoints/")[0] for path in paths if "/checkpoints/" in path}
+    yield from sorted(folder for folder in begun if f"{folder}/{RESULT}" not in paths)
