@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from etl.checks.limits import check_limits, check_redecoded, check_vanished, drift_of
@@ -148,7 +149,7 @@ def build_dataset(
         # List and plan. What the listing alone refuses may be too much already.
         plan = plan_build(tree, run_id=run_id, observer=observer, group=group, mapping=mapping)
         listed = {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)}
-        observer.event("etl.listed", listed)
+        observer.event("etl.listed", {**listed, "dataset": plan.store.uri, **_rejected(plan.build.list_rejections)})
         check_same_source(plan, replace_source=replace_source)
         check_limits(plan, plan.build.list_rejections)
         if mapping is None:
@@ -169,7 +170,7 @@ def build_dataset(
             # An earlier run may have been killed just behind its commit.
             warn(refresh_card(plan.store, current))
             clear_pending(plan.store, plan.units, current)
-            observer.event("etl.unchanged", {"version": current.version})
+            observer.event("etl.unchanged", _version_facts(current))
             return outcome(current)
 
         if before_work is not None:
@@ -212,9 +213,9 @@ def build_dataset(
         warn(fault_warnings(plan.rows, manifest), "etl.faults")
         warn(refresh_card(plan.store, manifest))
         if manifest.version == plan.parent_version:
-            observer.event("etl.nothing_new", {"version": manifest.version})
+            observer.event("etl.nothing_new", _version_facts(manifest))
         else:
-            observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
+            observer.event("etl.committed", {**_version_facts(manifest), "content_digest": manifest.content_digest})
         return outcome(manifest, kept)
 
 
@@ -229,15 +230,36 @@ def _run_units(
         observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
     num_images = {unit.index: unit.num_images for unit in plan.units}
     num_done, num_retried = sum(num_images[place] for place in kept), 0
-    observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+
+    def report() -> None:
+        num_rejected = len(finished.rejections) - len(plan.build.list_rejections)
+        ended = {
+            "accepted": finished.num_accepted,
+            "unchanged": num_done - finished.num_accepted - num_rejected,
+            **_rejected(finished.rejections),
+            "written_bytes": finished.written_bytes,
+        }
+        observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images, **ended})
+
+    report()
     for result in engine.run_units(missing, plan.task, settings) if missing else ():
         finished.add(result)
         num_retried += result.retried_requests
         num_done += num_images[result.unit_index]
-        observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+        report()
     if num_retried:
         observer.event("etl.requests_retried", {RETRIED: num_retried})
     return finished, kept
+
+
+def _rejected(rejections: RejectionLog) -> dict[str, int]:
+    return {f"rejected_{reason}": number for reason, number in sorted(rejections.by_reason.items())}
+
+
+def _version_facts(manifest: Manifest) -> dict[str, int | float]:
+    """The fields of an event about the latest version; `committed`: in seconds since 1970."""
+    committed = datetime.fromisoformat(manifest.created_at).timestamp()
+    return {"version": manifest.version, "images": manifest.counts.accepted, "committed": committed}
 
 
 def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:

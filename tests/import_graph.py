@@ -15,7 +15,10 @@ MAY_IMPORT = {
 }  # fmt: skip
 
 # Slow to import, or absent where only the reader is installed: never at the top of a module.
-HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "scipy", "cleanlab", "airflow"}
+HEAVY = {
+    *("tensorflow", "keras", "horovod", "pyspark", "torch", "jax", "sklearn", "scipy", "cleanlab", "airflow"),
+    *("opentelemetry", "prometheus_client"),
+}
 
 
 @dataclass(frozen=True)

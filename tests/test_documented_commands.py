@@ -41,7 +41,8 @@ SLOW = ("train.model=torchvision", "train.num_workers=2", "--rehearse", "shardmi
 PLATFORMS = {f"platforms/{name}.md" for name in ("databricks", "dataproc", "emr", "kubernetes")}
 TRAINING = {"training/speed.md", "training/launchers.md"}
 NEED_MORE = {
-    "choosing.md", "clusters.md", "images.md", "promotion.md", "recipes.md", "sources.md", *TRAINING, *PLATFORMS,
+    "choosing.md", "clusters.md", "images.md", "observability.md", "promotion.md", "recipes.md", "sources.md",
+    *TRAINING, *PLATFORMS,
 }  # fmt: skip
 
 

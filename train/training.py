@@ -129,7 +129,9 @@ def _report(choice: TrainingChoice, plan: TrainingPlan, observer: TrainObserver)
     if setup.chosen_anew:
         observer.event("chosen_anew", {"rank": 0, WARNING: setup.chosen_anew})
     windows = window_memory(setup).as_fields()
-    observer.event("plan", {"rank": 0, "chosen": setup.reason, "short": setup.in_short, **windows})
+    observer.event(
+        "plan", {"rank": 0, "chosen": setup.reason, "short": setup.in_short, "dataset": dataset.pin.uri, **windows}
+    )
     if never := never_unfrozen(config):
         observer.event("freeze", {"rank": 0, WARNING: never})
     setup.warn(observer)

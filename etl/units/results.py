@@ -175,6 +175,7 @@ class Finished:
         self.results: list[UnitResult] = []
         """Without their rejections. Their shards and sums are read from a local file whenever they are asked for."""
         self.rejections = RejectionLog(listing.folder, listing.rejections)
+        self.num_accepted, self.written_bytes = 0, 0
         self._listing = listing  # its folder goes with it
         self._file = listing.folder / f"results-{uuid.uuid4().hex}"
         for result in results:
@@ -188,6 +189,8 @@ class Finished:
     def add(self, result: UnitResult) -> None:
         """The result of one more unit. Raises StorageError if the disk is full."""
         self.rejections.add(result.rejections)
+        self.num_accepted += sum(split.num_rows for split in result.splits)
+        self.written_bytes += sum(shard.size_bytes for shard in result.shards)
         shards, splits = (
             self._on_disk(result.shards, _json_of(ShardInfo)),
             self._on_disk(result.splits, _json_of(SplitSums)),

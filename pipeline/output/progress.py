@@ -261,7 +261,8 @@ class RunProgress:
         self._advance(command, num_done, num_images, "images")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        """Show a stage's event; frequent progress moves the bars, other events are recorded."""
+        """Record a stage's event, and show it; frequent progress moves the bars."""
+        self._record.event(name, fields)
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         match name:
             case "list.progress":
@@ -276,7 +277,6 @@ class RunProgress:
                 unit = f"steps, loss {numbers['loss']:.4f}"
                 self._advance(label, int(numbers["step"]) + 1, int(numbers["num_steps"]), unit)
             case _:
-                self._record.event(name, fields)
                 line = self._line_of(name, fields, numbers)
                 if not log_as_json(name, fields, line) and line:
                     self.finish(line) if name == "train.epoch" else self.say(line)

@@ -21,6 +21,7 @@ from shardmill.errors import CommitConflict, IntegrityError, ShardmillError
 from shardmill.jobs.config import is_under_spark_submit
 from shardmill.jobs.json_log import log_as_json, name_run, start_json_log
 from shardmill.jobs.line_log import LineLog, spark_log, warn_on_stderr
+from shardmill.jobs.metric_exports import ExportedMetrics
 from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, Observer, is_progress
 from shardmill.jobs.process import (
     Terminated,
@@ -92,9 +93,11 @@ class RunRecord:
         self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
         self._events = LineLog(self.store, f"{self.folder}/{EVENTS}", warn=self._warn)
+        self._metrics = ExportedMetrics(self.run_id, self._warn)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """Append one line to `events.jsonl`, unless it is progress; a warning is also kept for the stage's record."""
+        self._metrics.event(name, fields)
         if is_progress(name):
             return
         self._events.append({"time": round(time.time(), 3), "event": name, **redacted(dict(fields))})
@@ -144,6 +147,7 @@ class RunRecord:
         if not self._has_lost:
             self.summarize(state)
         self.event("run.ended", {"exit_code": state.exit_code})
+        self._metrics.close()
         self._events.close()
         return self.summary
 
@@ -184,7 +188,7 @@ class RunRecord:
             failed = self._failed()
             self.summarize(RunState("failed", failed.exit_code, failed.error) if failed else RUNNING)
         fields = {"stage": record.stage, "status": record.status, "seconds": round(record.seconds, 3)}
-        self.event("stage.ended", fields)
+        self.event("stage.ended", {**fields, "retries": retried})
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.jobs.redact import redacted_text
 from shardmill.storage import Store
 from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT
-from train.reporting.observer import GlobalStep, TrainObserver
+from train.reporting.observer import STEP_SECONDS, GlobalStep, TrainObserver
 
 PROGRESS_SECONDS = 1.0
 
@@ -93,13 +93,15 @@ class StepsLog:
 
 class RunLog:
     """The `TrainObserver` of a stage: all goes to the sinks; events, named `train.*`, and a step about once a second
-    are passed to the stage's observer.
+    are passed to the stage's observer, with the sums of all steps so far, which come once more at the end.
     """
 
     def __init__(self, observer: Observer, sinks: Sequence[Sink] = ()) -> None:
         self._observer = observer
         self._sinks = tuple(sinks)
         self._next_progress = 0.0
+        self._num_steps = 0
+        self._seconds = dict.fromkeys(STEP_SECONDS, 0.0)
 
     def add(self, *sinks: Sink) -> None:
         """Add sinks, which receive everything from now on."""
@@ -108,11 +110,14 @@ class RunLog:
     def step(self, step: GlobalStep) -> None:
         for sink in self._sinks:
             sink.step(step)
+        self._num_steps += 1
+        for part in STEP_SECONDS:
+            self._seconds[part] += sum(each.seconds.get(part, 0.0) for each in step.reports) / len(step.reports)
         if time.monotonic() >= self._next_progress:
             self._next_progress = time.monotonic() + PROGRESS_SECONDS
             loss = float.fromhex(step.loss_hex)
             fields = {"epoch": step.epoch, "step": step.step, "num_steps": step.num_steps, "loss": loss}
-            self._observer.event("train.progress", fields)
+            self._observer.event("train.progress", {**fields, **self._sums})
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         for sink in self._sinks:
@@ -126,6 +131,14 @@ class RunLog:
             # Whatever one of them raises: the others are closed, too.
             for sink in reversed(self._sinks):
                 all_of_them.callback(sink.close)
+            if self._num_steps:
+                self._observer.event("train.steps", {"rank": 0, **self._sums})
+
+    @property
+    def _sums(self) -> dict[str, int | float]:
+        """Mean seconds of the ranks."""
+        seconds = {f"seconds_{part}": round(seconds, 3) for part, seconds in self._seconds.items()}
+        return {"steps": self._num_steps, **seconds}
 
 
 def _position(line: bytes) -> tuple[int, int]:
