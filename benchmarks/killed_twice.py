@@ -165,7 +165,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.spines[side].set_visible(False)
     axes.set_title(
         "One training, killed twice, over the same training on 1 rank that was never killed (grey).\n"
-        f"Each image exactly once an epoch; no loss differs by more than {found['largest_difference']:.0e} of its value.",
+        f"Each image once an epoch; no loss differs by more than {found['largest_difference']:.0e} of its value.",
         fontsize=10, color=INK, loc="left",
     )  # fmt: skip
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
