@@ -88,6 +88,7 @@ TESTS: dict[str, list[str]] = {  # The first words of a sentence: functions of t
         "test_only_the_newest_attempt_publishes_and_only_once",
         "test_an_attempt_that_was_overtaken_publishes_nothing_more",
     ],
+    "On one host": ["test_a_training_is_left_to_a_process_of_this_host_that_is_at_work_on_it"],
     "It is loaded back": [
         "test_an_export_that_answers_otherwise_than_was_recorded_is_none",
         "test_an_export_has_the_weights_and_metrics_that_the_training_ended_with",

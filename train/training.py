@@ -16,6 +16,7 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.backends.rules import never_unfrozen
+from train.checkpoints.checkpoint import refuse_beside_living
 from train.contracts.values import TrainResult
 from train.labels import LabelSpec
 from train.planning.checks import check, window_memory
@@ -69,13 +70,15 @@ def train_model(
     `version`: what the caller has resolved for the whole run. `fresh_for`: the id of a run that wants a training from
     step 0 even if a result exists; a repeated call resumes it. `again`: how to treat an unfinished training with other
     settings. `planned` gets the plan of a training that begins or is resumed, before its ranks start. Raises UsageError
-    (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
+    (2), IntegrityError (3), StorageError (4), TrainingError (5) of a failed rank, or CommitConflict (6) if another
+    process is at work on it.
     """
     # What is unfinished on another version stays as it is.
     found = find_training(tree, version, fresh_for)
     found.choice.report(tree.train, observer)
     if found.choice.result is not None:
         return _skipped(found, found.choice.result)
+    refuse_beside_living(found.models, found.choice.training_dir)
 
     # It resumes as it was begun, and must be trainable in the memory that there is.
     choice, plan = plan_training(found, again, observer)

@@ -298,6 +298,18 @@ _READING = ("config", "doctor", "drift", "gate", "inspect", "lineage", "mislabel
 _PARENT_IS_GONE = signal.SIGRTMIN
 
 
+def start_of_process(process: int) -> str:
+    """When a process of this host was started, so that it is told from a later one of the same number; empty if it does
+    not run."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Behind the name, which may hold anything: the state, and 18 fields further the start in ticks since the boot.
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else f"{boot} {fields[18]}"
+
+
 def end_with_parent() -> None:
     """When the process that has started this one is gone: end as after a SIGTERM, unless it came already."""
     parent = os.getppid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tomllib
@@ -22,19 +23,22 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.maintenance.gc import Retention, collect_garbage
 from shardmill.dataset.maintenance.rollback import roll_back
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
-from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.errors import CommitConflict, IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkApplicationConfig, SparkConfig
+from shardmill.jobs.process import start_of_process
 from shardmill.stores import open_store
 from shardmill.values import Cursor
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.shardmill.collecting import build, gc_now, with_images
 from tests.train.training import ETL, ONE_LAYER, DriverRecorder, Killed, tree_of
+from train.checkpoints.checkpoint import AttemptRecord
 from train.config import TrainConfig
 from train.identity import fields_of_settings, settings_of
 from train.planning.plan import TrainingPlan, keep_plan
 from train.planning.resume import BegunTraining, ResumePolicy, check_allowed
 from train.planning.setup import Facts, Setup, choose_ranks, resolve
 from train.planning.trainings import PLAN, as_begun, read_plan
+from train.records import put_record, read_record, record_numbers
 from train.settings import DURATION, EXECUTION, RESUMABLE
 from train.stage_record import train_record
 from train.strategies.options import MirroredOptions
@@ -155,6 +159,33 @@ def test_a_new_training_names_the_unfinished_one_that_it_leaves(begun, tmp_path,
     again = DriverRecorder()
     train(uri, tmp_path, again, is_run=False)
     assert again.named("other_unfinished") == []
+
+
+@pytest.mark.parametrize(
+    ("other", "refusal"),
+    [
+        ({}, f"process {os.getppid()} of this host trains in .*/trainings/.*, since 20.*kill {os.getppid()}"),
+        # A process that is gone has given its number to this one; of another host nobody knows whether it lives.
+        ({"started": "before the boot"}, ""),
+        ({"host": "elsewhere"}, ""),
+    ],
+    ids=["lives here", "gone", "elsewhere"],
+)
+def test_a_training_is_left_to_a_process_of_this_host_that_is_at_work_on_it(begun, tmp_path, other, refusal):
+    uri, _, copy = begun
+    copy(tmp_path)
+    store = open_store(tmp_path / "models")
+    [folder] = {file.path.rpartition("/")[0] for file in store.list("trainings") if "/attempts/" in file.path}
+    own = read_record(store, folder, 1, AttemptRecord)
+    assert (own.process, own.started) == (os.getpid(), start_of_process(os.getpid()))
+    parent = {"process": os.getppid(), "started": start_of_process(os.getppid())}
+    put_record(store, folder, 2, own.model_copy(update={**parent, **other}))
+    if refusal:
+        with pytest.raises(CommitConflict, match=refusal):
+            train(uri, tmp_path)
+    else:
+        assert train(uri, tmp_path).result.num_epochs == 2
+    assert record_numbers(store, folder) == ([1, 2] if refusal else [1, 2, 3])
 
 
 def test_the_command_continues_where_a_change_is_allowed(begun, tmp_path):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from pydantic import ValidationError
 
 from shardmill.checksummed import ChecksummedFile, check_relative_path, read_checksummed, verified_body, verify_file
 from shardmill.errors import CommitConflict, IntegrityError, UsageError
+from shardmill.jobs.process import start_of_process
 from shardmill.section import Section
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
@@ -266,6 +268,8 @@ class AttemptRecord(Section):
 
     host: str
     process: int
+    started: str = ""
+    """When that process was started, as `start_of_process` has it."""
     world_size: int
 
 
@@ -311,8 +315,38 @@ class Attempt:
 def claim_attempt(store: Store, training_dir: str, world_size: int) -> Attempt:
     """The next number, which is nobody else's."""
     folder = f"{training_dir}/{ATTEMPTS}"
-    record = AttemptRecord(host=socket.gethostname(), process=os.getpid(), world_size=world_size)
+    host, process = socket.gethostname(), os.getpid()
+    started = start_of_process(process)
+    record = AttemptRecord(host=host, process=process, started=started, world_size=world_size)
     number = max(record_numbers(store, folder), default=0) + 1
     while not put_record(store, folder, number, record):
         number += 1
     return Attempt(store, training_dir, number)
+
+
+def refuse_beside_living(store: Store, training_dir: str, patience_seconds: float = 2.0) -> None:
+    """Raises CommitConflict (exit 6) if another process of this host is at work on the training.
+
+    Whether one of another host lives cannot be known: the newer attempt takes the training over. So it does from one
+    that ends within `patience_seconds`, as ranks whose driver was killed do.
+    """
+    folder = f"{training_dir}/{ATTEMPTS}"
+    newest = max(record_numbers(store, folder), default=0)
+    if not newest:
+        return
+    by, gives_up = read_record(store, folder, newest, AttemptRecord), time.monotonic() + patience_seconds
+    while by.host == socket.gethostname() and by.process != os.getpid() and _lives(by):
+        if time.monotonic() > gives_up:
+            claimed = store.stat(record_path(folder, newest))
+            began = time.localtime(claimed.mtime_ns / 1e9) if claimed else None
+            since = time.strftime(", since %Y-%m-%d %H:%M:%S", began) if began else ""
+            raise CommitConflict(
+                f"process {by.process} of this host trains in {join_uri(store.uri, training_dir)}{since}",
+                "expected one process at a time for a training; nothing was changed",
+                f"wait for it; or end it (kill {by.process}) and run this command again, which resumes the training",
+            )
+        time.sleep(0.1)
+
+
+def _lives(by: AttemptRecord) -> bool:
+    return bool(by.started) and by.started == start_of_process(by.process)
