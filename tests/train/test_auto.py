@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from tests.train.training import tree_of
 from train.config import TrainConfig
 from train.contracts.mesh import MeshShape
 from train.launching import LAUNCHERS
+from train.launching.side_process import ANSWERED_HERE
 from train.launching.spark_slots import rank_slots_problem
 from train.planning import setup
-from train.planning.estimate import Pace, Shares, estimate_training
+from train.planning.estimate import Pace, PaceTask, Shares, estimate_training
 from train.planning.memory import Memory
 from train.planning.memory_fit import FIT_RULES, MemoryFacts, MemoryRecord, fit
 from train.planning.plan import TrainingPlan, keep_plan
@@ -363,6 +365,22 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert validated.training_seconds(1, 0, halved) == 4 + 6 / 2
     staged = Shares.of(MeshShape(pipeline=2))
     assert validated.training_seconds(1, 0, staged) == 4 + 6 * 3 / 4
+
+
+@HERE
+@pytest.mark.parametrize(("num_workers", "slower"), [(1, 1), (2, 1), (4, 2), (6, 3)])
+def test_ranks_that_are_more_than_the_processors_here_take_turns(tiny_uri, tmp_path, monkeypatch, num_workers, slower):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    alone = Pace(1.0, 2.0, 0.5, 1.5, 0.25, 10.0, 6.0)
+    monkeypatch.setitem(ANSWERED_HERE, "train.planning.estimate", (PaceTask, lambda task: alone))
+    train = {"global_batch_size": 24, "num_streams": 6, "num_workers": num_workers, "launcher": "local"}
+    train["model"] = "tests.train.torch_models:linear"
+    tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "train": train}
+    planned = estimate_training(TrainTree.model_validate(tree))
+    speed = planned.speed
+    assert speed.pace is not None
+    assert (speed.pace.step_seconds, speed.pace.validation_seconds) == (slower * 2.0, slower * 10.0)
+    assert speed.training_seconds == slower * alone.training_seconds(speed.num_epochs, planned.steps_per_epoch)
 
 
 @pytest.mark.parametrize(

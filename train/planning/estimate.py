@@ -5,9 +5,10 @@ trains. The process that times some steps runs this module, too.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,7 @@ WHOLE = Shares()
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of one rank with its real input, alone on its share of the machine."""
+    """Seconds of one rank with its real input, on its share of the machine."""
 
     compile_seconds: float
     """Time of the first step beyond that of the second."""
@@ -217,6 +218,10 @@ class Pace:
     """Time of this rank's validation batches after each epoch; 0 without a validation split."""
     validation_computing_seconds: float = 0.0
     """Part of it that is computation; for the rest a batch was waited for."""
+
+    def among(self, num_ranks: int, num_processors: int) -> Pace:
+        """As it is if so many ranks run on so many processors: where they are more, they take turns."""
+        return Pace(*(each * max(1.0, num_ranks / num_processors) for each in astuple(self)))
 
     @property
     def input_share(self) -> float:
@@ -285,15 +290,23 @@ def speed_of(task: PaceTask, epoch: EpochPlan, mesh: MeshShape, cost: StepCost) 
 
 
 def pace_of(task: PaceTask) -> Pace:
-    """Measure it in a process of its own, while no other rank runs.
+    """Measure it in a process of its own, while no other rank runs; what follows for the ranks that share this machine.
 
     Raises what building the model and reading raise (UsageError, IntegrityError, StorageError), else TrainingError.
     """
-    return ask(Question("train.planning.estimate", to_json(task), {}, timeout_seconds=None), Pace, _not_measured)
+    pace = ask(Question("train.planning.estimate", to_json(task), {}, timeout_seconds=None), Pace, _not_measured)
+    return pace.among(task.ranks_per_node, len(os.sched_getaffinity(0)))
 
 
 def _not_measured(how: str) -> TrainingError:
     return TrainingError(f"the process that measured some steps with their input {how}", fix=FIX)
+
+
+def measure_on_share(task: PaceTask) -> Pace:
+    """Measure in this process, on the processors that are left to a rank and its readers beside the other ranks."""
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, processors[: max(1, len(processors) // task.ranks_per_node)])
+    return measure(replace(task, ranks_per_node=1))
 
 
 def measure(task: PaceTask) -> Pace:
@@ -395,4 +408,4 @@ def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset)
 
 
 if __name__ == "__main__":
-    answer(PaceTask, measure)
+    answer(PaceTask, measure_on_share)
