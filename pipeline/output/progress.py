@@ -65,7 +65,9 @@ class TerminalBars:
     def advance(self, bar: Bar) -> None:
         if bar.label not in self._tasks:
             self.clear()
-            self._tasks[bar.label] = self._bars.add_task(bar.label, total=bar.num_total, unit=bar.unit)
+            # What was done before (kept units, resumed steps) says nothing about the rate.
+            done_before = {"completed": bar.num_done, "total": bar.num_total}
+            self._tasks[bar.label] = self._bars.add_task(bar.label, **done_before, unit=bar.unit)
         self._bars.update(self._tasks[bar.label], completed=bar.num_done, total=bar.num_total, unit=bar.unit)
 
     def clear(self) -> None:
@@ -154,9 +156,15 @@ class PlainLines:
         is_timed = now - started >= _MIN_TIMED_SECONDS
         rate = (num_done - done_before) / (now - started) if is_timed and num_done > done_before else 0.0
         left = "" if ends else f", {(num_total - num_done) / max(rate, 1e-9):,.0f} s left"
-        a_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-        pace = f", {a_second} a second{left}" if rate else ""
+        pace = f", {pace_words(rate)}{left}" if rate else ""
         self.say(f"{bar.label}: {num_done:,} of {num_total:,} {bar.unit}{pace}")
+
+
+def pace_words(rate: float) -> str:
+    """`12 a second`, `1.5 a second`, or, of what takes longer than a second, `4 s each`."""
+    if rate < 1:
+        return f"{1 / rate:.2g} s each" if rate > 0.1 else f"{1 / rate:,.0f} s each"
+    return f"{rate:,.0f} a second" if rate >= 10 else f"{rate:.2g} a second"
 
 
 def _make_bars() -> Progress:
@@ -175,7 +183,7 @@ def _make_bars() -> Progress:
     class RateColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
             speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
+            return Text(pace_words(speed) if speed else "", style="progress.data.speed")
 
     return Progress(
         TextColumn("{task.description}"),

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.queues import SimpleQueue
@@ -28,7 +29,7 @@ import pytest
 from etl.config import EtlConfig, SourceConfig
 from pipeline.cli_options import Common
 from pipeline.config_file import to_toml
-from pipeline.output.progress import RunProgress
+from pipeline.output.progress import RunProgress, TerminalBars
 from pipeline.report import write
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
 from pipeline.report.data import Picture, RejectedGroup, ReportData
@@ -39,6 +40,7 @@ from pipeline.tree import PipelineTree
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError, UsageError
 from shardmill.ids import format_sample_id
+from shardmill.jobs import observer
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.run_files import (
@@ -393,8 +395,17 @@ def test_time_left_is_estimated_from_work_under_way(tmp_path: Path, capsys: pyte
         progress.event("etl.progress", {"num_done": num_done, "num_images": 1010})
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" images")[2] for line in lines] == [
-        "", "", ", 10 a second, 40 s left", ", 10 a second, 30 s left", ", 0.25 a second, 1,000 s left"
+        "", "", ", 10 a second, 40 s left", ", 10 a second, 30 s left", ", 4 s each, 1,000 s left"
     ]  # fmt: skip
+
+
+def test_a_bar_counts_no_rate_of_what_was_kept_and_shows_slow_steps_in_seconds(monkeypatch):
+    with closing(TerminalBars()) as bars:
+        for now, num_done in ((0.0, 500), (5.0, 501), (10.0, 502), (15.0, 503)):
+            monkeypatch.setattr(bars._bars, "get_time", lambda now=now: now)
+            bars.advance(observer.Bar("train, epoch 1/1", num_done, 1000, "steps, loss 0.5"))
+        _, _, _, _, rate, _ = bars._bars.make_tasks_table(bars._bars.tasks).columns
+        assert [str(cell) for cell in rate.cells] == ["5 s each"]
 
 
 def test_no_rate_is_computed_from_two_units_that_ended_together(tmp_path: Path, capsys, monkeypatch):
