@@ -460,6 +460,17 @@ def test_an_axis_that_ranks_leave_empty_is_warned_about(strategy, num_ranks, siz
     assert words in told and bool(words) == bool(told)
 
 
+@pytest.mark.parametrize(("extra", "said"), [(0, ""), (1, "is larger than the train split (93 images)")])
+def test_a_batch_that_the_train_split_does_not_fill_is_warned_about(tiny_uri, extra, said):
+    dataset = open_dataset(tiny_uri)
+    batch = dataset.manifest.splits["train"].num_rows + extra
+    setup = resolve(TrainConfig(global_batch_size=batch), SparkConfig(), dataset)
+    setup.warn(recorder := DriverRecorder())
+    assert [each["warning"] for each in recorder.named("large_batch")] == list(setup.warnings)
+    assert bool(said) == bool(setup.warnings) and said in "".join(setup.warnings)
+    assert f"train.global_batch_size = {batch}" in "".join(setup.warnings) or not said
+
+
 def test_one_rank_that_nobody_has_asked_for_is_warned_about(tiny_uri, tmp_path):
     """Nothing is shared then, whatever the strategy promises."""
     for name, strategy in STRATEGIES.installed().items():

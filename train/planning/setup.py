@@ -185,9 +185,22 @@ class Setup:
         )
 
     @property
+    def large_batch_warning(self) -> str:
+        """That one step takes the whole train split; else empty."""
+        batch = self.config.global_batch_size
+        num_rows = self.dataset.manifest.splits["train"].num_rows if self.dataset else batch
+        if batch <= num_rows:
+            return ""
+        return (
+            f"train.global_batch_size = {batch:,} is larger than the train split ({counted(num_rows, 'image')}): each "
+            "epoch is one step, with all of them; set a smaller one for more steps"
+        )
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """What ranks do not share although the strategy promises it."""
-        return tuple(told for told in (self.single_rank_warning, self.unused_axes_warning) if told)
+        """What ranks do not share although the strategy promises it, and a batch that the dataset does not fill."""
+        told = (self.single_rank_warning, self.unused_axes_warning, self.large_batch_warning)
+        return tuple(filter(None, told))
 
     def warn(self, observer: Observer) -> None:
         """Each as an event of the run."""
@@ -195,6 +208,8 @@ class Setup:
             observer.event("one_rank", {"rank": 0, WARNING: self.single_rank_warning})
         if self.unused_axes_warning:
             observer.event("undivided", {"rank": 0, WARNING: self.unused_axes_warning})
+        if self.large_batch_warning:
+            observer.event("large_batch", {"rank": 0, WARNING: self.large_batch_warning})
 
 
 FEW_STEPS = 100
