@@ -26,10 +26,11 @@ from tests.etl.incremental import build_from
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.train.exports import put_export
 from tests.train.learners import LINEAR
-from tests.train.training import train_here
+from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.contracts.values import Evaluation, MetricsOfClass
 from train.metrics.evaluate import scores_of
+from train.published.announce import announce
 from train.published.evaluation import by_name, evaluate_export
 from train.published.export import check_metrics, export_training
 from train.published.exported import Export, load_exported, read_history
@@ -290,6 +291,20 @@ def test_the_gates_arithmetic(candidate, current, gate, decision, said):
     assert (found.decision, found.candidate_value) == (decision, candidate)
     assert found.is_passed == (decision == "promoted")
     assert said in found.reason
+
+
+@pytest.mark.parametrize(("accuracy", "is_below"), [(0.5, True), (0.6, False), (0.9, False)])
+def test_a_model_that_is_worse_than_the_most_frequent_class_is_promoted_with_a_warning(tmp_path, accuracy, is_below):
+    classes = (MetricsOfClass("cat", 80, 0.5, 0.5), MetricsOfClass("dog", 120, 0.5, 0.5))
+    found = decide(replace(evaluation(accuracy), per_class=classes), None, GateConfig())
+    said = "accuracy 0.5000 on 200 test samples is below 0.6000, the share of the most frequent class, 'dog'"
+    assert found.is_passed and found.caution == (said if is_below else "") and found.caution in found.reason
+    announce(Promotion(str(tmp_path), found, None, None), GateConfig(), recorder := Recorder())
+    assert recorder.named("promote.warning") == ([{"warning": said}] if is_below else [])
+    # Nothing is said of a model that stays where it is.
+    kept = decide(replace(evaluation(accuracy), per_class=classes), None, GateConfig(min_accuracy=0.95))
+    announce(Promotion(str(tmp_path), kept, None, None), GateConfig(), recorder := Recorder())
+    assert recorder.events == []
 
 
 def test_few_samples_are_those_that_were_compared():

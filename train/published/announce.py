@@ -141,8 +141,10 @@ REGISTRY = f"{CURRENT}/registry.json"
 def announce(promotion: Promotion, gate: GateConfig, observer: Observer) -> Promotion:
     """Tell what is current now, also if this run has changed nothing: an earlier one may not have come to this.
 
-    A store or a server that fails is a warning.
+    A store or a server that fails is a warning, and so is a model that is hardly of use.
     """
+    if promotion.gate.caution and promotion.gate.is_passed:
+        observer.event("promote.warning", {WARNING: promotion.gate.caution})
     if promotion.current is None:
         return promotion
     store = open_store(promotion.models_uri)

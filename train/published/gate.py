@@ -72,7 +72,20 @@ def decide(
             reason = f"{reached}; the current model has {before:.4f}"
     if num_samples < FEW_SAMPLES:
         reason += f"; caution: {num_samples} samples are too few to compare models"
-    return GateDecision("promoted" if is_promoted else "kept", reason, value, before, metric.name, is_promoted)
+    caution = _below_guessing(candidate)
+    reason += f"; caution: {caution}" if caution else ""
+    return GateDecision("promoted" if is_promoted else "kept", reason, value, before, metric.name, is_promoted, caution)
+
+
+def _below_guessing(candidate: Evaluation) -> str:
+    """That whoever always answers the most frequent class does better; empty if not, or if that is not known."""
+    if candidate.label_kind != "class" or not candidate.per_class:
+        return ""
+    most = max(candidate.per_class, key=lambda each: each.num_samples)
+    share = most.num_samples / candidate.num_samples
+    if candidate.metric_value >= share:
+        return ""
+    return f"accuracy {_measured(candidate)} is below {share:.4f}, the share of the most frequent class, {most.name!r}"
 
 
 def _judged(

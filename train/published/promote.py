@@ -180,6 +180,8 @@ class GateDecision:
     """Name of the metric: a field of `Evaluation`."""
     is_passed: bool = True
     """Whether the gate is passed; with `--require`, False is an error."""
+    caution: str = ""
+    """Why the candidate is hardly of use although nothing forbids it; most often empty."""
 
 
 @dataclass(frozen=True, slots=True)
