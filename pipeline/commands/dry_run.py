@@ -56,12 +56,15 @@ class DryRun:
     def rows(self) -> list[tuple[str, ...]]:
         """The rows for people."""
         return [
-            ("inputs", f"{self.num_listed:,} listed, {self.num_images:,} images, {self.num_rejected:,} rejected"),
+            (
+                "inputs",
+                f"{self.num_listed:,} listed, {counted(self.num_images, 'image')}, {self.num_rejected:,} rejected",
+            ),
             ("rejected", reasons(self.by_reason) or "none"),
             ("classes", f"{len(self.class_names):,}"),
             ("dataset", self._beside_latest()),
             ("images", f"stored as {self.stored_as}"),
-            ("to process", f"{self.num_to_process:,} images in {counted(self.num_units, 'work unit')}"),
+            ("to process", f"{counted(self.num_to_process, 'image')} in {counted(self.num_units, 'work unit')}"),
             ("plan digest", self.plan_digest),
             ("driver", f"{self.driver_peak_rss_bytes / 1e6:,.0f} MB peak memory, {self.seconds:.1f} s"),
         ]

@@ -78,8 +78,7 @@ class QualityFindings(Result, Quality):
             rows.append((fault, f"{len(images):,} of {self.num_images:,} images" if images else "none"))
             for image in images[:_NUM_SHOWN]:
                 rows.append(("", f"{image.source} ({image.split}, {image.class_name or 'no class'}): {image.words}"))
-            if len(images) > _NUM_SHOWN:
-                rows.append(("", f"and {len(images) - _NUM_SHOWN:,} more: --json lists all"))
+            rows += _more_rows(len(images))
         rows += [("WARNING", each.words) for each in self.telltales]
         rows += _copy_rows("equal bytes", self.equal_bytes.groups)
         rows += _copy_rows("near duplicates", self.near_duplicates)
@@ -98,7 +97,12 @@ def _copy_rows(kind: str, groups: Sequence[SimilarImages]) -> Rows:
     num_conflicts = sum(group.has_conflict for group in groups)
     counts = f"{counted(len(groups), 'group')} with {num_images:,} images"
     first = f"{counts}; {counted(num_leaks, 'group')} in several splits, {num_conflicts:,} of several classes"
-    return [(kind, first), *(("", group.words) for group in groups[:_NUM_SHOWN])]
+    return [(kind, first), *(("", group.words) for group in groups[:_NUM_SHOWN]), *_more_rows(len(groups))]
+
+
+def _more_rows(num_found: int) -> Rows:
+    """How many are not shown."""
+    return [("", f"and {num_found - _NUM_SHOWN:,} more: --json lists all")] if num_found > _NUM_SHOWN else []
 
 
 def inspect_quality(dataset: Dataset) -> QualityFindings:

@@ -159,7 +159,7 @@ class VersionFacts:
         return (
             str(self.version),
             f"rollback to {self.restored_version}" if self.operation == "rollback" else made_by,
-            f"{self.num_accepted:,} images, {self.num_rejected:,} rejected",
+            f"{counted(self.num_accepted, 'image')}, {self.num_rejected:,} rejected",
             f"{counted(self.num_shards, 'shard')}, {self.image_bytes / 1e6:.1f} MB",
             self.created_at,
             "expired" if self.is_expired else "",

@@ -16,7 +16,8 @@ import pytest
 from etl.checks.version import fault_warnings
 from etl.config import EtlConfig
 from shardmill.data_quality.drift import Aspect, AspectDrift, amount_words, measure_drift, previous_content
-from shardmill.data_quality.near_duplicates import connect, find_near_duplicates
+from shardmill.data_quality.findings import _copy_rows
+from shardmill.data_quality.near_duplicates import SimilarImage, SimilarImages, connect, find_near_duplicates
 from shardmill.data_quality.quality import Fault, find_faults
 from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset, open_dataset
@@ -134,6 +135,12 @@ def test_classes_of_like_images_have_no_telltale(photos: Path, tmp_path: Path):
     [warning] = _warned(dataset)
     counts = "uniform 1, dark 1, blurred 1, odd_size 1, odd_aspect 1"
     assert warning.startswith(f"5 accepted images differ from the others as faults often do ({counts}): `shardmill")
+
+
+@pytest.mark.parametrize(("num_groups", "last"), [(4, "3 (train, cat)"), (6, "and 2 more: --json lists all")])
+def test_groups_that_are_not_shown_are_counted(num_groups: int, last: str):
+    groups = [SimilarImages((SimilarImage(str(each), "train", "cat"),)) for each in range(num_groups)]
+    assert _copy_rows("equal bytes", groups)[-1] == ("", last)
 
 
 def test_copies_are_named_with_units_and_values_with_names(photos: Path, tmp_path: Path):

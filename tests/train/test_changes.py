@@ -329,7 +329,8 @@ def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp
     assert "all devices of this machine; single: one worker; inline: in this process (" in reason
     # One paragraph with what was looked at.
     assert re.search(
-        "\\(no GPU and \\d+ processors here; one host, because spark.master = local\\[\\*\\]; \\d+ rows to", reason
+        r"\(no GPU and \d+ processors here; one host, because spark.master = local\[\*\] names no cluster; \d+ rows to",
+        reason,
     )
     assert re.search(
         r"train on: \d+ steps of \d+ images an epoch, \d+ in all\); trained weights take [\d.]+ KiB", reason

@@ -532,7 +532,8 @@ def _numbers(config: TrainConfig, facts: Facts) -> tuple[str, ...]:
     devices = f"{facts.num_devices} device(s)" if facts.num_devices else "no GPU"
     found = [f"{devices} and {len(os.sched_getaffinity(0))} processors here"]
     if not facts.has_cluster:
-        why = f"spark.master = {facts.spark_master}" if facts.may_use_cluster else f"train.launcher = {config.launcher}"
+        of_master = f"spark.master = {facts.spark_master} names no cluster"
+        why = of_master if facts.may_use_cluster else f"train.launcher = {config.launcher}"
         found.append(f"one host, because {why}")
     else:
         found.append(
