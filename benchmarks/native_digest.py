@@ -36,7 +36,7 @@ def main() -> None:
         num_files += _add(digest, data, (height, width, channels))
         num_damaged += _add(digest, bytes(damaged), (height, width, channels))
     print(
-        f"{platform.machine()}, {shardmill_native.KERNEL_ID}: decoded {num_files} files and {num_damaged} damaged ones; "
+        f"{platform.machine()}, {shardmill_native.KERNEL_ID}: {num_files} files and {num_damaged} damaged, "
         f"sha256 {digest.hexdigest()}"
     )
 
