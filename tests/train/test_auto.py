@@ -38,8 +38,8 @@ from train.planning.setup import (
     resolve,
     strategy_rules,
 )
-from train.planning.shard import PARTS, division_rules, plan_memory
-from train.planning.trainings import find_training
+from train.planning.shard import PARTS, begun_setup, division_rules, plan_memory
+from train.planning.trainings import find_training, training_to_plan
 from train.strategies import STRATEGIES
 from train.tree import TrainTree
 
@@ -309,7 +309,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path, how, req
     assert 4 <= planned.cost.state_bytes / planned.cost.weights_bytes < 6
     rows = dict(planned.rows())
     assert rows["model"] == "2,307 weights, 9.0 KiB; trainable weights 9.0 KiB"
-    assert planned.fit is not None and rows["fit"] == planned.fit.reason and "8 images at once" in planned.fit.reason
+    assert planned.fit is None and rows["fit"].startswith("memory: the 8 images of a step take 24.0 KiB: ")
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
     assert planned.speed.computed_images_per_second == pytest.approx(24 / planned.cost.step_seconds)
     assert "excluding the start of the ranks, their exchanges" in rows["speed"]
@@ -331,6 +331,7 @@ def test_a_training_that_has_begun_is_planned_as_its_resume(tiny_uri, tmp_path):
     assert "2 ranks: as when this training began (there were 2 GPUs)" in planned.reason
     assert planned.fit is not None and "a T4 has 1.0 GiB" in planned.fit.reason
     assert plan_memory(tree, 2**30).choice == "torch_ddp"
+    assert begun_setup(training_to_plan(tree)).config.num_workers == 2, "a rehearsal starts these ranks"
     # Another question gets another answer.
     asked = tree.model_copy(update={"train": tree.train.model_copy(update={"num_workers": 1})})
     assert estimate_training(asked).strategy == "single"
@@ -429,7 +430,7 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     assert "local: in processes on one machine (" in document["reason"] and "spark.master" in document["reason"]
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
-    assert document["fit"]["choice"] == "at_once" and document["images_per_second"] > 0
+    assert document["fit"] is None and document["fit_reason"] and document["images_per_second"] > 0
     assert document["mesh"]["data"] == 2
 
 

@@ -41,13 +41,13 @@ from train.planning.memory import (
     input_bytes,
     look_at_memory,
     most_microbatches,
-    record_of,
+    probed_record,
 )
 from train.planning.memory_fit import MemoryRecord, decided, fit
-from train.planning.plan import TrainingPlan, keep_plan
+from train.planning.plan import TrainingPlan, keep_plan, plan_record
 from train.planning.probe import ProbeTask, StepCost, probe
 from train.planning.setup import Setup, resolve
-from train.planning.state_bytes import StateBytes, StateTask, count_state
+from train.planning.state_bytes import RankParts, StateBytes, StateTask, count_state
 from train.planning.state_program import count
 from train.planning.trainings import TrainingChoice
 from train.settings import MemoryConfig, MeshConfig, ReadingConfig
@@ -72,7 +72,8 @@ def keep(choice: TrainingChoice, models: Path, tree: TrainTree, record: MemoryRe
 
 
 def look_at(setup: Setup, begun: MemoryRecord | None = None) -> Memory:
-    return look_at_memory(setup, begun=begun, has_begun=False)
+    plan = plan_record(TrainingPlan(setup, Memory(begun))) if begun else None
+    return look_at_memory(setup, RankParts(), begun=plan, has_begun=False)
 
 
 @pytest.mark.drill
@@ -466,7 +467,7 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     setup = set_up(config, dataset)
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
     cost = probe(task)
-    measured = record_of(Limit("a machine", 100 * GIB), cost)
+    measured = probed_record(Limit("a machine", 100 * GIB), cost)
     short = Limit("a machine", measured.fixed_bytes + measured.image_bytes * 9 // 10)
     record = considered(short, task, cost, setup)
     # Each of twelve blocks keeps 24 MiB of an image, and four times that as it computes.

@@ -31,12 +31,12 @@ from train.launching.rank_failures import FIX
 from train.launching.side_process import Question, answer, ask
 from train.metrics.evaluate import metrics_of, scores_by
 from train.planning.checks import window_memory
-from train.planning.memory import HOST_FRAMEWORK_BYTES, Memory, limit_of, measured
-from train.planning.memory_fit import Fit, MemoryRecord, decided
+from train.planning.memory import HOST_FRAMEWORK_BYTES, look_at_memory
+from train.planning.memory_fit import Fit, decided
 from train.planning.probe import ProbeTask, StepCost, probe
-from train.planning.shard import shard_if_too_large
+from train.planning.shard import begun_setup
 from train.planning.state_bytes import RankParts, StateBytes, spec_of
-from train.planning.trainings import begun_setup
+from train.planning.trainings import training_to_plan
 from train.readers import reader_of
 from train.readers.planned import Epochs
 from train.strategies import has_chief, mesh_of
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from shardmill.epoch_plan import EpochPlan
     from train.api import Learner
     from train.contracts.mesh import MeshShape
-    from train.planning.setup import Setup
 
 MEASURED_SECONDS = 6.0
 """Duration of measured steps, over as many epochs as needed; the same limit applies to validation."""
@@ -77,7 +76,9 @@ class Estimate(PlannedTraining):
     """Number of ranks that compute each step of a model together."""
     speed: Speed
     fit: Fit | None
-    """Into the memory that a rank may use here; None if that is not known."""
+    """Into the memory that a rank may use here, as the training will find it; None if it will not look."""
+    fit_reason: str
+    """Why it fits so, or need not be looked at; empty if that is not known."""
     mesh: dict[str, int]
     """Numbers of ranks along the axes."""
 
@@ -105,14 +106,14 @@ class Estimate(PlannedTraining):
             )),
             ("step", f"{whole / parts:.1f} ms computation{of_whole} (measured on {self.host})"),
             ("speed", str(self.speed)),
-            *([("fit", self.fit.reason)] if self.fit else []),
+            *([("fit", self.fit_reason)] if self.fit_reason else []),
         ]  # fmt: skip
 
 
 def estimate_training(tree: TrainTree) -> Estimate:
     """Plan, check and measure. Raises UsageError for what cannot run."""
-    setup, begun = begun_setup(tree)
-    setup = setup if begun else shard_if_too_large(setup)
+    found = training_to_plan(tree)
+    setup = begun_setup(found)
     config, dataset, mesh = setup.config, setup.of_dataset, setup.mesh.shape
     local_batch_size = setup.mesh.largest_share(config.global_batch_size)
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, setup.num_ranks_here))
@@ -122,6 +123,7 @@ def estimate_training(tree: TrainTree) -> Estimate:
     cost = probe(ProbeTask(paced.config, spec_of(setup), local_batch_size, paced.ranks_per_node))
     epoch = dataset.plan_epoch(config.plan_spec(dataset, setup.mesh.streams), 0)
     speed = speed_of(paced, epoch, mesh, cost)
+    fitted = look_at_memory(setup, part_of, begun=found.begun, has_begun=found.has_steps).fitted(setup)
     return Estimate(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
@@ -139,7 +141,8 @@ def estimate_training(tree: TrainTree) -> Estimate:
         images_per_second=speed.images_per_second,
         speed=speed,
         host=socket.gethostname(),
-        fit=_fit(setup, begun.memory if begun else None, part_of),
+        fit=fitted.fit,
+        fit_reason=fitted.reason,
         mesh=mesh.sizes,
     )
 
@@ -159,15 +162,6 @@ def _check_host(config: TrainConfig, whole: StateBytes | None, local_batch_size:
             "run shardmill plan with --memory SIZE, which counts what each rank would hold and builds nothing; "
             f"{of_fewer}or plan on a larger host",
         )
-
-
-def _fit(setup: Setup, record: MemoryRecord | None, part_of: RankParts) -> Fit | None:
-    """As an earlier attempt measured it, else by a measurement of its own, as the training will make it: where seconds
-    count, bytes are not exact."""
-    limit = limit_of(setup)
-    if record is None and limit is not None and not silos_of(setup.config):
-        record = measured(limit, setup, part_of(setup))
-    return Memory(record, part_of=part_of).fitted(setup).fit if record else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from train.strategies.options import LocalSgdOptions, MirroredOptions, silos_of
 if TYPE_CHECKING:
     from shardmill.epoch_plan import PlanSpec
     from train.planning.setup import Setup
+    from train.planning.trainings import PlanRecord
 
 
 # What the framework itself keeps on a GPU, and in a process, if that is not measured.
@@ -132,7 +133,6 @@ class Fitted:
     """The choice; None if there was nothing to choose, or nothing was measured."""
     available: str = ""
     """Memory that a rank may use; empty if unknown."""
-    available_bytes: int = 0
     ample: str = ""
     """Why nothing was measured, with the numbers; empty for any other reason than that it is ample."""
 
@@ -166,20 +166,20 @@ class Memory:
         found = replace(found, reason="; ".join(filter(None, (found.reason, self.record.note))))
         to_bfloat16, recomputes = self.record.to_bfloat16, found.recomputes
         config = decided(setup.config, found.num_microbatches, to_bfloat16=to_bfloat16, recomputes=recomputes)
-        return Fitted(config, found, _available(self.record, setup), bytes_of_a_rank(self.record, setup))
+        return Fitted(config, found, _available(self.record, setup))
 
 
-def look_at_memory(setup: Setup, *, begun: MemoryRecord | None, has_begun: bool) -> Memory:
-    """Return the memory found by an earlier attempt (`begun`), otherwise measure what a rank needs and has, in seconds.
+def look_at_memory(setup: Setup, part_of: RankParts, *, begun: PlanRecord | None, has_begun: bool) -> Memory:
+    """Return the memory that an earlier attempt (`begun`) found, else measure what a rank needs and has, in seconds.
 
     Nothing is measured if nothing is left to choose, memory is ample or not known, or the training has steps already
     (`has_begun`): what was begun without looking continues so, because in microbatches numbers differ by rounding.
     Raises what building the model raises.
     """
-    config, part_of = setup.config, RankParts()
-    limit = limit_of(setup) if begun is None and not silos_of(config) else None
+    config, record = setup.config, begun.memory if begun else None
+    limit = limit_of(setup) if record is None and not silos_of(config) else None
     if limit is None:
-        return Memory(begun, part_of=part_of)
+        return Memory(record, part_of=part_of)
     ample = partial(_ample, limit)
     may_choose = "auto" in (config.mixed_precision, config.memory.activation_checkpointing)
     is_asked = config.accumulation_steps == 0 or may_choose
@@ -212,10 +212,7 @@ def counted_record(limit: Limit, whole: StateBytes, config: TrainConfig) -> Memo
     share = HALF if config.mixed_precision in ("bfloat16", "float16") else 1
     recomputes = whole.recomputed_image > 0
     return MemoryRecord(
-        device=limit.device,
-        rank_bytes=limit.rank_bytes,
-        host_bytes=limit.host_bytes,
-        on_gpu=limit.on_gpu,
+        **asdict(limit),
         fixed_bytes=always + whole.step,
         image_bytes=math.ceil(share * whole.image),
         to_bfloat16=False,
@@ -256,7 +253,7 @@ def considered(
 
     If nothing else fits, the step is measured once more, with activations that are computed twice.
     """
-    record = record_of(limit, cost)
+    record = probed_record(limit, cost)
     facts = facts_of(record, setup, part)
     may_help = setup.config.memory.activation_checkpointing == "auto" and facts.fixed_bytes < facts.device_bytes
     if fit(facts).choice == "too_large" and may_help:
@@ -276,20 +273,17 @@ def _recomputed(record: MemoryRecord, limit: Limit, task: ProbeTask, config: Tra
             # Without it the training can still be tried.
             problem = str(error)
         else:
-            there = record_of(limit, cost)
+            there = probed_record(limit, cost)
             found = {"recomputed_fixed_bytes": there.fixed_bytes, "recomputed_image_bytes": there.image_bytes}
             return record.model_copy(update=found)
     return record.model_copy(update={"recompute_problem": problem})
 
 
-def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
+def probed_record(limit: Limit, cost: StepCost) -> MemoryRecord:
     """Build the record of the measurement and the available memory."""
     in_process = cost.process_bytes + cost.weights_bytes + cost.base_bytes + cost.state_bytes
     return MemoryRecord(
-        device=limit.device,
-        rank_bytes=limit.rank_bytes,
-        host_bytes=limit.host_bytes,
-        on_gpu=limit.on_gpu,
+        **asdict(limit),
         # In a host the process before its first step, gradients, and a copy of the state for a checkpoint.
         fixed_bytes=GPU_FRAMEWORK_BYTES + cost.state_bytes + cost.base_bytes if limit.on_gpu else in_process,
         image_bytes=cost.image_bytes,

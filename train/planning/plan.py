@@ -14,8 +14,9 @@ from train.launching import is_on_spark
 from train.planning.checks import check, window_memory
 from train.planning.memory import Fitted, Memory, look_at_memory
 from train.planning.resume import resolve_resume
-from train.planning.shard import check_unsharded, shard_if_too_large
-from train.planning.trainings import PLAN, Decision, PlanRecord, as_begun, read_plan
+from train.planning.shard import begun_setup, check_unsharded
+from train.planning.state_bytes import RankParts
+from train.planning.trainings import PLAN, Decision, PlanRecord, read_plan
 from train.planning.trial_build import try_build
 from train.strategies.options import MirroredOptions
 
@@ -74,21 +75,17 @@ def plan_training(
 
     Raises UsageError for what cannot run, and what building the model raises.
     """
-    models, choice, begun = found.models, found.choice, found.begun
-    setup, has_steps = as_begun(found.setup, begun), choice.has_steps(models)
-    is_new = begun is None and not has_steps
-    if is_new:
-        setup = shard_if_too_large(setup)
+    setup = begun_setup(found)
     setup = setup.with_window(window_memory(setup).window_chunks)
     # Before a cluster is asked for ranks, or ranks divide layers or stages that may not divide. Of other ranks, also
     # those that shard it, rank 0 builds and calls the model as soon as a trial would, which is seconds slower for all.
     # A training with steps has already been built.
-    if (setup.divides_model or is_on_spark(setup.config.launcher)) and not has_steps:
+    if (setup.divides_model or is_on_spark(setup.config.launcher)) and not found.has_steps:
         try_build(setup, setup.of_dataset.manifest.row_schema, observer)
-    memory = look_at_memory(setup, begun=begun.memory if begun else None, has_begun=has_steps)
-    if is_new:
+    memory = look_at_memory(setup, RankParts(), begun=found.begun, has_begun=found.has_steps)
+    if found.is_new:
         check_unsharded(setup, memory)
-    choice, setup = resolve_resume(models, choice, setup, memory, again, observer)
+    choice, setup = resolve_resume(found.models, found.choice, setup, memory, again, observer)
     if choice.resumes:
         # It may have the streams of that training.
         check(setup)
@@ -99,7 +96,7 @@ def _fitted(setup: Setup, memory: Memory | None) -> TrainingPlan:
     return TrainingPlan(setup, memory, memory.fitted(setup) if memory else None)
 
 
-def record_of(plan: TrainingPlan) -> PlanRecord:
+def plan_record(plan: TrainingPlan) -> PlanRecord:
     """As it is kept for a resume."""
     setup, config = plan.setup, plan.setup.config
     return PlanRecord(
@@ -121,7 +118,7 @@ def record_of(plan: TrainingPlan) -> PlanRecord:
 
 def keep_plan(store: Store, training_dir: str, plan: TrainingPlan) -> None:
     """Write how this attempt is planned, for those that resume it."""
-    now, before = record_of(plan), read_plan(store, [training_dir])
+    now, before = plan_record(plan), read_plan(store, [training_dir])
     # The reasons of the first attempt hold as long as its decisions do.
     told = {name: getattr(now, name) for name in ("ranks_reason", "strategy_reason", "launcher_reason", "decisions")}
     if before is None or before.model_copy(update=told) != now:

@@ -8,23 +8,18 @@ from __future__ import annotations
 import secrets
 import time
 
-from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.leases import reading
 from shardmill.errors import TrainingError, UsageError
-from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
 from shardmill.jobs.reach import REACH, planted, removed_afterwards
-from shardmill.stores import open_store
 from shardmill.words import counted
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.contracts.task import WorkerTask
-from train.initialization.initial import check_initial, pinned
 from train.launching import LAUNCHERS
-from train.models.user import source_sha256
-from train.planning.checks import check
 from train.planning.memory_fit import decided
-from train.planning.setup import resolve
+from train.planning.shard import begun_setup
+from train.planning.trainings import training_to_plan
 from train.reporting.observer import GlobalStep
 from train.strategies.options import silos_of
 from train.tree import TrainTree
@@ -36,19 +31,16 @@ def rehearse(tree: TrainTree) -> str:
     Memory is not measured: a step is one microbatch, unless the config says otherwise.
     Raises what the training would raise, and UsageError for ranks that this process cannot start.
     """
-    dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
-    setup = resolve(tree.train, tree.spark, dataset, tree.gate)
-    check_initial(setup.config)
-    config = decided(pinned(setup.config), 1, to_bfloat16=False)
-    if setup.launcher.started_by_others or silos_of(config):
-        other = "train.local_sgd.silos" if silos_of(config) else f"train.launcher = {config.launcher!r}"
+    found = training_to_plan(tree)
+    if found.setup.launcher.started_by_others or silos_of(tree.train):
+        other = "train.local_sgd.silos" if silos_of(tree.train) else f"train.launcher = {found.setup.config.launcher!r}"
         raise UsageError(
             f"--rehearse with {other}",
             "expected ranks that one command starts on one dataset",
             "remove --rehearse",
         )
-    check(setup)
-    models = open_store(require_uri("models.uri", tree.models.uri))
+    setup, models = begun_setup(found), found.models
+    dataset, config = setup.of_dataset, decided(setup.config, 1, to_bfloat16=False)
     watch = _FirstStep()
     with (
         reading(dataset.store, dataset.pin.version, "doctor --rehearse"),
@@ -56,8 +48,7 @@ def rehearse(tree: TrainTree) -> str:
         # The next driver removes it after a day, if this process is killed.
         removed_afterwards(models, f"{REACH}/rehearsal-{secrets.token_hex(6)}") as folder,
     ):
-        source = source_sha256(config.model)
-        task = WorkerTask(config, dataset.pin, models.uri, folder, source, reach=nonce)
+        task = WorkerTask(config, dataset.pin, models.uri, folder, found.choice.model_source_sha256, reach=nonce)
         how_it_ended = _trained_until_stopped(task, tree, watch)
         if next(complete_checkpoints(models, folder), None) is None:
             raise TrainingError("the ranks left no checkpoint", how_it_ended, "check that models.uri is writable")

@@ -34,7 +34,7 @@ from train.planning.memory_fit import Fit, MemoryFacts, decided, fit
 from train.planning.probe import NUM_PROBED_IMAGES, NUM_PROBED_STEPS, ProbeTask, probe
 from train.planning.setup import AUTO, Setup, choose_backend
 from train.planning.state_bytes import StateBytes, count_state, spec_of
-from train.planning.trainings import begun_setup
+from train.planning.trainings import FoundTraining, as_begun, training_to_plan
 from train.strategies import STRATEGIES, axes_of, find_strategy, has_chief, strategies_that_share
 from train.strategies.options import silos_of
 
@@ -219,6 +219,12 @@ class ModelFacts:
     def limit(self) -> str:
         return f"and {self.device} has {size_of(self.device_bytes)}"
 
+    @property
+    def decided(self) -> tuple[str, str]:
+        """What the first row of the table that applies chooses, and why."""
+        rule = next(rule for rule in division_rules() if rule.applies(self))
+        return rule.choice, rule.because(self)
+
 
 @dataclass(frozen=True, slots=True)
 class DivisionRule:
@@ -276,6 +282,12 @@ def division_rules() -> tuple[DivisionRule, ...]:
     )
 
 
+def begun_setup(found: FoundTraining) -> Setup:
+    """How its ranks train: as it was begun, or as is decided now. Raises UsageError for what cannot run."""
+    setup = as_begun(found.setup, found.begun)
+    return shard_if_too_large(setup) if found.is_new else setup
+
+
 def shard_if_too_large(setup: Setup) -> Setup:
     """`setup`, with a strategy whose ranks hold the model together if one device does not hold it.
 
@@ -292,14 +304,14 @@ def shard_if_too_large(setup: Setup) -> Setup:
     facts = _facts(setup, limit, (REPLICATED, *for_large_models()))
     if facts is None:
         return setup
-    rule = next(rule for rule in division_rules() if rule.applies(facts))
-    if rule.choice == "whole":
+    choice, reason = facts.decided
+    if choice == "whole":
         return setup
-    if rule.choice == "refused":
+    if choice == "refused":
         # What only the user chooses.
         others = _facts(setup, limit, tuple(name for name in strategies_that_share() if name not in for_large_models()))
         raise nothing_holds(setup, replace(facts, rows={**(others.rows if others else {}), **facts.rows}))
-    return check(setup.changed({"strategy_reason": rule.because(facts)}, strategy=rule.choice))
+    return check(setup.changed({"strategy_reason": reason}, strategy=choice))
 
 
 def check_unsharded(setup: Setup, memory: Memory) -> None:
@@ -410,7 +422,8 @@ class MemoryPlan:
 
 def plan_memory(tree: TrainTree, memory_bytes: int) -> MemoryPlan:
     """Raises UsageError for what no strategy can train, and for a model that does not build."""
-    setup, begun = begun_setup(tree)
+    found = training_to_plan(tree)
+    setup = as_begun(found.setup, found.begun)
     config = setup.config
 
     # Every strategy that runs with the model's backend, with the ranks that were chosen.
@@ -419,13 +432,12 @@ def plan_memory(tree: TrainTree, memory_bytes: int) -> MemoryPlan:
     rows |= {name: row_of(each, states[name], _budget(each, memory_bytes)) for name, each in setups.items()}
 
     choice, reason = config.strategy, setup.strategy_reason
-    if begun is None and tree.train.strategy == AUTO and choice == REPLICATED:
+    if found.is_new and tree.train.strategy == AUTO and choice == REPLICATED:
         facts = ModelFacts("a rank", memory_bytes, rows)
-        rule = next(rule for rule in division_rules() if rule.applies(facts))
-        choice, reason = rule.choice, rule.because(facts)
-        if rule.choice == "refused":
+        choice, reason = facts.decided
+        if choice == "refused":
             choice, reason = "", str(nothing_holds(setup, facts))
-        if rule.choice == "whole":
+        if choice == "whole":
             whole = f"each with the whole model: {rows[REPLICATED].arithmetic}, {facts.limit}"
             choice, reason = REPLICATED, f"{setup.strategy_reason}, {whole}"
     return MemoryPlan(

@@ -102,6 +102,13 @@ class FoundTraining:
     choice: TrainingChoice
     begun: PlanRecord | None
     """How its newest attempt was planned; None if there was none."""
+    has_steps: bool
+    """Whether there is a checkpoint to resume from: its own, or that of a shorter training."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no earlier attempt has decided how it trains."""
+        return self.begun is None and not self.has_steps
 
 
 def find_training(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> FoundTraining:
@@ -120,15 +127,16 @@ def find_training(tree: TrainTree, version: DatasetPin | None = None, fresh_for:
     setup = setup.changed(init_from=pinned(setup.config).init_from)
     models = open_store(require_uri("models.uri", tree.models.uri))
     choice = choose_training(models, setup.identity_config, dataset.pin, fresh_for)
-    return FoundTraining(setup, models, choice, read_plan(models, choice.folders))
+    own = next(complete_checkpoints(models, choice.training_dir), None)
+    has_steps = own is not None or choice.continues is not None
+    return FoundTraining(setup, models, choice, read_plan(models, choice.folders), has_steps)
 
 
-def begun_setup(tree: TrainTree) -> tuple[Setup, PlanRecord | None]:
-    """How a training would be set up that begins now, or resumes one that was begun; and how that was planned. Raises
-    UsageError for what cannot run."""
+def training_to_plan(tree: TrainTree) -> FoundTraining:
+    """The training that would begin now, or resume; one that has ended, as if it began again. Raises UsageError for
+    what cannot work on any dataset."""
     found = find_training(tree)
-    begun = found.begun if found.choice.result is None else None
-    return as_begun(found.setup, begun), begun
+    return found if found.choice.result is None else replace(found, begun=None, has_steps=False)
 
 
 def as_begun(now: Setup, begun: PlanRecord | None) -> Setup:
@@ -245,10 +253,6 @@ class TrainingChoice:
     def folders(self) -> list[str]:
         """The folders that may contain its records: its own, then that of the shorter training that it continues."""
         return [self.training_dir, *([self.continues.training_dir] if self.continues else [])]
-
-    def has_steps(self, store: Store) -> bool:
-        """Whether there is a checkpoint to resume from: its own, or that of a shorter training."""
-        return self.continues is not None or next(complete_checkpoints(store, self.training_dir), None) is not None
 
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report facts about other trainings before this one starts or is skipped."""
