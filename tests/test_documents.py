@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from mkdocs.utils import meta
 
 import shardmill
 from pipeline.choices import config_keys
@@ -191,6 +192,15 @@ def test_every_exit_code_is_explained():
         assert re.search(rf"^\| {code} \|.*`{kind.__name__}` \| {retries} \|$", text, re.MULTILINE)
 
 
+def test_the_skill_has_the_front_matter_of_the_format_and_every_exit_code():
+    path = ROOT / "docs" / llms.SKILL
+    text, front = meta.get_data(path.read_text(encoding="utf-8"))
+    assert front["name"] == path.parent.name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", front["name"])
+    assert 0 < len(front["description"]) <= 1024 and len(front["compatibility"]) <= 500
+    codes = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for code in cell.split(",")}
+    assert codes == {0, 1, *ERROR_BY_EXIT_CODE, 130, 143}
+
+
 LINK = re.compile(r"^- \[([^\]]+)\]\(([^)]+)\)(?:: (.+))?$", re.MULTILINE)
 
 
@@ -199,9 +209,11 @@ def test_it_names_every_page_and_each_link_leads_to_one(tmp_path: Path):
     config = SimpleNamespace(**yaml.safe_load(text), repo_url="")
     config.site_dir = str(tmp_path)
     sources = {str(path.relative_to(ROOT / "docs")): path.read_text for path in (ROOT / "docs").rglob("*.md")}
-    # As MkDocs calls the hook: for each page, and then once.
+    # As MkDocs calls the hook: for each page without its front matter, and then once.
     for path, read in {**sources, **PAGES}.items():
-        hooks.on_page_markdown(read(), SimpleNamespace(file=SimpleNamespace(src_uri=path)), config, files=None)
+        hooks.on_page_markdown(
+            meta.get_data(read())[0], SimpleNamespace(file=SimpleNamespace(src_uri=path)), config, files=None
+        )
     hooks.on_post_build(config)
 
     written = (tmp_path / "llms.txt").read_text(encoding="utf-8")
@@ -219,8 +231,13 @@ def test_it_names_every_page_and_each_link_leads_to_one(tmp_path: Path):
         assert [each for each in inner if not ((tmp_path / target).parent / each).exists()] == [], target
     assert sum(bool(note) for *_, note in links) >= 0.9 * len(links) and len(written) < 30_000
 
+    assert (tmp_path / llms.SKILL).read_bytes() == (ROOT / "docs" / llms.SKILL).read_bytes()
+
     # What a plugin of MkDocs would insert is there.
     api = (tmp_path / "reference" / "python.md").read_text(encoding="utf-8")
+    first = re.findall(r"^## ([\w.]+)$", api, re.MULTILINE)
+    assert [name.rpartition(".")[2] for name in first[:3]] == ["open_dataset", "run", "LoadableDataset"]
+    assert len(first) == len(set(first)) and set(shardmill.__all__) <= {name.rpartition(".")[2] for name in first}
     assert ":::" not in api and "run(source_or_config: 'Location', /" in api
     assert "### LoadableDataset.torch_loader" in api
 

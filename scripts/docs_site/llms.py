@@ -1,4 +1,5 @@
-"""`llms.txt` of the documentation site (https://llmstxt.org): every page with its first sentence, and its Markdown."""
+"""`llms.txt` of the documentation site (https://llmstxt.org): every page with its first sentence, and its Markdown, and
+the skill for coding agents."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from scripts.docs_site.code_map import ROOT
+
 # Whoever has little room leaves these out, as the format has it.
 OPTIONAL = ("Contributing", "Benchmarks")
+# For agents that load instructions by their front matter: https://agentskills.io/specification.
+SKILL = "skills/shardmill/SKILL.md"
 _MAX_NOTE = 240
 
 HEAD = """# {name}
@@ -40,7 +45,9 @@ def write_llms(folder: Path, text: str, markdown: Mapping[str, str]) -> None:
     for path, page in markdown.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(with_api(page), encoding="utf-8")
+        # MkDocs takes the front matter off, by which an agent finds the skill.
+        text = (ROOT / "docs" / path).read_text(encoding="utf-8") if path == SKILL else with_api(page)
+        target.write_text(text, encoding="utf-8")
 
 
 def first_sentence(page: str) -> str:

@@ -16,11 +16,17 @@ HEAD = """# Python API
 `Folder` in a signature is a path or URI, as `str` or `os.PathLike`. `Location` may also be an open version (`Dataset`,
 `Predictions`), which stands for its `URI@N`.
 """
-ALSO = (
+FIRST = (
+    "shardmill.loader.dataset.open_dataset",
+    "shardmill.calls.commands.run",
     "shardmill.loader.dataset.LoadableDataset",
     "shardmill.loader.dataset.Reading",
     "shardmill.loader.loader.Loader",
     "shardmill.loader.batch.LoaderBatch",
+    "shardmill.calls.run_result.RunResult",
+)
+"""What most programs call, and what that returns."""
+ALSO = (
     "shardmill.loader.loader.LoaderReport",
     "shardmill.loader.samples.Samples",
     "shardmill.loader.samples.StoredSample",
@@ -43,7 +49,8 @@ def python_api() -> str:
     homes = [_home(getattr(shardmill, name)) for name in shardmill.__all__]
     results = [_home(each) for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Result)]
     others = [each for each in (*results, *ALSO) if each not in homes]
-    return "\n".join([HEAD, *(f"::: {home}\n" for home in dict.fromkeys((*homes, *others)) if home != _home(Result))])
+    shown = dict.fromkeys((*FIRST, *homes, *others))
+    return "\n".join([HEAD, *(f"::: {home}\n" for home in shown if home != _home(Result))])
 
 
 def _home(value: Any) -> str:
