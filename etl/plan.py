@@ -142,7 +142,7 @@ def plan_build(
     # `auto` is decided here: executors must not choose anew.
     store, etl = open_store(dataset), tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
     for name, uri in tree.source.uris().items():
-        _check_apart(name, open_store(require_uri(name, uri)).uri, key, store.uri)
+        require_uri(name, uri)
     try:
         if etl.drift_baseline:
             read_manifest(store, etl.drift_baseline)
@@ -153,6 +153,9 @@ def plan_build(
     # From here on absolute: an executor has a working directory of its own.
     source = SOURCES[tree.source.kind](tree.source)
     tree = tree.model_copy(update={"source": with_absolute_uris(tree.source, source), "etl": etl})
+    placed = source_ref_of(tree.source)
+    for name, uri in zip(tree.source.uris(), placed.parts.values() or (placed.uri,), strict=True):
+        _check_apart(name, uri, key, store.uri)
     label_map = read_label_map(etl.label_map)
     # Asked once, as late as possible: splits that count the images of one version must not come to stand on another.
     latest = cache(lambda: latest_manifest(store))

@@ -54,9 +54,11 @@ def load_pipeline(
 def is_dataset(source: str) -> bool:
     """Whether a source is a committed `DATASET` or `DATASET@N`. One file is an archive, a table or an image."""
     from etl.sources.names import is_pattern
+    from etl.sources.recognise import is_in_catalog
     from shardmill.dataset.dataset import has_version
 
-    return not is_pattern(source) and not os.path.isfile(source) and has_version(source)
+    is_other = is_pattern(source) or is_in_catalog(source) or os.path.isfile(source)
+    return not is_other and has_version(source)
 
 
 def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:

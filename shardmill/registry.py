@@ -60,8 +60,9 @@ class Entry:
     claims: str = ""
     """`package.module:function`, URI -> whether a file with such a suffix is this entry's; empty: every one is."""
     version_log: str = ""
-    """The folder in which tables that this entry reads keep their versions, of which a URI may name one (`TABLE@N`). A
-    folder with such a folder in it selects the entry automatically."""
+    """The folder in which tables that this entry reads keep their versions, or a pattern of files in it; a URI may name
+    a version (`TABLE@N`). A folder with such a folder in it, or a URI with the entry's name as scheme (of a table in a
+    catalog), selects the entry automatically."""
 
     def missing_packages(self) -> tuple[str, ...]:
         """Return the packages of `packages` that are not installed, without importing anything."""

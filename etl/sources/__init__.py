@@ -9,6 +9,7 @@ from etl.sources.listed import ListingBatch
 from etl.sources.names import (
     ARROW_SUFFIXES,
     CIFAR_SUFFIXES,
+    ICEBERG_SUFFIXES,
     IDX_SUFFIXES,
     PARQUET_SUFFIXES,
     TAR_SUFFIXES,
@@ -147,6 +148,15 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             extra="lance",
             packages=("lance",),
             version_log="_versions",
+        ),
+        "iceberg": Entry(
+            "etl.sources.kinds.iceberg:iceberg_source",
+            "an Iceberg table whose rows hold images, or name them: a folder, a metadata file or a name in a catalog",
+            extra="iceberg",
+            packages=("pyiceberg",),
+            suffixes=ICEBERG_SUFFIXES,
+            claims="etl.sources.kinds.iceberg:claims",
+            version_log="metadata/*.metadata.json",
         ),
         "table": Entry(
             "etl.sources.kinds.table:TableSource", "CSV, JSON lines, Parquet or Arrow with a URI in each row"

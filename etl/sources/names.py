@@ -46,6 +46,7 @@ PARQUET_SUFFIXES = (".parquet",)
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 COCO_SUFFIXES = (".json",)
+ICEBERG_SUFFIXES = (".metadata.json",)
 TABLE_SUFFIXES = (
     *(*PARQUET_SUFFIXES, ".csv", ".tsv", ".jsonl", ".ndjson"),
     *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz", *ARROW_SUFFIXES),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 from etl.sources import SOURCES
 from etl.sources.containers import is_named
@@ -27,11 +29,11 @@ def recognise(uri: str) -> str:
     """
     table = split_version(uri)[0]
     for kind, entry in SOURCES.entries.items():
-        if entry.version_log and _has_log(table, entry.version_log):
+        if entry.version_log and (uri.startswith(f"{kind}://") or _has_log(table, entry.version_log)):
             return kind
     folder = uri if _is_remote(uri) else os.path.expanduser(uri.removeprefix("file://"))
     if _is_remote(uri) or not os.path.isdir(folder):
-        kind = _kind_of(uri) or _kind_of_list(uri)
+        kind = _kind_of(uri) or _kind_of(table) or _kind_of_list(uri)
         if kind or is_pattern(uri) or not _is_remote(uri):
             return kind or "folders"
     for place in (folder, *(f"{folder.rstrip('/')}/{name}" for name in _USUAL_FOLDERS)):
@@ -42,6 +44,11 @@ def recognise(uri: str) -> str:
             if _kind_of(f"{place}/{names[kind]}"):
                 return kind
     return "folders"
+
+
+def is_in_catalog(uri: str) -> bool:
+    """Whether a URI is a name in a catalog of tables, and so of no place."""
+    return any(entry.version_log and uri.startswith(f"{kind}://") for kind, entry in SOURCES.entries.items())
 
 
 def _is_remote(uri: str) -> bool:
@@ -71,9 +78,13 @@ def _suffix_kind(name: str) -> str | None:
 def _has_log(folder: str, log: str) -> bool:
     """Whether a folder is a table with versions: its files are those of several, so they are no source of their own."""
     if not _is_remote(folder):
-        return os.path.isdir(os.path.join(os.path.expanduser(folder.removeprefix("file://")), log))
+        path = Path(os.path.expanduser(folder.removeprefix("file://")))
+        return path.is_dir() and next(path.glob(log), None) is not None
+    place, _, names = log.partition("/")
     try:
-        return not is_pattern(folder) and next(iter(open_store(folder).list(log)), None) is not None
+        # A listing has files alone.
+        files = () if is_pattern(folder) else open_store(folder).list(place)
+        return any(fnmatchcase(file.path, f"{place}/{names or '*'}") for file in files)
     except (ShardmillError, FileNotFoundError):
         return False
 

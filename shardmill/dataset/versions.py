@@ -117,7 +117,7 @@ def split_version(uri: str) -> tuple[str, int | None]:
     """`URI@3` as (`URI`, 3), a URI without version as (`URI`, None)."""
     root, at, version = uri.rpartition("@")
     # ASCII digits only: `int` would also read those of other scripts, and refuse a superscript two.
-    return (root, int(version)) if at and re.fullmatch("[0-9]{1,18}", version) else (uri, None)
+    return (root, int(version)) if at and re.fullmatch("[0-9]{1,19}", version) else (uri, None)
 
 
 def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:

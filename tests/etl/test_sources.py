@@ -169,6 +169,20 @@ def as_lance(folder: Path, files: Files) -> str:
     return str(folder / "table.lance")
 
 
+def as_iceberg(folder: Path, files: Files) -> str:
+    """Two snapshots of a table whose classes partition it; rows of another class were deleted from it."""
+    catalog = pytest.importorskip("tests.etl.iceberg_tables").catalog_in(folder)
+    table = None
+    for some in (files[::2], files[1::2]):
+        rows = [{"image": file.read_bytes(), "label": label} for file, label in some]
+        rows = pa.Table.from_pylist([*rows, {"image": b"deleted", "label": "none"}])
+        table = table or catalog.create_table("photos.train", rows.schema)
+        table.append(rows)
+    assert table is not None
+    table.delete("label = 'none'")
+    return table.metadata_location.removeprefix("file://")
+
+
 def as_cifar(folder: Path, files: Files) -> str:
     pixels = np.stack([cv2.resize(cv2.imread(str(file)), (32, 32)) for file, _ in files])[..., ::-1]
     labels = np.array([int(label[-1]) for _, label in files])
@@ -193,7 +207,7 @@ def as_parts(folder: Path, files: Files) -> SourceConfig:
 WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "folders": as_folders, "table": as_table, "webdataset": as_tars, "parquet": as_parquet, "idx": as_idx,
     "cifar": as_cifar, "tfrecord": as_tfrecords, "zip": as_zip, "coco": as_coco, "delta": as_delta,
-    "arrow": as_arrow, "lance": as_lance,
+    "arrow": as_arrow, "lance": as_lance, "iceberg": as_iceberg,
 }  # fmt: skip
 # Pixels without files of their own cannot be the bytes that the other kinds read.
 HOLDS_FILES = [kind for kind in SOURCES if kind not in ("idx", "cifar")]

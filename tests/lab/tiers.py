@@ -22,7 +22,7 @@ TIERS = ("fast", "test", "current", "drill", "all")
 # of those that start processes one of each kind. The first part of a test's name, by what it is there for.
 CURRENT = {
     "pyarrow, pandas": (
-        *(f"tests/etl/test_sources_{name}.py" for name in ("arrow", "lance", "parquet", "table")),
+        *(f"tests/etl/test_sources_{name}.py" for name in ("arrow", "iceberg", "lance", "parquet", "table")),
         *(f"tests/etl/test_{name}.py" for name in ("extra_columns", "table_values")),
         *(f"tests/shardmill/test_{name}.py" for name in ("formats", "parquet", "reader", "tfrecord")),
     ),
