@@ -98,11 +98,12 @@ def with_deletes(table: Table, deletes: Mapping[str, Sequence[int]], how: str) -
     manifest_list = table.io.new_output(f"{table.location()}/metadata/snap-{made}.avro")
     with write_manifest_list(2, manifest_list, snapshot_id, current.snapshot_id, number, "null") as written:
         written.add_manifests([*current.manifests(table.io), manifest])
-    snapshot = Snapshot(
-        snapshot_id=snapshot_id, parent_snapshot_id=current.snapshot_id, sequence_number=number,
-        timestamp_ms=time.time_ns() // 1_000_000, manifest_list=manifest_list.location,
-        summary=Summary(Operation.DELETE), schema_id=metadata.current_schema_id,
-    )  # fmt: skip
+    facts = {
+        "snapshot-id": snapshot_id, "parent-snapshot-id": current.snapshot_id, "sequence-number": number,
+        "timestamp-ms": time.time_ns() // 1_000_000, "manifest-list": manifest_list.location,
+        "summary": Summary(Operation.DELETE), "schema-id": metadata.current_schema_id,
+    }  # fmt: skip
+    snapshot = Snapshot.model_validate(facts)
     later = metadata.model_copy(
         update={
             "snapshots": [*metadata.snapshots, snapshot], "current_snapshot_id": snapshot_id,
