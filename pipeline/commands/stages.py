@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -312,11 +313,13 @@ def open_dataset_run(dataset_or_config: str, common: Common, tree: PipelineTree 
 
 
 def export_of_run(run: Run) -> ExportOutcome:
-    """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
+    """The export that an earlier stage of this run made; without one, that of the finished training of this config: the
+    run then keeps what that was, for its report."""
     from shardmill.dataset.dataset import open_dataset
     from shardmill.stores import open_store
     from train.published.export import ExportOutcome, export_training
     from train.published.exported import read_export
+    from train.stage_record import train_record
     from train.training import finished_training
     from train.tree import TrainTree
 
@@ -325,4 +328,7 @@ def export_of_run(run: Run) -> ExportOutcome:
         models_uri = open_store(run.tree.models.uri).uri
         return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, skipped=True)
     trained = finished_training(run.tree.part(TrainTree), open_dataset(dataset_of_run(run)).pin)
+    if read_stage_record(run.record.workdir, run.id, "train") is None:
+        record = train_record(trained).model_copy(update={"started": time.time()})
+        write_stage_record(run.record.workdir, run.id, record)
     return export_training(trained.models_uri, run.tree.train, trained.result, run.id)

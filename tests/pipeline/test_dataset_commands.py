@@ -28,6 +28,7 @@ from pipeline.commands.predict import check_any_predicted, prediction_csv, predi
 from pipeline.config import load_pipeline
 from pipeline.demo.data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
 from pipeline.output import progress
+from pipeline.report.write import gather
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.compact import compact_dataset
@@ -440,6 +441,16 @@ def test_a_version_that_verify_was_given_is_checked_trained_on_and_evaluated(fol
     assert (found["dataset"]["version"], found["exit_code"]) == (1, 0)
     [training] = (folder / "work/models/trainings").rglob("result.json")
     assert training.parents[1].name.startswith("v00000001-")
+    # A run of its own that evaluates keeps the training, which a report then shows.
+    asked = ("evaluate", "c.toml", f"--set=dataset.uri={folder}/dataset@1", "--workdir", "work", "--run-id", "alone")
+    assert in_process(*asked, cwd=folder).returncode == 0
+    alone = json.loads((folder / "work/runs/alone/summary.json").read_text())
+    assert {name: each["status"] for name, each in alone["stages"].items()} == dict.fromkeys(alone["stages"], "skipped")
+    assert alone["train"]["weights_sha256"] == found["train"]["weights_sha256"] and [*alone["stages"]] == [
+        "train",
+        "evaluate",
+    ]
+    assert len(gather(folder / "work", "alone", alone).history) == 1
     # Asked again, without a version, the check is of the latest: an earlier answer is not repeated.
     run_verified(folder, "verify", expected=3)
 
