@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from shardmill.errors import ShardmillError
+from shardmill.jobs.observer import VARIABLE
 from shardmill.jobs.process import report_error
 from shardmill.jobs.summary_rows import weights_words
 from shardmill.words import printable
@@ -54,7 +56,10 @@ def print_result(common: Common, found: Result, title: str = "", more: Iterable[
 
 
 def print_table(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], title: str = "") -> None:
-    """People get a table on stdout; with --json it goes to stderr, and stdout has the machine's document alone."""
+    """People get a table on stdout; with --json it goes to stderr, and stdout has the machine's document alone.
+
+    A caller in Python gets no table: it has the result as a value, which it may print.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -62,6 +67,8 @@ def print_table(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], t
     if common.json:
         sys.stdout.write(json.dumps(machine, indent=2) + "\n")
         sys.stdout.flush()
+        if VARIABLE in os.environ:
+            return
     stream = sys.stderr if common.json else sys.stdout
     rows = [tuple(map(printable, row)) for row in rows]
     title = printable(title)

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 
 from shardmill.child_process import kill_session
 from shardmill.errors import ShardmillError, TrainingError, UsageError, error_class
-from shardmill.jobs.observer import AS_JSON, VARIABLE
+from shardmill.jobs.observer import AS_DRAWN, AS_JSON, VARIABLE
 from shardmill.jobs.process import python_path
 from shardmill.registry import applications_home, find_below
 
@@ -94,7 +94,7 @@ class Command:
         environment = {
             **os.environ,
             "PYTHONPATH": python_path(),
-            **({VARIABLE: AS_JSON} if watcher.takes_lines else {}),
+            VARIABLE: AS_JSON if watcher.takes_lines else AS_DRAWN,
         }
         if self.spark is not None:
             # Of the JVM that started this process, if one has.

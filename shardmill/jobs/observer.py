@@ -41,8 +41,11 @@ class SilentObserver:
 
 
 VARIABLE = "SHARDMILL_PROGRESS"
-"""Variable of the environment in which the starting process asks for such lines."""
+"""Variable of the environment that a caller in Python sets: how its command shows progress. The result is its value."""
 AS_JSON = "json"
+"""As lines that the caller draws."""
+AS_DRAWN = "drawn"
+"""On the terminal, as without a caller."""
 _SEPARATOR = "\x1e"
 
 

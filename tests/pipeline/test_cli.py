@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 import etl.job
 import train.job
 from pipeline.cli import COMMANDS, app
+from pipeline.cli_options import Common
+from pipeline.output.printing import print_table
 from pipeline.output.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS
 from shardmill.data_quality.findings import EqualBytes, QualityFindings
@@ -155,6 +157,15 @@ def test_a_missing_and_an_empty_source(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     refused(in_process("run", "empty", *BUILD_HERE, cwd=tmp_path), 2, "empty")
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(("progress", "table"), [(None, "made\nimages\t3\n"), ("json", ""), ("drawn", "")])
+def test_a_caller_in_python_gets_the_document_and_no_table(progress, table, monkeypatch, capsys):
+    if progress:
+        monkeypatch.setenv("SHARDMILL_PROGRESS", progress)
+    common = Common((), "w", "r", is_run_named=False, json=True, debug=False)
+    print_table(common, {"images": 3}, [("images", "3")], title="made")
+    assert tuple(capsys.readouterr()) == ('{\n  "images": 3\n}\n', table)
 
 
 def test_too_many_rejects_publish_nothing(tmp_path: Path):

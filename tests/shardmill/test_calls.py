@@ -41,6 +41,8 @@ def test_the_page_does_what_it_says(here: Path, capsys: pytest.CaptureFixture[st
     exec(first, names)
     shown, result = capsys.readouterr(), names["result"]
     assert "etl: inputs listed: 100" in shown.err and "\x1e" not in shown.err
+    # The result is the value's to show.
+    assert "accepted" not in shown.err and shown.out.count("100 accepted") == 1
     for block in others:
         exec(block, names)
 
