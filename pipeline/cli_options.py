@@ -38,6 +38,9 @@ AllowChange = Annotated[
     list[str],
     typer.Option("--allow-change", metavar="NAME", help="Resume an unfinished training that differs in train.NAME."),
 ]
+DatasetVersion = Annotated[
+    int, typer.Option("--dataset-version", min=0, help="This version of the dataset; 0: the one in DATASET[@N].")
+]
 Overrides = Annotated[list[str], typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Override one config key.")]
 Workdir = Annotated[
     str, typer.Option(metavar="DIR", help="Folder of run records, and of the results if the source is a folder.")

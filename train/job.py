@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import argparse
 
 from shardmill.dataset.dataset import open_dataset
-from shardmill.dataset.versions import split_version
+from shardmill.dataset.versions import at_version
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.run_record import RunRecord, job_parser, run_job
@@ -86,7 +86,7 @@ def _parse_arguments() -> argparse.Namespace:
 def _named_version(tree: TrainTree, arguments: argparse.Namespace) -> DatasetPin | None:
     if not arguments.dataset_version:
         return None
-    return open_dataset(f"{split_version(tree.dataset.uri)[0]}@{arguments.dataset_version}").pin
+    return open_dataset(at_version(tree.dataset.uri, arguments.dataset_version)).pin
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ import typer
 
 from pipeline.cli_options import Common, SourceArgument, command
 from pipeline.config import load_pipeline, require
-from pipeline.output.printing import print_table
+from pipeline.output.printing import end_after_output, print_table
 from pipeline.output.progress import RunProgress
 from shardmill.dataset.inspection import SourceFindings, rejected_inputs, rejection_rows, size_document
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import SilentObserver
-from shardmill.jobs.process import report_error
 
 if TYPE_CHECKING:
     from etl.checks.source_check import SourceCheck
@@ -28,8 +27,7 @@ def check_source(context: typer.Context, source_or_config: SourceArgument) -> No
     rows = check_rows(findings, found.described_classes, str(found.inferred["image"]))
     print_table(common, findings.document(), rows, title="check-source")
     if error is not None:
-        # The table, or the document with --json, has been printed; an error's own document would be a second one.
-        raise typer.Exit(report_error(error, debug=common.debug))
+        end_after_output(common, error)
 
 
 def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceCheck, ShardmillError | None]:

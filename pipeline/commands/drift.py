@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import Common, DatasetArgument, command
+from pipeline.cli_options import Common, DatasetArgument, DatasetVersion, command
 from pipeline.config import existing_path, load_for_dataset, require
 from pipeline.output.printing import print_result
 from pipeline.running import checked_record, dataset_of_run, open_run
 from shardmill.data_quality.drift import DriftResult, compare
 from shardmill.dataset.dataset import open_dataset
-from shardmill.dataset.versions import split_version
+from shardmill.dataset.versions import at_version
 from shardmill.jobs.run_files import StageRecord, dataset_section
 
 if TYPE_CHECKING:
@@ -34,16 +34,13 @@ def drift(
         float | None,
         typer.Option(min=0, max=1, help="End with exit 7 if the drift is larger; default: etl.max_drift."),
     ] = None,
-    version: Annotated[
-        int,
-        typer.Option("--dataset-version", min=0, help="Compare this version of the dataset; 0: that of DATASET[@N]."),
-    ] = 0,
+    version: DatasetVersion = 0,
 ) -> None:
     common: Common = context.obj
 
     def compared(tree: PipelineTree, uri: str) -> DriftResult:
-        opened = open_dataset(f"{split_version(uri)[0]}@{version}" if version else uri)
-        return compare(opened, against, tree.etl.drift_baseline, tree.etl.max_drift if max_drift is None else max_drift)
+        limit = tree.etl.max_drift if max_drift is None else max_drift
+        return compare(open_dataset(at_version(uri, version)), against, tree.etl.drift_baseline, limit)
 
     if dataset.endswith(".toml"):
         # With a config file it is a stage of the run, as `verify` is.

@@ -11,21 +11,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli_options import ReplaceSource, command
 from pipeline.config import absolute_uri, existing_models, existing_path, is_dataset, load_pipeline, require
-from pipeline.output.printing import print_table
+from pipeline.output.printing import print_record, print_table
 from shardmill.errors import UsageError
-from shardmill.words import harmless, printable, rejected, without_surrogates
+from shardmill.words import harmless, printable, without_surrogates
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from pipeline.tree import PipelineTree
-    from shardmill.jobs.run_files import StageRecord
-    from shardmill.result import Rows
     from shardmill.row_mapping import RowMapping
     from train.published.predict import Prediction
 
@@ -181,7 +179,7 @@ def predict_batch(common: Common, job: BatchJob) -> None:
             ),
             predictions_record,
         )
-    _print(common, run.record.ended[-1])
+    print_record(common, run.record.ended[-1])
 
 
 def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
@@ -200,22 +198,3 @@ def _load_source(source: str, overrides: tuple[str, ...], workdir: str) -> Pipel
     if source.endswith(".toml") or not is_dataset(source):
         return load_pipeline(source, overrides, workdir, is_no_dataset=True)
     return load_tree(PipelineTree, None, overrides, {"source": {"uri": absolute_uri(source), "kind": COMMITTED}})
-
-
-def _print(common: Common, record: StageRecord) -> None:
-    document = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
-    skipped = "nothing is new; the latest version stays" if record.status == "skipped" else ""
-    print_table(
-        common, document, _rows(record.sections["predictions"]), title=": ".join(filter(None, ["predict", skipped]))
-    )
-
-
-def _rows(made: dict[str, Any]) -> Rows:
-    counts = made["counts"]
-    num_rejected = rejected(counts["rejected"], counts["by_reason"])
-    return [
-        ("images", f"{counts['accepted']:,} predicted, {num_rejected} of {counts['listed']:,} listed"),
-        ("by this run", f"{made['num_predicted']:,} read, {made['images_per_second']:.1f} a second"),
-        ("model", made["model"]),
-        ("predictions", f"{made['uri']}@{made['version']}"),
-    ]

@@ -23,14 +23,13 @@ from pipeline.config import (
     load_pipeline,
     require,
 )
-from pipeline.output.printing import print_table, stage_title
+from pipeline.output.printing import print_record, print_table
 from pipeline.preflight import refuse_what_cannot_work
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, Run, dataset_of_run, open_run
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.redact import redacted_text
 from shardmill.jobs.run_files import (
-    StageRecord,
     latest_run,
     read_run_state,
     read_stage_record,
@@ -38,7 +37,7 @@ from shardmill.jobs.run_files import (
     write_stage_record,
     write_summary,
 )
-from shardmill.jobs.summary_rows import stage_rows, summary_rows
+from shardmill.jobs.summary_rows import summary_rows
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:
@@ -281,23 +280,13 @@ def print_stage(common: Common, run: Run) -> None:
     print_record(common, run.record.ended[-1])
 
 
-def print_record(common: Common, record: StageRecord) -> None:
-    machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
-    print_table(common, machine, stage_rows(record), title=stage_title(record))
-
-
 def load_before_run(dataset_or_config: str, common: Common) -> PipelineTree:
     """For a command that must know its config before it opens its run. An error is recorded as `open_run` does it."""
     try:
         return load_for_dataset(dataset_or_config, common.overrides, common.workdir)
-    except ShardmillError as error:
-        found = error
-
-    def fail(*_: object) -> PipelineTree:
-        raise found
-
-    with open_run(dataset_or_config, common, load=fail) as run:
-        return run.tree
+    except ShardmillError:
+        with open_run(dataset_or_config, common, load=load_for_dataset) as run:
+            return run.tree
 
 
 @contextmanager

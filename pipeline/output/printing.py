@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import VARIABLE
 from shardmill.jobs.process import report_error
-from shardmill.jobs.summary_rows import weights_words
+from shardmill.jobs.summary_rows import stage_rows, weights_words
 from shardmill.words import printable
 
 if TYPE_CHECKING:
@@ -27,10 +27,16 @@ def stage_title(record: StageRecord) -> str:
     """The title of a single stage's result; for a skipped stage, the rows show its earlier result."""
     if record.status == "skipped" and record.stage == "evaluate":
         return "evaluate: not recomputed; these are the metrics recorded by the training"
-    if record.status == "skipped" and record.stage == "etl":
-        return "etl: nothing is new; the latest version stays"
+    if record.status == "skipped" and record.stage in ("etl", "predict"):
+        return f"{record.stage}: nothing is new; the latest version stays"
     # Whether it is done or was skipped, and in how many seconds, is on stderr already.
     return record.stage
+
+
+def print_record(common: Common, record: StageRecord) -> None:
+    """A single stage's result."""
+    machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
+    print_table(common, machine, stage_rows(record), title=stage_title(record))
 
 
 def outcome_words(record: StageRecord) -> str:
@@ -51,8 +57,12 @@ def print_result(common: Common, found: Result, title: str = "", more: Iterable[
     try:
         found.raise_if_failed()
     except ShardmillError as error:
-        # The table, or the document with --json, has been printed; an error's own document would be a second one.
-        raise typer.Exit(report_error(error, debug=common.debug)) from None
+        end_after_output(common, error)
+
+
+def end_after_output(common: Common, error: ShardmillError) -> NoReturn:
+    """The table, or the document with --json, has been printed; an error's own document would be a second one."""
+    raise typer.Exit(report_error(error, debug=common.debug)) from None
 
 
 def print_table(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], title: str = "") -> None:

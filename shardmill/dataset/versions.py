@@ -120,6 +120,11 @@ def split_version(uri: str) -> tuple[str, int | None]:
     return (root, int(version)) if at and re.fullmatch("[0-9]{1,19}", version) else (uri, None)
 
 
+def at_version(uri: str, version: int) -> str:
+    """The URI of this version, whichever `uri` names; `uri` itself for 0."""
+    return f"{split_version(uri)[0]}@{version}" if version else uri
+
+
 def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:
     """The pin of a version whose manifest has the bytes `data`."""
     return DatasetPin(store.uri, version, hashlib.sha256(data).hexdigest())

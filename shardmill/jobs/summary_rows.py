@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardmill.result import Rows
-from shardmill.words import counted, reasons
+from shardmill.words import counted, reasons, rejected
 
 if TYPE_CHECKING:
     from shardmill.jobs.run_files import StageRecord
@@ -43,7 +43,7 @@ def stage_rows(record: StageRecord) -> Rows:
             ("export", export["path"]),
             ("differs by", f"{export['parity_max_abs_diff']:.2g} maximum difference from the training model"),
         ]
-    rows += _decision_rows(sections)
+    rows += [*_decision_rows(sections), *_prediction_rows(sections)]
     if sections.get("report"):
         rows.append(("report", sections["report"]["path"]))
     return rows
@@ -117,3 +117,17 @@ def _decision_rows(sections: Mapping[str, Any]) -> Rows:
     store = [("models", decided["models"])] if decided.get("models") else []
     registered = [("registered", decided["registered"])] if decided.get("registered") else []
     return [*store, ("model", f"{decided['decision']}: {decided['reason']}"), *registered]
+
+
+def _prediction_rows(sections: Mapping[str, Any]) -> Rows:
+    made = sections.get("predictions")
+    if not made:
+        return []
+    counts = made["counts"]
+    num_rejected = rejected(counts["rejected"], counts["by_reason"])
+    return [
+        ("images", f"{counts['accepted']:,} predicted, {num_rejected} of {counts['listed']:,} listed"),
+        ("by this run", f"{made['num_predicted']:,} read, {made['images_per_second']:.1f} a second"),
+        ("model", made["model"]),
+        ("predictions", f"{made['uri']}@{made['version']}"),
+    ]
