@@ -164,7 +164,7 @@ def test_a_new_training_names_the_unfinished_one_that_it_leaves(begun, tmp_path,
 @pytest.mark.parametrize(
     ("other", "refusal"),
     [
-        ({}, f"process {os.getppid()} of this host trains in .*/trainings/.*, since 20.*kill {os.getppid()}"),
+        ({}, f"process {os.getppid()} of this host trains in .*/trainings/.*, since 20.*end its command"),
         # A process that is gone has given its number to this one; of another host nobody knows whether it lives.
         ({"started": "before the boot"}, ""),
         ({"host": "elsewhere"}, ""),

@@ -343,7 +343,7 @@ def refuse_beside_living(store: Store, training_dir: str, patience_seconds: floa
             raise CommitConflict(
                 f"process {by.process} of this host trains in {join_uri(store.uri, training_dir)}{since}",
                 "expected one process at a time for a training; nothing was changed",
-                f"wait for it; or end it (kill {by.process}) and run this command again, which resumes the training",
+                "wait for it; or end its command (Ctrl-C) and run this one again, which resumes the training",
             )
         time.sleep(0.1)
 
