@@ -118,7 +118,7 @@ __all__ = [
     "train",
     "verify_dataset",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
