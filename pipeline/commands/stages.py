@@ -284,9 +284,14 @@ def load_before_run(dataset_or_config: str, common: Common) -> PipelineTree:
     """For a command that must know its config before it opens its run. An error is recorded as `open_run` does it."""
     try:
         return load_for_dataset(dataset_or_config, common.overrides, common.workdir)
-    except ShardmillError:
-        with open_run(dataset_or_config, common, load=load_for_dataset) as run:
-            return run.tree
+    except ShardmillError as error:
+        found = error
+
+    def fail(*_: object) -> PipelineTree:
+        raise found
+
+    with open_run(dataset_or_config, common, load=fail) as run:
+        return run.tree
 
 
 @contextmanager
