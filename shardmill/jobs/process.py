@@ -299,8 +299,8 @@ _PARENT_IS_GONE = signal.SIGRTMIN
 
 
 def start_of_process(process: int) -> str:
-    """When a process of this host was started, so that it is told from a later one of the same number; empty if it does
-    not run."""
+    """Boot id and start time of a running process of this host, which a later process with the same PID does not have;
+    empty if it does not run."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Behind the name, which may hold anything: the state, and 18 fields further the start in ticks since the boot.
