@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.sdk import Asset, BaseOperator, BaseOperatorLink
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk.configuration import conf
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferralTimeout
 
 from airflow_dags.processes import end_in_order, end_with_worker, tied_to_this_process
 from airflow_dags.run_folder import RunFolder
 from airflow_dags.settings import dag_settings
-from airflow_dags.spark_hook import ShardmillSparkHook
+from airflow_dags.spark_hook import ShardmillSparkHook, yarn_status
+from airflow_dags.triggers import YarnApplicationTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -116,10 +118,19 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
 
     template_fields = (*SparkSubmitOperator.template_fields, "shardmill_run_id")
 
-    def __init__(self, *, master: str = "", **kwargs: Any) -> None:
-        """`master`: the config's own, which goes before the connection's."""
+    def __init__(
+        self,
+        *,
+        master: str = "",
+        deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
+        **kwargs: Any,
+    ) -> None:
+        """`master`: the config's own, which goes before the connection's. `deferrable`: on YARN in cluster mode, wait
+        in the triggerer and hold no worker slot; in client mode the driver is this task's child, which has to stay.
+        """
         super().__init__(**kwargs)
         self.master = master
+        self.deferrable = deferrable
         self._hook: ShardmillSparkHook | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -133,33 +144,48 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
             raise self.folder.failure(self.stage, f"ended ({error})") from error
         except ValueError as error:  # what the connection lacks for its deploy mode
             raise AirflowFailException(f"{self.stage} was not submitted: {error}") from error
+        return self._succeed(context)
+
+    def _succeed(self, context: Context) -> dict[str, Any]:
         # Who clears a task that has succeeded wants another application, not the one that is remembered.
         if store := context.get("task_state_store"):
             store.delete(self.external_id_key)
         return self.report_result(context)
 
     def get_job_status(self, external_id: Any, context: Context) -> str:
-        """Return the state of an earlier try's application: YARN's state, or `FORGOTTEN`, which starts a new
-        application.
-
-        Raises RuntimeError if YARN does not tell.
-        """
-        try:
-            return super().get_job_status(external_id, context)
-        except RuntimeError as error:
-            # YARN's own answer, not that of a proxy which does not find YARN.
-            if not ("HTTP 404" in str(error) and "NotFoundException" in str(error)):
-                raise
-            self.log.warning("YARN does not know %s any more (%s)", external_id, error)
-            return "FORGOTTEN"
+        """Return YARN's state of an earlier try's application; `FORGOTTEN` starts a new application."""
+        assert self._hook is not None
+        return yarn_status(self._hook, external_id)
 
     def poll_until_complete(self, external_id: Any, context: Context) -> None:
         """Wait for an application on a cluster that this try has submitted or found; Airflow has its id by now."""
+        if self.deferrable:
+            trigger = YarnApplicationTrigger(
+                connection=self._conn_id, application_id=external_id, poll_seconds=max(self._status_poll_interval, 10)
+            )
+            kwargs = {"application_id": external_id}
+            self.defer(trigger=trigger, method_name="resume", kwargs=kwargs, timeout=self.execution_timeout)
         assert self._hook is not None
         self._hook.follow(external_id)
         # Asked to end, as until now, this process would end the application, which the next try is to find.
         end_with_worker(by=signal.SIGKILL)
         super().poll_until_complete(external_id, context)
+
+    def resume(self, context: Context, event: str, application_id: str) -> dict[str, Any]:
+        """Judge the application that this task was deferred for. `event`: its final status."""
+        if event != "SUCCEEDED":
+            raise self.folder.failure(self.stage, f"ended (YARN calls {application_id} {event})")
+        return self._succeed(context)
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """Called by Airflow; a task that was deferred for longer than its `execution_timeout` ends its application."""
+        try:
+            return super().resume_execution(next_method, next_kwargs, context)
+        except TaskDeferralTimeout:
+            store = context.get("task_state_store")
+            if application_id := store and store.get(self.external_id_key):
+                self._get_hook()._kill_yarn_application(application_id)
+            raise
 
     def on_kill(self) -> None:
         if self._hook is not None:

@@ -11,7 +11,7 @@ _NAME = "shardmill"
 
 def get_provider_info() -> dict[str, Any]:
     """The provider, after `airflow/provider_info.schema.json`; Airflow lists it by the distribution's name."""
-    modules = {"operators": ("operators", "predictions"), "hooks": ("spark_hook",)}
+    modules = {"operators": ("operators", "predictions"), "hooks": ("spark_hook",), "triggers": ("triggers",)}
     return {
         "package-name": _NAME,
         "name": _NAME,

@@ -10,6 +10,24 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from airflow_dags.processes import children_that_run, end_in_order, tied_to_this_process
 from airflow_dags.run_folder import RunFolder
 
+# https://hadoop.apache.org/docs/stable/hadoop-yarn/hadoop-yarn-site/ResourceManagerRest.html
+ACTIVE = frozenset({"NEW", "NEW_SAVING", "SUBMITTED", "ACCEPTED", "RUNNING"})
+
+
+def yarn_status(hook: SparkSubmitHook, application_id: str) -> str:
+    """Return one of `ACTIVE`, `SUCCEEDED`, `FAILED`, or `FORGOTTEN` for an application that YARN does not know.
+
+    Raises RuntimeError if YARN does not tell.
+    """
+    try:
+        return hook.query_yarn_application_status(application_id)
+    except RuntimeError as error:
+        # YARN's own answer, not that of a proxy which does not find YARN.
+        if not ("HTTP 404" in str(error) and "NotFoundException" in str(error)):
+            raise
+        hook.log.warning("YARN does not know %s any more (%s)", application_id, error)
+        return "FORGOTTEN"
+
 
 class ShardmillSparkHook(SparkSubmitHook):
     """The config's `spark.master` goes before the connection's, which is `yarn` if nobody has chosen one."""

@@ -49,6 +49,7 @@ from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_record import RunRecord, job_parser, run_job
+from shardmill.jobs.spark import spark_application
 from shardmill.row_mapping import RowMapping
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
@@ -287,6 +288,7 @@ def main() -> int:
     parser.add_argument("--replace-source", action="store_true", help="allow the images to come from another source")
     arguments = parser.parse_args()
 
+    @spark_application()
     def job(run: RunRecord, observer: Observer) -> None:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
         run.stage(

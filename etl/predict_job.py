@@ -30,6 +30,7 @@ from shardmill.jobs.config import DatasetConfig, load_tree
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_record import RunRecord, job_parser, run_job
+from shardmill.jobs.spark import spark_application
 from shardmill.registry import load_object
 from shardmill.row_mapping import RowMapping
 
@@ -123,6 +124,7 @@ def main() -> int:
     parser.add_argument("--replace-source", action="store_true", help="allow the images to come from another source")
     arguments = parser.parse_args()
 
+    @spark_application()
     def job(run: RunRecord, observer: Observer) -> None:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
         source = SourceConfig(uri=arguments.dataset, kind=COMMITTED) if arguments.dataset else tree.source

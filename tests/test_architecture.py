@@ -43,6 +43,7 @@ MAY_BE_HEAVY = {
     "airflow_dags/predictions.py": {"airflow"},
     "airflow_dags/run_folder.py": {"airflow"},
     "airflow_dags/spark_hook.py": {"airflow"},
+    "airflow_dags/triggers.py": {"airflow"},
     # What a user's model imports beside its framework.
     "train/layers/keras.py": {"keras"},
     "train/layers/torch.py": {"torch"},

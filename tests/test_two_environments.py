@@ -19,6 +19,7 @@ from shardmill.failpoints import VARIABLE
 from shardmill.options import ENCODINGS
 from tests.lab.commands import ENVIRONMENT, ROOT
 from tests.lab.datasets import write_images
+from tests.services.spark_connect import running_connect
 from tests.shardmill.images.make import one_of_each_format, photo
 
 pytestmark = pytest.mark.drill
@@ -115,6 +116,26 @@ def test_both_build_the_same_dataset_and_one_continues_that_of_the_other(encodin
     assert cv2.imwrite(str(tmp_path / "images" / "small" / "one_more.png"), rough_HWC)
     grown = shardmill(NEWEST, *build, "--set", "dataset.uri=first", cwd=tmp_path)["sections"]["dataset"]
     assert (grown["version"], grown["counts"]["accepted"]) == (2, 46)
+
+
+@needs_both
+@pytest.mark.exhaustive
+def test_spark_and_spark_connect_of_both_build_the_same_dataset(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=160)
+    build = ("etl", "images", "--set", "etl.image_size=16", "--set", "etl.unit_min_images=20")
+    digests = set()
+    for python in HERE, NEWEST:
+        folder = tmp_path / python.parts[-3]
+        folder.mkdir()
+        with running_connect(python, folder) as address:
+            for engine, master in ("local", "local[2]"), ("spark", "local[2]"), ("spark", address):
+                chosen = {"etl.engine": engine, "spark.master": master}
+                chosen["dataset.uri"] = f"{folder}/{engine}-{'connect' if master == address else 'own'}"
+                settings = [part for name, value in chosen.items() for part in ("--set", f"{name}={value}")]
+                sections = shardmill(python, *build, *settings, cwd=tmp_path)["sections"]
+                assert (sections["etl"]["engine"], sections["etl"]["num_units"]) == (engine, 8)
+                digests.add((sections["dataset"]["content_digest"], sections["dataset"]["layout_digest"]))
+    assert len(digests) == 1
 
 
 @needs_both

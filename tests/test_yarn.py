@@ -222,6 +222,13 @@ def test_a_training_continues_after_its_executor_was_killed(
     check_it_went_on(f"{root}/work", run_id, launcher, alone)
 
 
+def test_in_cluster_mode_an_application_with_nothing_to_do_succeeds(root: str, dataset: Dataset, submitter: Submitter):
+    arguments = ("--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", "again")
+    again = submitter.run("etl/job.py", *arguments, options=CLUSTER_MODE)
+    assert again.process.returncode == 0, again.output
+    assert summary_of(f"{root}/work", "again")["dataset"]["version"] == 1
+
+
 def test_in_cluster_mode_the_summary_has_the_exit_code(root: str, dataset: Dataset, submitter: Submitter):
     arguments = ("--config", "cluster.toml", "--set", f"source.uri={root}/nowhere", "--set", f"dataset.uri={root}/none")
     failed = submitter.run(

@@ -22,7 +22,7 @@ from shardmill.dataset.versions import at_version
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.run_record import RunRecord, job_parser, run_job
-from shardmill.jobs.spark import as_submitted
+from shardmill.jobs.spark import as_submitted, spark_application
 from shardmill.values import DatasetPin
 from train.launching.spark_slots import SLOT_SETTINGS
 from train.planning.resume import ResumePolicy
@@ -41,6 +41,7 @@ def main() -> int:
     """The command line of `spark-submit train/job.py`: one JSON line on stdout for each stage. -> the exit code."""
     arguments = _parse_arguments()
 
+    @spark_application()
     def job(run: RunRecord, observer: Observer) -> None:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
         tree = load_tree(TrainTree, arguments.config, tuple(arguments.set), below)

@@ -68,7 +68,15 @@ REDACTION = {
 _JAVA_USAGE_ERRORS = frozenset({"java.lang.IllegalArgumentException", "java.lang.ClassNotFoundException"})
 
 
+# For a context that runs nothing.
+_WITHOUT_EXECUTORS = {
+    "spark.executor.instances": "0",
+    "spark.dynamicAllocation.enabled": "false",
+    "spark.ui.enabled": "false",
+}
 _shared: _Shared | None = None
+_was_opened = False
+"""Whether this process has started a context."""
 
 
 @dataclass(slots=True)
@@ -108,6 +116,18 @@ def _driver_is_on_cluster() -> bool:
 
 
 @contextmanager
+def spark_application() -> Iterator[None]:
+    """What a job does under `spark-submit`. If it has opened no context by its end, one is opened in YARN's cluster
+    mode: YARN calls an application without one failed ("User did not initialize spark context!"), also a job that has
+    found its results and had nothing to do.
+    """
+    yield
+    if not _was_opened and _driver_is_on_cluster() and _submitted_settings().get("spark.master") == "yarn":
+        with _started("nothing to do", SparkConfig(), _WITHOUT_EXECUTORS):
+            pass
+
+
+@contextmanager
 def spark_context(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkContext]:
     """Start (or under `spark-submit` join) a context with `conf` passed through, and stop it at the end.
 
@@ -131,6 +151,7 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
     Raises UsageError if pyspark, Java or YARN's settings are missing, or if Spark refuses the settings; StorageError,
     which schedulers retry, if the machine or the cluster is at fault (no master answers, a port is taken).
     """
+    global _was_opened
     try:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkRuntimeError
@@ -162,6 +183,7 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
         ) from error
     except Py4JError as error:
         raise _start_error(error) from error
+    _was_opened = True
     # Spark's Python processes get it with each task.
     context.environment |= _worker_environment(context)
     for warns in (loopback_warning, protection_warning):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,8 +31,11 @@ from tests.services.yarn import YarnCluster
 
 DAG_ID, TRAINED_ID = "shardmill_far", "shardmill_trained"
 TRAINING_ID = f"{TRAINED_ID}_train"
+DEFERRED_ID = "shardmill_deferred"
 # Names of the applications.
-BUILD, TRAIN = f"{DAG_ID}_etl", f"{TRAINED_ID}_train"
+BUILD, TRAIN, DEFERRED = f"{DAG_ID}_etl", f"{TRAINED_ID}_train", f"{DEFERRED_ID}_etl"
+# Of a task that is deferred; an ETL here takes half of it.
+LIMIT_SECONDS = 60
 CONFIG = """
 [source]
 uri = "{root}/images"
@@ -73,7 +77,7 @@ def root(yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) ->
 def airflow(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     """A scheduler whose connection is YARN in cluster mode; ETL and training are DAGs of their own."""
     folder = tmp_path_factory.mktemp("far")
-    for name in ("airflow/dags", "configs"):
+    for name in ("airflow/dags", "configs", "own_configs"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "airflow_dags" / "shardmill_dag.py", folder / "airflow" / "dags")
     conf = {
@@ -87,9 +91,15 @@ def airflow(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempP
         "spark.driver.extraJavaOptions": " ".join(QUICK_JVM),
         "spark.executor.extraJavaOptions": " ".join(QUICK_JVM),
     }
-    for name, dataset in ("far", "dataset"), ("trained", "trained"):
+    for file, dataset in ("configs/far", "dataset"), ("configs/trained", "trained"), ("own_configs/deferred", "waited"):
         config = CONFIG.format(root=root, dataset=dataset, conf=toml_table(conf))
-        (folder / "configs" / f"{name}.toml").write_text(config)
+        (folder / f"{file}.toml").write_text(config)
+    (folder / "airflow" / "dags" / "deferred.py").write_text(
+        "from datetime import timedelta\nfrom airflow_dags.factory import DagOptions, dags_of\n"
+        f"task = {{'deferrable': True, 'execution_timeout': timedelta(seconds={LIMIT_SECONDS})}}\n"
+        "options = DagOptions(train_on_asset=True, tasks={'etl': task}, dag={'default_args': {'retries': 0}})\n"
+        f"globals().update(dags_of('{folder}/own_configs/deferred.toml', options))\n"
+    )
     extra = {"deploy-mode": "cluster", "yarn_resourcemanager_webapp_address": yarn_cluster.url}
     settings = {
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "yarn", "extra": json.dumps(extra)}),
@@ -102,8 +112,9 @@ def airflow(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempP
         "SHARDMILL_RETRY_DELAY_SECONDS": "1",
         "HADOOP_CONF_DIR": str(yarn_cluster.conf),
         "SPARK_LOCAL_IP": "127.0.0.1",
+        "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "3",
     }
-    with running_airflow(folder / "airflow", DAG_ID, settings) as running:
+    with running_airflow(folder / "airflow", DAG_ID, settings, has_triggerer=True) as running:
         running.set_paused(DAG_ID, False)
         yield running
 
@@ -177,6 +188,58 @@ def test_a_training_outlives_its_worker_and_is_published_once(airflow: Airflow, 
     assert [event["source_task_id"] for event in events if event["source_dag_id"] == TRAINING_ID] == ["promote"]
 
 
+def test_a_deferred_task_holds_no_process_and_its_application_ends_with_it(
+    airflow: Airflow, root: str, yarn_cluster: YarnCluster, tmp_path: Path
+):
+    airflow.wait_for(DEFERRED_ID, lambda: airflow.api("GET", f"dags/{DEFERRED_ID}"))
+    airflow.set_paused(DEFERRED_ID, False)
+
+    def state(run_id: str) -> str:
+        return airflow.tasks(DEFERRED_ID, run_id)["etl"]["state"]
+
+    def deferred(number: int) -> tuple[str, int]:
+        run_id = airflow.trigger(DEFERRED_ID)
+        _, driver = held(airflow, yarn_cluster, DEFERRED, number)
+        airflow.wait_for("a deferred task", lambda: state(run_id) == "deferred")
+        airflow.wait_for("no process of it", lambda: not airflow.processes_of(DEFERRED_ID, "etl", 1))
+        return run_id, driver
+
+    # A person marks it as failed.
+    run_id, _ = deferred(number=1)
+    airflow.mark_failed(DEFERRED_ID, run_id, "etl")
+    airflow.wait_for("the end of the application", lambda: states(yarn_cluster, DEFERRED) == ["KILLED"])
+    # It takes longer than it may.
+    run_id, _ = deferred(number=2)
+    airflow.wait_for("the end of the task", lambda: state(run_id) == "failed")
+    airflow.wait_for("the end of the application", lambda: states(yarn_cluster, DEFERRED) == ["KILLED"] * 2)
+    # Its application ends well, and the asset's event follows.
+    run_id, driver = deferred(number=3)
+    os.kill(driver, signal.SIGCONT)
+    airflow.wait_for_end(DEFERRED_ID, run_id)
+    assert states(yarn_cluster, DEFERRED)[2] == "SUCCEEDED"
+    assert latest_version(open_store(f"{root}/waited")) == 1
+    # Nothing has changed; it ends well too, and no event follows.
+    run_id = airflow.trigger(DEFERRED_ID)
+    airflow.wait_for_end(DEFERRED_ID, run_id)
+    events = airflow.api("GET", "assets/events?limit=100")["asset_events"]
+    assert [each["extra"]["version"] for each in events if each["source_dag_id"] == DEFERRED_ID] == [1]
+    # YARN ends its application, which leaves no record.
+    write_images(tmp_path / "arriving", num_images=30, num_classes=1, seed=2)
+    upload(tmp_path / "arriving" / "class_0", f"{root}/images/class_0/later")
+    run_id, _ = deferred(number=5)
+    application = yarn_cluster.applications(DEFERRED)[4]["id"]
+    kill = urllib.request.Request(
+        f"{yarn_cluster.url}/ws/v1/cluster/apps/{application}/state",
+        b'{"state": "KILLED"}',
+        {"Content-Type": "application/json"},
+        method="PUT",
+    )
+    urllib.request.urlopen(kill, timeout=60).close()
+    airflow.wait_for("the end of the task", lambda: state(run_id) == "failed")
+    said = f"etl ended (YARN calls {application} FAILED) and left no reason in summary.json"
+    assert said in log_of(airflow, (DEFERRED_ID, run_id, "etl"), try_number=1).read_text()
+
+
 def folder_name(run_id: str) -> str:
     """Of a run of Airflow, in the work directory."""
     return run_id.replace(":", "").replace("+", "_")
@@ -207,11 +270,16 @@ def is_driver(arguments: list[str]) -> bool:
 
 def following(airflow: Airflow, task: tuple[str, str, str], application: str, try_number: int) -> int:
     """The process of a try of a task (DAG, run, task), once it waits for the application."""
-    (dag_id, run_id, task_id), said = task, f"Tracking YARN application {application}"
-    logs = airflow.home / "logs" / f"dag_id={dag_id}" / f"run_id={run_id}" / f"task_id={task_id}"
-    log = logs / f"attempt={try_number}.log"
+    log, said = log_of(airflow, task, try_number), f"Tracking YARN application {application}"
     airflow.wait_for(f"try {try_number}", lambda: log.exists() and said in log.read_text())
+    dag_id, run_id, task_id = task
     return airflow.tasks(dag_id, run_id)[task_id]["pid"]
+
+
+def log_of(airflow: Airflow, task: tuple[str, str, str], try_number: int) -> Path:
+    dag_id, run_id, task_id = task
+    logs = airflow.home / "logs" / f"dag_id={dag_id}" / f"run_id={run_id}" / f"task_id={task_id}"
+    return logs / f"attempt={try_number}.log"
 
 
 def test_an_application_that_yarn_has_forgotten_is_submitted_anew(yarn_cluster: YarnCluster, tmp_path: Path):

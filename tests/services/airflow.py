@@ -1,4 +1,6 @@
-"""A real Airflow on loopback for tests: API server, scheduler and DAG processor, over a DAG folder of its own."""
+"""A real Airflow on loopback for tests, over a DAG folder of its own: API server, scheduler, DAG processor, and the
+triggerer where tasks are deferred.
+"""
 
 from __future__ import annotations
 
@@ -143,10 +145,12 @@ class Airflow:
 
 
 @contextmanager
-def running_airflow(home: Path, dag_id: str, settings: Mapping[str, str]) -> Iterator[Airflow]:
+def running_airflow(
+    home: Path, dag_id: str, settings: Mapping[str, str], *, has_triggerer: bool = False
+) -> Iterator[Airflow]:
     """Airflow with the DAG folder `home`/dags, once it knows the DAG. It runs two tasks at a time.
 
-    `settings`: more of its environment.
+    `settings`: more of its environment. `has_triggerer`: tasks can be deferred.
     """
     [port] = free_ports(1)
     airflow = Airflow(f"http://127.0.0.1:{port}", home, f"airflow-{secrets.token_hex(8)}")
@@ -154,8 +158,8 @@ def running_airflow(home: Path, dag_id: str, settings: Mapping[str, str]) -> Ite
     servers: list[subprocess.Popen[bytes]] = []
     try:
         put_database(environment)
-        # What `airflow standalone` starts, but for the triggerer: no task is deferred.
-        for command in (["api-server"], ["scheduler", "--skip-serve-logs"], ["dag-processor"]):
+        triggerer = [["triggerer", "--skip-serve-logs"]] if has_triggerer else []
+        for command in (["api-server"], ["scheduler", "--skip-serve-logs"], ["dag-processor"], *triggerer):
             kept = [sys.executable, "-m", "tests.services.reaper", BIN / "airflow", *command]
             servers.append(start_server(kept, home / f"{command[0]}.log", environment))
         wait_until_up("Airflow", lambda: _knows(airflow, dag_id), servers, home, _START_SECONDS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,25 @@ _START_SECONDS = 240.0
 @pytest.fixture(scope="session")
 def spark_connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address, `sc://127.0.0.1:PORT`."""
-    import pyspark
     from pyspark.sql.connect.client.reattach import ExecutePlanResponseReattachableIterator
 
-    home, folder = Path(pyspark.__file__).parent, tmp_path_factory.mktemp("connect")
-    [port], mark = free_ports(1), f"connect-{secrets.token_hex(8)}"
+    with running_connect(Path(sys.executable), tmp_path_factory.mktemp("connect")) as address:
+        try:
+            yield address
+        finally:
+            # To a server that has gone, clients here would go on for ten minutes to say what they have read. The names
+            # of Spark 4.0 and 4.3.
+            for name in ("shutdown", "shutdown_threadpool_if_idle"):
+                getattr(ExecutePlanResponseReattachableIterator, name, lambda: None)()
+
+
+@contextmanager
+def running_connect(python: Path, folder: Path) -> Iterator[str]:
+    """A server of the pyspark that `python` has, with its logs in `folder`; its address."""
+    found = subprocess.run(
+        [python, "-c", "import pyspark; print(pyspark.__path__[0])"], check=True, capture_output=True, text=True
+    )
+    home, [port], mark = Path(found.stdout.strip()), free_ports(1), f"connect-{secrets.token_hex(8)}"
     conf = {
         "spark.connect.grpc.binding.address": "127.0.0.1", "spark.connect.grpc.binding.port": f"{port}",
         "spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1",
@@ -37,7 +53,7 @@ def spark_connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server_class = "org.apache.spark.sql.connect.service.SparkConnectServer"
     # Its Python workers find this checkout, as those of a cluster would find the wheel.
     environment = {
-        **os.environ, "SPARK_HOME": str(home), "PYSPARK_PYTHON": sys.executable, MARK: mark,
+        **os.environ, "SPARK_HOME": str(home), "PYSPARK_PYTHON": str(python), MARK: mark,
         "PYTHONPATH": f"{FOLDER}{os.pathsep}{_ROOT}",
     }  # fmt: skip
     command = [home / "bin" / "spark-submit", "--master", "local[2]", *options, "--class", server_class]
@@ -46,8 +62,6 @@ def spark_connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_until_up("Spark Connect", lambda: _answers(port), [server], folder, _START_SECONDS)
         yield f"sc://127.0.0.1:{port}"
     finally:
-        # To a server that has gone, clients in this process would go on for ten minutes to say what they have read.
-        ExecutePlanResponseReattachableIterator.shutdown()
         end_marked(mark)
         server.wait()
 
