@@ -115,15 +115,17 @@ class Stages:
         self, stage: str, *more_arguments: str, publishes: Asset | None = None, **kwargs: Any
     ) -> ShardmillSparkOperator:
         """A stage as a `spark-submit`."""
+        of_task = self._of_task(stage, publishes)
+        conf = {**plain_settings(self.config, stage), **of_task.pop("conf", {})}
         return ShardmillSparkOperator(
             stage=stage,
             master=master_of(self.config),
             application=job_file(stage),
             application_args=["--config", str(self.config_file), *self._common(), *more_arguments],
-            conf=plain_settings(self.config, stage),
+            conf=conf,
             conn_id=self.options.connection,
             name=f"{self.name}_{stage}",
-            **self._of_task(stage, publishes),
+            **of_task,
             **kwargs,
         )
 

@@ -4,11 +4,15 @@ it writes.
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.sdk import Asset, BaseOperator, BaseOperatorLink
 from airflow.sdk.configuration import conf
@@ -193,24 +197,26 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
             super().on_kill()
 
     def _get_hook(self) -> ShardmillSparkHook:
-        return ShardmillSparkHook(
-            config_master=self.master,
-            folder=self.folder,
-            conf=self.conf,
-            conn_id=self._conn_id,
-            name=self.name,
-            application_args=self.application_args,
-        )
+        # As the provider passes them on: each is an attribute of its operator, with or without an underscore.
+        names = signature(SparkSubmitHook).parameters
+        given = {name: getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name) for name in names}
+        return ShardmillSparkHook(config_master=self.master, folder=self.folder, **given)
+
+
+# Of a command's line, by its first word; any other is information.
+_LEVELS = {"ERROR": logging.ERROR, "fail": logging.ERROR, "WARNING:": logging.WARNING, "warn": logging.WARNING}
 
 
 class ShardmillOperator(StageOperator):
     """One command of the command line."""
 
-    template_fields = ("arguments", "shardmill_run_id")
+    template_fields = ("arguments", "env", "shardmill_run_id")
 
-    def __init__(self, *, arguments: list[str], **kwargs: Any) -> None:
+    def __init__(self, *, arguments: list[str], env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        """`env`: variables of the command beside the worker's own."""
         super().__init__(**kwargs)
         self.arguments = arguments
+        self.env = dict(env or {})
         self._process: subprocess.Popen[str] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -219,7 +225,9 @@ class ShardmillOperator(StageOperator):
         self._process = self._start([*self.arguments, *self.chosen_flags(context)])
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.log.info("%s", line.rstrip())
+            self.log.log(
+                _LEVELS.get(line.split(maxsplit=1)[0] if line.strip() else "", logging.INFO), "%s", line.rstrip()
+            )
         exit_code = self._process.wait()
         if exit_code:
             raise self.folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)
@@ -234,6 +242,7 @@ class ShardmillOperator(StageOperator):
         try:
             return subprocess.Popen(
                 [*program, *arguments],
+                env={**os.environ, **self.env},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -52,7 +52,12 @@ class ShardmillSparkHook(SparkSubmitHook):
         if self._config_master == given:
             return connection
         # Its deploy mode, queue and the like are about another cluster; who we are is the same on both.
-        elsewhere = dict.fromkeys(("deploy_mode", "queue", "namespace", "rest_endpoint"))
+        elsewhere = {
+            "deploy_mode": self._deploy_mode,
+            "queue": self._yarn_queue,
+            "namespace": None,
+            "rest_endpoint": None,
+        }
         return {**connection, **elsewhere, "master": self._config_master}
 
     def _check_that_there_is_one(self) -> None:

@@ -103,6 +103,24 @@ def test_the_operators_schema_accepts_each_application():
             assert not validator.is_valid({**each, "spec": {**each["spec"], **wrong}}), wrong
 
 
+def test_every_pod_is_as_the_level_restricted_asks():
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
+    pods = [
+        (pod["securityContext"], [container["securityContext"] for container in pod["containers"]])
+        for job in (documents(JOB)["Job"], documents("base/gc.yaml")["CronJob"]["spec"]["jobTemplate"])
+        for pod in [job["spec"]["template"]["spec"]]
+    ]
+    for file in "etl.yaml", "train-spark.yaml":
+        for name in "driver", "executor":
+            part = documents(file)["SparkApplication"]["spec"][name]
+            pods.append((part["podSecurityContext"], [part["securityContext"]]))
+    assert len(pods) == 6
+    for pod, containers in pods:
+        assert (pod["runAsNonRoot"], pod["seccompProfile"]["type"]) == (True, "RuntimeDefault")
+        for each in containers:
+            assert not each["allowPrivilegeEscalation"] and each["capabilities"] == {"drop": ["ALL"]}
+
+
 @pytest.mark.drill
 def test_an_api_server_admits_them(api_server: ApiServer, tmp_path: Path):
     api_server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shardmill"}})

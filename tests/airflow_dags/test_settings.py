@@ -29,7 +29,11 @@ def test_the_config_names_the_master_or_else_the_connection_does_or_else_nobody(
         ["spark-submit", "--master", "spark://h:7077", "--name", "n", "job.py"],
         f"no spark.master in the config, and no connection spark_default ({no_connection}); set one of them",
         ["spark-submit", "--master", "local[3]", "--name", "n", "job.py"],
-    ]
+        # What the DAG's own file says.
+        ["spark-submit", "--master", "yarn", "--conf", "spark.yarn.submit.waitAppCompletion=false",
+         "--conf", "spark.yarn.appMasterEnv.A=b", "--py-files", "b.zip", "--num-executors", "7", "--driver-memory",
+         "3g", "--name", "n", "--queue", "mine", "--deploy-mode", "cluster", "job.py"],
+    ]  # fmt: skip
 
 
 def test_the_environment_and_the_form_decide_within_their_types(tmp_path: Path):

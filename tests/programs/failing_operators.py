@@ -34,8 +34,9 @@ killed = ShardmillOperator(
     task_id="train", stage="train", arguments=["-c", "kill -9 $$"], workdir=workdir, shardmill_run_id="r"
 )
 died = ShardmillOperator(
-    task_id="doctor", stage="doctor", arguments=["-c", "exit 4"], workdir=workdir, shardmill_run_id="r"
-)
+    task_id="doctor", stage="doctor", arguments=["-c", "exit $CODE"], env={"CODE": "4"}, workdir=workdir,
+    shardmill_run_id="r",
+)  # fmt: skip
 seen = {}
 
 
