@@ -70,11 +70,14 @@ def registries(tree: type[BaseModel]) -> list[Registry[Any]]:
 
 def chosen_entries(tree: PipelineTree) -> Iterator[Chosen]:
     """Every registry entry that this config chooses: by name, or by the scheme of a URI."""
+    from train.models.user import models_of
+
     for key, one_of in registry_keys(type(tree)):
         value = value_at(tree, key)
+        registry = models_of(tree.train) if key == "train.model" else one_of.registry
         for name in value if isinstance(value, tuple) else (value,):
             if name not in one_of.also:
-                yield Chosen(key, name, one_of.registry)
+                yield Chosen(key, name, registry)
     sources = next(one_of.registry for key, one_of in registry_keys(type(tree)) if key == "source.kind")
     for name, part in tree.source.parts.items():
         yield Chosen(f"source.parts.{name}.kind", part.kind, sources)

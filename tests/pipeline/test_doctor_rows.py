@@ -104,6 +104,24 @@ def test_a_package_that_only_another_choice_needs_is_no_warning(tmp_path: Path, 
 
 
 @pytest.mark.starts("program")
+def test_with_pytorch_alone_the_default_model_is_that_module(monkeypatch: pytest.MonkeyPatch):
+    for name in ("tensorflow", "keras"):
+        # As for `import`, there is no such package.
+        monkeypatch.setitem(sys.modules, name, None)
+    for overrides, status, said in (
+        ([], "ok", "small_cnn: the same model in PyTorch"),
+        (
+            ["train.backend=keras"],
+            "fail",
+            "small_cnn (a few convolutions, for small images and CPUs) needs keras, which is",
+        ),
+    ):
+        found = examine(load_tree(PipelineTree, None, tuple(overrides)), READ_ONLY)
+        first = next(each for each in found if each.subject == "train.model")
+        assert (first.status, first.found.startswith(said)) == (status, True), first
+
+
+@pytest.mark.starts("program")
 def test_a_workdir_that_cannot_be_written_to_is_reported():
     found = {each.subject: each for each in diagnose("", (), READ_ONLY)}["--workdir"]
     assert found.status == "fail" and READ_ONLY in found.found and found.fix
