@@ -71,8 +71,8 @@ docs: setup
 
 check: lint docs test
 
-release: setup
-	@$(RUN) python scripts/release.py dist
+release:
+	@uv=$$(scripts/setup.sh release) && "$$uv" run --quiet --no-project --python 3.11 scripts/release.py dist
 
 bundle:
 	@python3 scripts/bundle.py dist/shardmill.zip

@@ -11,12 +11,15 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SBOM = "shardmill.cdx.json"
@@ -50,10 +53,10 @@ def build(folder: Path) -> Path:
             (source / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, source / file)
     _run("uv", "build", "--quiet", *_constraints(folder), "--out-dir", out, source)
-    for machine in MACHINES:
-        if machine == platform.machine() or cross_compiler(machine):
-            _build_kernel(machine, source / "native", out, folder / machine)
-    (out / SBOM).write_text(_sbom(), encoding="utf-8")
+    machines = [machine for machine in MACHINES if machine == platform.machine() or cross_compiler(machine)]
+    for machine in machines:
+        _build_kernel(machine, source / "native", out, folder / machine)
+    (out / SBOM).write_text(_sbom(machines), encoding="utf-8")
     # uv ignores what it builds for git.
     (out / ".gitignore").unlink(missing_ok=True)
     return out
@@ -87,8 +90,10 @@ def _constraints(folder: Path) -> tuple[str, Path]:
     return "--build-constraints", file
 
 
-def _sbom() -> str:
-    """What the lock file installs with every extra that has no other build of a package, as CycloneDX."""
+def _sbom(machines: Iterable[str]) -> str:
+    """What the lock file installs with every extra that has no other build of a package, and what the kernel's wheels
+    for these machines hold, as CycloneDX.
+    """
     arguments = (
         "--frozen",
         "--no-dev",
@@ -101,8 +106,25 @@ def _sbom() -> str:
     )
     sbom = json.loads(_run("uv", "export", "--quiet", *arguments))
     del sbom["serialNumber"]
+    sbom["components"] += [_libjpeg_turbo(machine) for machine in machines]
     sbom["metadata"]["timestamp"] = datetime.fromtimestamp(int(_epoch()), UTC).isoformat()
     return json.dumps(sbom, indent=1, ensure_ascii=False) + "\n"
+
+
+def _libjpeg_turbo(machine: str) -> dict[str, Any]:
+    """The component that `auditwheel` has put into the kernel's wheel, in the version of its header."""
+    compiler = "cc" if machine == platform.machine() else str(cross_compiler(machine))
+    defined = _run(compiler, "-E", "-dM", "-x", "c", "-include", "stdio.h", "-include", "jpeglib.h", "/dev/null")
+    found = re.search(r"^#define LIBJPEG_TURBO_VERSION (\S+)$", defined, re.MULTILINE)
+    assert found is not None, f"no LIBJPEG_TURBO_VERSION in the jpeglib.h of {compiler}"
+    return {
+        "type": "library",
+        "bom-ref": f"libjpeg-turbo-{machine}",
+        "name": "libjpeg-turbo",
+        "version": found[1],
+        "description": f"inside of the wheel of shardmill-native for {machine}",
+        "licenses": [{"license": {"id": each}} for each in ("IJG", "BSD-3-Clause", "Zlib")],
+    }
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 #   scripts/setup.sh demo    what `make demo` runs: no torch, no Airflow, no test tools
 #   scripts/setup.sh gpu     TensorFlow with CUDA in place of its CPU build, PyTorch; Horovod with NCCL: docs/training/speed.md
 #   scripts/setup.sh all     everything but that
+#   scripts/setup.sh release no environment: what `make release` needs, of which it prints the path of uv
 # With 3.12 or 3.13 behind it, .venv-3.12 or .venv-3.13 from the other half of uv.lock: the newest of everything, on that
 # Python, without Horovod and Petastorm.
 # A second call compares one hash and returns. What cannot be installed here ends with the one command to run; the
@@ -12,13 +13,14 @@ cd "$(dirname "$0")/.."
 
 profile=${1:-all}
 python=${2:-}
-usage() { echo "usage: scripts/setup.sh demo|gpu|all [3.12|3.13]" >&2; exit 2; }
+usage() { echo "usage: scripts/setup.sh demo|gpu|all [3.12|3.13], or release" >&2; exit 2; }
 case $python in "" | 3.12 | 3.13) ;; *) usage ;; esac
 venv=.venv${python:+-$python}
 case $profile in
   demo) holds=(demo gpu all); extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
   gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --group horovod-gpu --extra torch --extra s3 --extra hdfs --extra demo) ;;
   all) holds=(all); extras=(--extra all --group docs) ;;
+  release) holds=() ;;
   *) usage ;;
 esac
 
@@ -85,6 +87,12 @@ build_native_kernel() {
 }
 
 uv=$(find_uv)
+if [[ $profile == release ]]; then
+  command -v cc >/dev/null || install_package gcc "a C compiler" gcc
+  has_jpeg_headers || install_package libjpeg-dev jpeglib.h libjpeg-turbo-devel
+  echo "$uv"
+  exit 0
+fi
 
 java_home=$(find_java)
 if [[ -z $java_home ]]; then
