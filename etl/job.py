@@ -291,6 +291,7 @@ def main() -> int:
     @spark_application()
     def job(run: RunRecord, observer: Observer) -> None:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
+        run.name_dataset(tree.dataset.uri)
         run.stage(
             "etl",
             lambda: build_dataset(tree, run_id=run.run_id, observer=observer, replace_source=arguments.replace_source),

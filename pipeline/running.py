@@ -73,6 +73,7 @@ def open_run(
     record = RunRecord(common.workdir, common.run_id, sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
     with recording(record):
         tree = resolved or resolve()
+        record.name_dataset(tree.dataset.uri)
         record.store.put(f"{record.folder}/config.toml", to_toml(without_secrets(tree)).encode())
         record.summarize(RUNNING)
         with RunProgress(record, tree.train.epochs, builder) as progress:

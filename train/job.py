@@ -45,6 +45,7 @@ def main() -> int:
     def job(run: RunRecord, observer: Observer) -> None:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
         tree = load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
+        run.name_dataset(tree.dataset.uri)
         # From here on the section says what holds.
         tree = tree.model_copy(update={"spark": as_submitted(tree.spark, SLOT_SETTINGS)})
 

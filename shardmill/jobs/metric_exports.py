@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.jobs.metrics import METRICS, Metric, Metrics
@@ -21,6 +22,7 @@ from shardmill.registry import install_hint
 if TYPE_CHECKING:
     import prometheus_client
     from opentelemetry.metrics import CallbackOptions, Observation
+    from prometheus_client.samples import Sample
 
 Warn = Callable[[str], None]
 PROMETHEUS_FILE = "SHARDMILL_PROMETHEUS_FILE"
@@ -37,6 +39,7 @@ class ExportedMetrics:
 
     def __init__(self, run_id: str, warn: Warn) -> None:
         self._metrics = Metrics()
+        self.name_dataset = self._metrics.name_dataset
         self._exports: list[PrometheusFile | OtlpExport] = []
         if path := os.environ.get(PROMETHEUS_FILE):
             self._open(PROMETHEUS_FILE, "prometheus", warn, lambda: PrometheusFile(path, self._metrics, warn))
@@ -72,6 +75,7 @@ class PrometheusFile:
 
         self._path, self._metrics, self._warn, self._clock = path, metrics, warn, clock
         self._next = clock() + FILE_SECONDS
+        self._before = _gauges_in(path)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._is_warned = False
@@ -92,6 +96,8 @@ class PrometheusFile:
             family = Family(name.removesuffix("_total"), metric.meaning, metric.kind)
             for labels, value in self._metrics.of(metric):
                 family.add_sample(name, labels, value)
+            # What this run has not found out is as the last one left it: a run that fails early ends no alert about it.
+            family.samples = family.samples or self._before.get(name, [])
             if family.samples:
                 yield family
 
@@ -105,6 +111,18 @@ class PrometheusFile:
             if not self._is_warned:
                 self._warn(f"{PROMETHEUS_FILE} = {self._path!r} cannot be written: {error.strerror}; the run continues")
             self._is_warned = True
+
+
+def _gauges_in(path: str) -> dict[str, list[Sample]]:
+    """What a run before this one has left there, by name; counters begin anew with each process."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    gauges = {metric.prometheus_name for metric in METRICS if metric.kind == "gauge"}
+    try:
+        families = list(text_string_to_metric_families(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # none yet, or not of ours
+        return {}
+    return {family.name: family.samples for family in families if family.name in gauges}
 
 
 class _Heard(logging.Handler):

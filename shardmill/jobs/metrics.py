@@ -71,6 +71,9 @@ METRICS = (
     Metric("shardmill.dataset.images", "gauge", "{image}", "Images of the latest version", _VERSION, "images"),
     Metric("shardmill.dataset.commit_time", "gauge", "s", "Unix time at which the latest version was committed",
            _VERSION, "committed"),
+    Metric("shardmill.run.exit_code", "gauge", "", "Exit code of the last run, by `status` (`ok`, `partial`, `failed`)",
+           ("run.ended",), "exit_code", ("status",)),
+    Metric("shardmill.run.end_time", "gauge", "s", "Unix time at which the last run ended", ("run.ended",), "time"),
     Metric("shardmill.storage.retries", "counter", "{request}", "Requests to storage that were sent again, by stage",
            ("stage.ended",), "retries", ("stage",)),
     Metric("shardmill.stage.duration", "gauge", "s", "Wall time of a stage, by `status` (`done`, `skipped`, `failed`)",
@@ -98,9 +101,13 @@ class Metrics:
         self._values: dict[Metric, dict[tuple[tuple[str, str], ...], float]] = {metric: {} for metric in METRICS}
         self._dataset: tuple[tuple[str, str], ...] = ()
 
+    def name_dataset(self, uri: str) -> None:
+        """All values from now on are of this dataset."""
+        self._dataset = (("dataset", redacted_text(uri)),)
+
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         if name in _NAMING:
-            self._dataset = (("dataset", redacted_text(str(fields["dataset"]))),)
+            self.name_dataset(str(fields["dataset"]))
             for metric, values in self._values.items():
                 # Prometheus sees the first restart as an increase only if there was a 0 before it.
                 if not metric.field and metric.events[0].partition(".")[0] == name.partition(".")[0]:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardmill.dataset.leases import alone
+from shardmill.dataset.versions import split_version
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError
 from shardmill.jobs.config import is_under_spark_submit
 from shardmill.jobs.json_log import log_as_json, name_run, start_json_log
@@ -97,14 +98,23 @@ class RunRecord:
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """Append one line to `events.jsonl`, unless it is progress; a warning is also kept for the stage's record."""
-        self._metrics.event(name, fields)
+        now = round(time.time(), 3)
+        self._metrics.event(name, {"time": now, **fields})
         if is_progress(name):
             return
-        self._events.append({"time": round(time.time(), 3), "event": name, **redacted(dict(fields))})
+        self._events.append({"time": now, "event": name, **redacted(dict(fields))})
         self._events.flush()
         if WARNING in fields:
             self._warnings.append(str(fields[WARNING]))
         self._retried_elsewhere += int(fields.get(RETRIED) or 0)
+
+    def name_dataset(self, uri: str) -> None:
+        """What the metrics are of, also those of a run that ends before a stage has begun; nothing if `uri` is empty."""
+        if uri := split_version(uri)[0]:
+            # A store that cannot be opened is what the run will end with.
+            with suppress(ShardmillError):
+                uri = open_store(uri).uri
+            self._metrics.name_dataset(uri)
 
     def stage(self, name: str, work: Callable[[], Value], record_of: Callable[[Value], StageRecord]) -> Value:
         """Do one stage, write its record, and return the value of `work`; an error is recorded and raised on.
@@ -144,11 +154,16 @@ class RunRecord:
         """Write the summary that stays. A stage that failed without raising fails the run, too."""
         failed = failed_stage("run", error) if error is not None else self._failed()
         state = RunState("failed", failed.exit_code, failed.error) if failed else self.state_so_far()
-        if not self._has_lost:
-            self.summarize(state)
-        self.event("run.ended", {"exit_code": state.exit_code})
-        self._metrics.close()
-        self._events.close()
+        try:
+            if not self._has_lost:
+                self.summarize(state)
+        except ShardmillError as refused:
+            state = state if failed else RunState("failed", refused.exit_code)
+            raise
+        finally:
+            self.event("run.ended", {"exit_code": state.exit_code, "status": state.status})
+            self._metrics.close()
+            self._events.close()
         return self.summary
 
     def state_so_far(self) -> RunState:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from etl.job import BuildOutcome, build_dataset, stage_record
 from scripts.docs_site.markdown import table
 from shardmill.dataset.index import read_shards
+from shardmill.errors import StorageError
 from shardmill.jobs import metric_exports
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.metric_exports import PrometheusFile
@@ -176,6 +177,7 @@ def test_a_run_in_the_file_and_at_a_collector(tmp_path: Path, monkeypatch: pytes
     assert (value("train_restarts_total"), value("train_stragglers_total")) == (1, 1)
     # No metric that nothing emits.
     assert {name for name, _ in found} == {metric.prometheus_name for metric in METRICS}
+    assert value("run_exit_code", status="partial") == 0
 
     # A run that has nothing to do tells of the version all the same.
     with recording(RunRecord(str(tmp_path), "r2")) as record:
@@ -184,10 +186,26 @@ def test_a_run_in_the_file_and_at_a_collector(tmp_path: Path, monkeypatch: pytes
         )
     assert value("dataset_version", in_file(file)) == 1
 
+    # One that finds its store down says so, and what is known of the version stays.
+    with pytest.raises(StorageError), recording(RunRecord(str(tmp_path), "r3")) as record:
+        record.name_dataset(uri)
+        raise StorageError("no answer")
+    failed = in_file(file)
+    assert value("run_exit_code", failed, status="failed") == 4
+    assert 0 <= time.time() - value("run_end_time_seconds", failed) < 60
+    gauges = {metric.prometheus_name for metric in METRICS if metric.kind == "gauge"}
+    kept = {name for name in gauges if not name.startswith(("shardmill_run", "shardmill_stage"))}
+    assert {key: failed[key] for key in found if key[0] in kept} == {key: found[key] for key in found if key[0] in kept}
+    assert value("stage_duration_seconds", failed, stage="etl", status="skipped") > 0
+    assert {name for name, _ in failed} == gauges and len([key for key in failed if "run_exit" in key[0]]) == 1
+
 
 def test_a_file_is_written_now_and_then_during_a_stage(tmp_path: Path):
     now, file, metrics = [0.0], tmp_path / "a.prom", Metrics()
+    (tmp_path / "damaged.prom").write_text("shardmill_train_loss{ 3")
+    file = (tmp_path / "damaged.prom").rename(file)
     export = PrometheusFile(str(file), metrics, pytest.fail, clock=lambda: now[0])
+    file.unlink()
 
     def written(name: str, fields: Mapping[str, int | str]) -> Samples | None:
         metrics.event(name, fields)
