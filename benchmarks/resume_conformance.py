@@ -67,9 +67,9 @@ class Adapter:
 
     @property
     def version(self) -> str:
-        """The release that its script asks for, first of all; or ours."""
+        """The release that its script asks for, first of all; else ours, or none of a script without a title."""
         pinned = re.search(r'"[^"]*==([\d.]+)"', self.script.read_text())
-        return pinned[1] if pinned else importlib.metadata.version("shardmill")
+        return pinned[1] if pinned else importlib.metadata.version("shardmill") if self.title else ""
 
     def start(self, *arguments: object, log: Path, port: int = 0) -> subprocess.Popen[bytes]:
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -272,6 +272,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--adapter", type=Path, help="a script of your own, instead; its counts are printed alone")
     arguments = parser.parse_args()
+    if arguments.adapter and not arguments.adapter.is_file():
+        parser.error(
+            f"--adapter {arguments.adapter}: no such file; expected a script as benchmarks/resume_peers/ has them"
+        )
     own = arguments.adapter and [Adapter(arguments.adapter.stem, "", arguments.adapter.absolute())]
     arguments.adapters = own or [each for each in ADAPTERS if each.name in arguments.only]
     return arguments
