@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardmill.errors import StorageError
 
-_ACCESS_FIX = (
+ACCESS_FIX = (
     "check the path, its permissions and, for s3://, the AWS_* environment (for hdfs://, HADOOP_CONF_DIR and "
     "HADOOP_USER_NAME); then run it again"
 )
@@ -44,13 +44,13 @@ def as_storage_error(
                 "nothing was published",
                 "free space, then run it again",
             ) from error
-        [advice] = getattr(error, "__notes__", None) or [_ACCESS_FIX]
-        kind = denied if isinstance(error, PermissionError) and advice == _ACCESS_FIX else StorageError
+        [advice] = getattr(error, "__notes__", None) or [ACCESS_FIX]
+        kind = denied if isinstance(error, PermissionError) and advice == ACCESS_FIX else StorageError
         raise kind(f"cannot access {path}{size}: {reason}", fix=advice) from error
     except Exception as error:
         # botocore raises a family of exceptions of its own; each means that the request failed.
         if type(error).__module__.split(".")[0] == "botocore":
-            raise StorageError(f"cannot access {path}: {error}", fix=_ACCESS_FIX) from error
+            raise StorageError(f"cannot access {path}: {error}", fix=ACCESS_FIX) from error
         raise
 
 

@@ -109,7 +109,7 @@ class RunRecord:
         self._retried_elsewhere += int(fields.get(RETRIED) or 0)
 
     def name_dataset(self, uri: str) -> None:
-        """What the metrics are of, also those of a run that ends before a stage has begun; nothing if `uri` is empty."""
+        """What the metrics are of, also if the run ends before a stage has begun; nothing if `uri` is empty."""
         if uri := split_version(uri)[0]:
             # A store that cannot be opened is what the run will end with.
             with suppress(ShardmillError):

@@ -103,9 +103,9 @@ def _open_azure(bucket: str, client: ClientConfig, retries: RetryConfig) -> Obje
 
 
 _OPEN: dict[str, Callable[[str, ClientConfig, RetryConfig], ObjectStore]] = {"gs": _open_gcs, "az": _open_azure}
-_ADVICE = {
-    "gs": "check the path, its permissions and the Google credentials: GOOGLE_APPLICATION_CREDENTIALS names a key "
-    "file, and `gcloud auth application-default login` makes one; then run it again",
+ADVICE = {
+    "gs": "check the path, its permissions and the Google credentials (GOOGLE_APPLICATION_CREDENTIALS names a key "
+    "file, and `gcloud auth application-default login` makes one); then run it again",
     "az": "check the path, its permissions, AZURE_STORAGE_ACCOUNT_NAME and its key (AZURE_STORAGE_ACCOUNT_KEY, "
     "AZURE_STORAGE_SAS_TOKEN, or a login of `az`); then run it again",
 }
@@ -258,7 +258,7 @@ class CloudRequests(BucketRequests):
             number = getattr(error, "errno", None) or _OS_ERRORS.get(_status_of(error), errno.EIO)
             if self._failure_of(error) is Failure.ABSENT:
                 number = errno.ENOENT
-            raise with_advice(OSError(number, self._words_of(error)), _ADVICE[self._scheme]) from error
+            raise with_advice(OSError(number, self._words_of(error)), ADVICE[self._scheme]) from error
 
     def _words_of(self, error: BaseException) -> str:
         """The server's own words, or what happened to the request."""

@@ -248,7 +248,7 @@ _BROKEN = (
 )  # fmt: skip
 # A full bucket does not empty itself. The message is that of HDFS's quotas.
 _FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "ServiceQuotaExceeded", "StorageFull", "XMinioStorageFull"}
-_ADVICE = {
+ADVICE = {
     "RequestTimeTooSkewed": "set this machine's clock (S3 refuses requests that are 15 minutes off); then run it again",
     "InvalidBucketName": "an S3 bucket has 3 to 63 lowercase letters, digits, dots and hyphens: correct the URI",
 }
@@ -296,4 +296,4 @@ def as_os_error() -> Iterator[None]:
     except botocore_errors.ClientError as error:
         words = error.response.get("Error", {}).get("Message") or str(error)
         number = errno.EDQUOT if is_full(error) else _OS_ERRORS.get(status_of(error), errno.EIO)
-        raise with_advice(OSError(number, words), _ADVICE.get(code_of(error), "")) from error
+        raise with_advice(OSError(number, words), ADVICE.get(code_of(error), "")) from error
