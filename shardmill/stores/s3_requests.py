@@ -27,6 +27,7 @@ from botocore.response import StreamingBody
 from botocore.utils import get_environ_proxies
 from urllib3.exceptions import HTTPError
 
+from shardmill.errors import UsageError
 from shardmill.storage_errors import with_advice
 from shardmill.stores import bucket_requests
 from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, a_few_at_once
@@ -108,9 +109,23 @@ _MAX_CONNECTIONS = 32
 _MAX_UPLOADS = 3
 
 
+def _unusable(said: str) -> UsageError:
+    """What botocore refuses to work with, by the name that people know it by."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+    name = next((name for name in names if (value := os.environ.get(name)) and value in said), "")
+    if not name:
+        return UsageError(f"the config file of AWS: {said}", "expected what botocore accepts", "correct ~/.aws/config")
+    if name == "AWS_DEFAULT_REGION":
+        return UsageError(f"{name} = {os.environ[name]!r}", "expected a region", f"set {name}=us-east-1")
+    address = os.environ[name].rpartition("://")[2] or "HOST:PORT"
+    return UsageError(f"{name} = {os.environ[name]!r}", "expected a URL", f"set {name}=http://{address}")
+
+
 class S3Requests(BucketRequests):
     """The connections of one process, set up from the usual AWS_* environment. What cannot be reached is raised as
     botocore names it. All of a whole object is compared with the server's checksum, if it has one: raises Damaged.
+
+    Raises UsageError if the environment names no endpoint or region that there can be.
     """
 
     def __init__(self) -> None:
@@ -127,7 +142,10 @@ class S3Requests(BucketRequests):
         )
         # Now, not within the deadline of the first request: reading botocore's tables takes most of a second.
         session = Session()
-        self._client = session.create_client("s3", config=config)
+        try:
+            self._client = session.create_client("s3", config=config)
+        except ValueError as error:
+            raise _unusable(str(error)) from error
         self._signed = SignedGets(session, self._client, config)
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:

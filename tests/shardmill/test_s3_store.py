@@ -84,6 +84,22 @@ def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(s3_se
         list_images(SourceConfig(uri="s3://nobody-made-this/x"))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "fix"),
+    [
+        ("AWS_ENDPOINT_URL", "127.0.0.1:5055", "AWS_ENDPOINT_URL=http://127.0.0.1:5055"),
+        ("AWS_ENDPOINT_URL_S3", "minio:9000", "AWS_ENDPOINT_URL_S3=http://minio:9000"),
+        ("AWS_DEFAULT_REGION", "us east", "AWS_DEFAULT_REGION=us-east-1"),
+    ],
+)
+def test_a_variable_that_the_client_cannot_use_is_named(variable: str, value: str, fix: str, monkeypatch):
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UsageError) as refused:
+        s3_requests.S3Requests()
+    assert str(refused.value).startswith(f"{variable} = {value!r}") and refused.value.fix.endswith(fix)
+
+
 def test_folder_markers_of_s3_consoles_are_not_files(s3_server: str, s3_bucket: str):
     for key, body in (("cats/", b""), ("cats/1.jpg", b"x")):
         s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=key, Body=body)
