@@ -16,7 +16,7 @@ from shardmill.applications import OnExecutor
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.open_spark import spark_tasks
+from shardmill.jobs.open_spark import open_spark
 from shardmill.jobs.spark_connect import connected
 from shardmill.jobs.spark_tasks import Tasks
 from tests.etl.building import COLLIDING, ETL, digests, tree_for
@@ -88,12 +88,12 @@ def test_what_spark_connect_cannot_do_is_one_line(spark_connect: str):
         check_horovod_spark(2, there)
     conf = {"spark.executor.memory": "2g"}
     with pytest.raises(UsageError, match=r"sets spark.executor.memory for a Spark that has started already"):
-        spark_tasks("test", there, conf).__enter__()
+        open_spark("test", there, conf).__enter__()
     [port] = free_ports(1)
     with pytest.raises(StorageError, match=rf"^no Spark Connect at 127.0.0.1:{port}: .*refused"):
-        spark_tasks("test", SparkConfig(master=f"sc://127.0.0.1:{port}/;token=secret"), {}).__enter__()
+        open_spark("test", SparkConfig(master=f"sc://127.0.0.1:{port}/;token=secret"), {}).__enter__()
     with pytest.raises(UsageError, match=r"^spark.master = 'sc://host:no': "):
-        spark_tasks("test", SparkConfig(master="sc://host:no"), {}).__enter__()
+        open_spark("test", SparkConfig(master="sc://host:no"), {}).__enter__()
     with pytest.raises(UsageError, match=r"^spark = 'local'; expected a SparkSession"):
         shardmill.etl("images", spark="local", quiet=True)  # pyright: ignore[reportArgumentType]
 

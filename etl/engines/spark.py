@@ -31,7 +31,7 @@ from shardmill.checksummed import ChecksummedFile, checksum_file
 from shardmill.dataset.build import PENDING, UnitResult
 from shardmill.dataset.row_segments import read_segment, table_bytes
 from shardmill.jobs.line_log import spark_log_hint
-from shardmill.jobs.open_spark import spark_tasks
+from shardmill.jobs.open_spark import open_spark
 from shardmill.jobs.reach import check_nonce, planted, removed_afterwards
 from shardmill.jobs.spark import one_spark
 from shardmill.jobs.spark_tasks import Job, Row, SparkTasks, Tasks, until_done
@@ -62,7 +62,7 @@ def run_on_spark(
     with (
         planted(store) as nonce,
         removed_afterwards(store, f"{LISTINGS}/{uuid.uuid4().hex[:12]}") as folder,
-        spark_tasks("shardmill-etl", spark, spark.etl.conf) as cluster,
+        open_spark("shardmill-etl", spark, spark.etl.conf) as cluster,
     ):
         if any(isinstance(unit, WorkUnit) for unit in units):
             _check_executors(cluster, task)
@@ -117,7 +117,7 @@ def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Tabl
             segments = (replace(each, file=file) for each, file in zip(group.segments, files, strict=True))
             group = replace(group, uri=store.uri, segments=tuple(segments))
         # Nothing else may have shown so far that executors see the dataset's folder.
-        with planted(store) as nonce, spark_tasks("shardmill-etl", spark, spark.etl.conf) as cluster:
+        with planted(store) as nonce, open_spark("shardmill-etl", spark, spark.etl.conf) as cluster:
             answers = group_in(cluster, group, folder, nonce)
         for part in range(group.num_parts):
             # Of a part without rows no task need have been asked.

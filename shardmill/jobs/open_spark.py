@@ -16,7 +16,7 @@ from shardmill.words import name_some
 
 
 @contextmanager
-def spark_tasks(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkTasks]:
+def open_spark(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkTasks]:
     """The lent session if there is one, else the server that `spark.master` names (`sc://...`), else a context of this
     process, as `spark_context` starts it. Raises as that does.
     """

@@ -396,7 +396,7 @@ def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path
 def test_without_a_cluster_auto_groups_any_number_of_rows_here(rows: list[StoredRow], tmp_path: Path, monkeypatch):
     monkeypatch.setattr(engines, "MAX_LOCAL_IMAGES", 1)
     monkeypatch.setattr(spark, "MIN_ROWS", 0)
-    monkeypatch.setattr(spark, "spark_tasks", None)
+    monkeypatch.setattr(spark, "open_spark", None)
     store = open_store(tmp_path / "dataset")
     shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)

@@ -14,7 +14,7 @@ from shardmill.applications import OnExecutor
 from shardmill.environments.rank_environment import RankEnvironment
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.open_spark import spark_tasks
+from shardmill.jobs.open_spark import open_spark
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.spark_tasks import Tasks
 from train.api import Launcher
@@ -44,7 +44,7 @@ def launch_spark_barrier(
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
     world_size = len(roles_of(task.config))
     check_barrier(world_size, spark)
-    with spark_tasks(APPLICATION_NAME, spark, spark.train.conf) as cluster:
+    with open_spark(APPLICATION_NAME, spark, spark.train.conf) as cluster:
         check_no_dynamic_allocation(cluster.settings)
         wait_for_slots(world_size, cluster, task.config.watch.start_timeout_seconds)
         with Watchdog(task, worker, observer, *driver_addresses(cluster)) as watchdog:
