@@ -41,13 +41,18 @@ def is_under_spark_submit() -> bool:
 
 
 def is_local_master(master: str) -> bool:
-    """Whether Spark's tasks run in processes of this machine."""
-    return re.match(r"local(\[|$)", master) is not None
+    """Whether Spark's driver runs the tasks, without executors."""
+    return master.partition("[")[0] == "local"
+
+
+def is_on_this_machine(master: str) -> bool:
+    """Whether Spark runs here alone: its driver does all, or starts executors beside it (`local-cluster`)."""
+    return master.startswith("local")
 
 
 def may_have_other_hosts(master: str) -> bool:
-    """Whether executors may be on other hosts."""
-    return not master.startswith("local") and not is_loopback(master.removeprefix("spark://").rpartition(":")[0])
+    """Whether executors may be on other hosts; a standalone master that only this one reaches has none."""
+    return not (is_on_this_machine(master) or is_loopback(master.removeprefix("spark://").rpartition(":")[0]))
 
 
 def check_master(master: str) -> None:

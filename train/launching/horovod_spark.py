@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from shardmill.environments.rank_environment import HOROVODS, read_rank_environment
-from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.config import SparkConfig, is_on_this_machine
 from shardmill.jobs.open_spark import check_own_context
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
@@ -60,11 +60,11 @@ def launch_horovod_spark(
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
         cluster = ContextTasks(context)
         wait_for_slots(task.config.num_workers, cluster, task.config.watch.start_timeout_seconds)
-        is_local = str(context.master).startswith("local")
         secret = secrets.token_bytes(32)
         token = derive(secret, TOKEN_PURPOSE)
         with Watchdog(task, worker, observer, *driver_addresses(cluster), token) as watchdog:
             stop, output = threading.Event(), _Tail()
+            is_local = is_on_this_machine(cluster.master)
             run = partial(_run_horovod, task, watchdog, secret, stop, output, is_local=is_local)
             cancel = context.cancelAllJobs
             return SparkJob("horovod.spark.run", run, cancel, watchdog, stop=stop.set, output=output.text).watch()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardmill.errors import TrainingError, UsageError
-from shardmill.jobs.config import SparkConfig, is_local_master, is_under_spark_submit
+from shardmill.jobs.config import SparkConfig, is_local_master, is_on_this_machine, is_under_spark_submit
 from train.contracts.world import LOOPBACK
 from train.launching.rank_failures import FIX
 
@@ -42,8 +42,8 @@ def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
 
 
 def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
-    """All of them with a local master, else none."""
-    return world_size if spark.master.startswith("local") else 0
+    """All of them or none."""
+    return world_size if is_on_this_machine(spark.master) else 0
 
 
 def assigns_gpus(spark: SparkConfig) -> bool:
@@ -90,7 +90,7 @@ def wait_for_slots(world_size: int, cluster: SparkTasks, timeout_seconds: float)
 
 def _too_few(world_size: int, master: str, has: str) -> tuple[str, str, str]:
     """An error's three parts."""
-    if master.startswith("local"):
+    if is_on_this_machine(master):
         fix = f'set spark.master = "local[{world_size}]"'
     else:
         named = " (spark.executor.instances, spark.executor.cores)" if _has_defaults(master) else ""
@@ -268,7 +268,7 @@ def driver_addresses(cluster: SparkTasks) -> tuple[str, str]:
     """(the address to bind to, the address that executors connect to), by Spark's settings for its own ports."""
     if cluster.own_address:
         return cluster.own_address, cluster.own_address
-    if cluster.master.startswith("local"):
+    if is_on_this_machine(cluster.master):
         return LOOPBACK, LOOPBACK
     # The context sets it when it starts.
     advertised = cluster.settings["spark.driver.host"]
