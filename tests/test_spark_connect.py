@@ -90,9 +90,9 @@ def test_what_spark_connect_cannot_do_is_one_line(spark_connect: str):
     with pytest.raises(UsageError, match=r"sets spark.executor.memory for a Spark that has started already"):
         open_spark("test", there, conf).__enter__()
     [port] = free_ports(1)
-    with pytest.raises(StorageError, match=rf"^no Spark Connect at 127.0.0.1:{port}: .*refused"):
+    with pytest.raises(StorageError, match=rf"^no server of Spark Connect answers at 127.0.0.1:{port}: .*refused"):
         open_spark("test", SparkConfig(master=f"sc://127.0.0.1:{port}/;token=secret"), {}).__enter__()
-    with pytest.raises(UsageError, match=r"^spark.master = 'sc://host:no': "):
+    with pytest.raises(UsageError, match=r"^spark.master = 'sc://host:no'; expected sc://HOST:PORT"):
         open_spark("test", SparkConfig(master="sc://host:no"), {}).__enter__()
     with pytest.raises(UsageError, match=r"^spark = 'local'; expected a SparkSession"):
         shardmill.etl("images", spark="local", quiet=True)  # pyright: ignore[reportArgumentType]

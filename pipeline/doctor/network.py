@@ -10,7 +10,6 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from pipeline.doctor.finding import failed
 from pipeline.spark_applications import applications_on_spark
@@ -19,8 +18,8 @@ from shardmill.calls.results import Finding, Status
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import (
     CONNECT,
-    CONNECT_PORT,
     addresses_of,
+    call_master,
     is_connect,
     is_local_master,
     is_loopback,
@@ -127,19 +126,10 @@ def _gate(train: TrainConfig) -> Finding:
 
 
 def _master(master: str) -> Finding:
-    """Whether one of the masters of a standalone cluster, or a server of Spark Connect, can be called."""
-    reasons: list[str] = []
-    for address in urlsplit(master).netloc.split(","):
-        host, _, port = (address if ":" in address else f"{address}:{CONNECT_PORT}").rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), CALL_SECONDS).close()
-        except (OSError, ValueError, OverflowError) as error:
-            reasons.append(f"{address}: {getattr(error, 'strerror', None) or error}")
-        else:
-            return Finding("ok", "spark.master", f"{address} accepts connections")
-    found = f"{master} accepts no connection ({'; '.join(reasons)})"
-    fix = "start the master, make it reachable from this host, or correct spark.master"
-    return Finding("fail", "spark.master", found, fix, is_transient=True)
+    try:
+        return Finding("ok", "spark.master", f"{call_master(master)} accepts connections")
+    except ShardmillError as error:
+        return failed("spark.master", error)
 
 
 def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[Finding]:

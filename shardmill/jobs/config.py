@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from shardmill.errors import UsageError
+from shardmill.errors import StorageError, UsageError
 from shardmill.section import Section, section_of
 from shardmill.words import name_some
 
@@ -33,6 +33,7 @@ CONNECT = "sc://"
 """How `spark.master` begins if it is a server of Spark Connect."""
 CONNECT_PORT = 15002
 """Where it listens if `spark.master` names no port."""
+_CALL_SECONDS = 5.0
 
 
 def is_under_spark_submit() -> bool:
@@ -69,6 +70,33 @@ def check_master(master: str) -> None:
         "expected the folder of core-site.xml and yarn-site.xml in one of them",
         "export HADOOP_CONF_DIR=/etc/hadoop/conf",
     )
+
+
+def call_master(master: str) -> str:
+    """The first address of a standalone cluster's master, or of a server of Spark Connect, that takes connections.
+
+    Raises UsageError for no such address, StorageError if none of them does: Spark would try for minutes, and then tell
+    what a task has come to without a master.
+    """
+    scheme, _, rest = master.partition("://")
+    is_server = f"{scheme}://" == CONNECT
+    # Without what follows the address, which may hold a token.
+    addresses, refusals = rest.partition("/")[0], list[str]()
+    for address in addresses.split(","):
+        has_port = not is_server or re.search(r":\w*\Z", address)
+        place = re.fullmatch(r"\[?(.+?)\]?:(\d{1,5})", address if has_port else f"{address}:{CONNECT_PORT}")
+        if place is None or int(place[2]) > 65535:
+            given, expected = f"spark.master = '{scheme}://{addresses}'", f"expected {scheme}://HOST:PORT"
+            raise UsageError(given, expected, "correct the address")
+        try:
+            socket.create_connection((place[1], int(place[2])), _CALL_SECONDS).close()
+        except OSError as error:
+            refusals.append(error.strerror or str(error))
+        else:
+            return address
+    name = "server of Spark Connect" if is_server else "Spark master"
+    found = f"no {name} answers at {addresses}: {'; '.join(dict.fromkeys(refusals))}"
+    raise StorageError(found, "", "start it, make it reachable from this host, or correct spark.master")
 
 
 def flat_settings(table: dict[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import (
     SparkConfig,
+    call_master,
     check_master,
     is_local_master,
     is_loopback,
@@ -161,11 +162,14 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
     # Spark's progress bar would overwrite ours.
     settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
     submitted = _submitted_settings() if is_under_spark_submit() else None
+    master = spark.master if submitted is None else submitted.get("spark.master", "")
+    if master.startswith("spark://"):
+        call_master(master)
     if submitted is not None:
         # Its JVM runs, but listens to nobody before the context starts. What was given to spark-submit stays.
-        loopback = _ON_LOOPBACK if is_local_master(submitted.get("spark.master", "")) else {}
+        loopback = _ON_LOOPBACK if is_local_master(master) else {}
         settings |= {name: value for name, value in loopback.items() if name not in submitted}
-    elif is_local_master(spark.master):
+    elif is_local_master(master):
         settings |= _LOCAL_CONF
         # Java does not ask TMPDIR: what Spark leaves there goes with this process's own temporary folder.
         settings["spark.local.dir"] = tempfile.gettempdir()

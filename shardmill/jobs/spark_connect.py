@@ -11,18 +11,16 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 
 from shardmill.errors import StorageError, UsageError
-from shardmill.jobs.config import CONNECT, CONNECT_PORT
+from shardmill.jobs.config import CONNECT, CONNECT_PORT, call_master
 from shardmill.jobs.spark_tasks import Columns, Job, Row, SparkTasks, Tasks, ThreadJob
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_SECONDS = 10.0
 # More than any cluster has slots: without a number of tasks, Spark divides a range into as many as it has slots.
 _MANY_ROWS = 100_000
 _ARROW = {"bigint": pa.int64(), "string": pa.string(), "binary": pa.binary()}
@@ -128,21 +126,15 @@ def connected(master: str) -> ConnectTasks:
             f"expected its packages, because spark.master begins with {CONNECT}",
             "pip install 'pyspark[connect]'",
         ) from None
-    url = urlsplit(master)
-    # Without what follows the address, which may hold a token.
-    address, fix = url.netloc, "start the server, make it reachable from this host, or correct spark.master"
-    try:
-        # Spark's client would try for ten minutes.
-        socket.create_connection((url.hostname or "", url.port or CONNECT_PORT), _SECONDS).close()
-    except ValueError as error:
-        raise UsageError(f"spark.master = 'sc://{address}': {error}", "expected sc://HOST:PORT", "correct it") from None
-    except OSError as error:
-        raise StorageError(f"no Spark Connect at {address}: {error}", "expected a server that answers", fix) from error
+    # Spark's client would try for ten minutes.
+    address = call_master(master)
     try:
         return ConnectTasks(SparkSession.builder.remote(master).create())
     except Exception as error:
         said = " ".join(str(error).split())[:300]
-        raise StorageError(f"Spark Connect at {address} gives no session: {said}", "", fix) from error
+        raise StorageError(
+            f"Spark Connect at {address} gives no session: {said}", "", "correct spark.master"
+        ) from error
 
 
 def _address_towards(host: str) -> str:

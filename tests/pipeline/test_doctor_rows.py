@@ -12,11 +12,13 @@ import pytest
 
 from pipeline.config import load_pipeline
 from pipeline.doctor.doctor import diagnose, examine, rehearsed
+from pipeline.doctor.finding import found_by
 from pipeline.doctor.network import network_findings
 from pipeline.tree import PipelineTree
 from shardmill.calls.results import Finding
-from shardmill.errors import StorageError
-from shardmill.jobs.config import load_tree
+from shardmill.errors import ShardmillError, StorageError
+from shardmill.jobs.config import SparkConfig, load_tree
+from shardmill.jobs.spark import spark_context
 from shardmill.registry import Entry, install_hint
 from tests.lab.datasets import make_dataset, write_images
 from tests.services.faulty_store import FaultyStore
@@ -267,13 +269,19 @@ def test_a_spark_master_that_is_not_there_is_reported(taken: socket.socket):
 
     there, gone = f"127.0.0.1:{taken.getsockname()[1]}", f"127.0.0.1:{free_ports(1)[0]}"
     assert row(there).status == row(f"{gone},{there}").status == "ok"
-    for wrong, why in (
-        (gone, "Connection refused"),
-        ("127.0.0.1", "127.0.0.1"),
-        ("no-such-host.invalid:7077", "invalid"),
+    for wrong, why, fix, code in (
+        (gone, f"no Spark master answers at {gone}: Connection refused", "start it, ", 4),
+        (f"{gone},{gone}", f"no Spark master answers at {gone},{gone}: Connection refused", "start it, ", 4),
+        ("127.0.0.1", "spark.master = 'spark://127.0.0.1'; expected spark://HOST:PORT", "correct the address", 2),
+        ("127.0.0.1:x", "spark.master = 'spark://127.0.0.1:x'; expected spark://HOST:PORT", "correct the address", 2),
+        ("no-such-host.invalid:7077", "no Spark master answers at no-such-host.invalid:7077: ", "start it, ", 4),
     ):
         found = row(wrong)
-        assert found.status == "fail" and why in found.found and "start the master" in found.fix
+        assert found.status == "fail" and found.found.startswith(why) and found.fix.startswith(fix)
+        # A run asks before it starts a JVM, which would try for a minute.
+        with pytest.raises(ShardmillError) as refused, spark_context("x", SparkConfig(master=f"spark://{wrong}"), {}):
+            pass
+        assert (refused.value.exit_code, found_by(refused.value)) == (code, found.found)
 
 
 def test_local_paths_that_executors_on_other_hosts_would_need_are_reported(tmp_path: Path):
