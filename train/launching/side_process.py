@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmill.child_process import end_with_parent, kill_session, start_python
-from shardmill.errors import ShardmillError
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.process import SAFE_PATH, python_path, scratch_folder
 from shardmill.registry import line_of_user_in_dump
+from train.config import TrainConfig
 from train.contracts.values import from_json, to_json
+from train.launching.devices import CUDA_VARIABLE
 from train.launching.messages import Failure
 from train.launching.rank_failures import failure_of, how_it_ended, last_line
 
@@ -81,6 +83,20 @@ def ask(question: Question, kind: type[Value], refusal: Callable[[str], Shardmil
     if tail:
         error.add_note(f"its last output:\n{tail}")
     raise error
+
+
+def ask_of_model(module: str, task: bytes, kind: type[Value], config: TrainConfig, *, fails: str, steps: str) -> Value:
+    """`ask` about the config's model, on the CPU. `fails`, `steps`: what the model then does not, and what was done."""
+
+    def refusal(how: str) -> UsageError:
+        return UsageError(
+            f"train.model = {config.model!r} {fails}: the process that tried it {how}",
+            f"the process {steps}",
+            "call the factory in a Python shell for the full traceback",
+        )
+
+    limit, key = config.watch.start_timeout_seconds, "train.watch.start_timeout_seconds"
+    return ask(Question(module, task, {CUDA_VARIABLE: "-1"}, limit, key), kind, refusal)
 
 
 def answer(kind: type[Any], work: Callable[[Any], object]) -> None:

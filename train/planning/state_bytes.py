@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmill.errors import ShardmillError, UsageError
+from shardmill.errors import ShardmillError
 from train.backends.model_spec import ModelSpec, model_spec
 from train.config import TrainConfig
 from train.contracts.values import to_json
-from train.launching.devices import CUDA_VARIABLE
-from train.launching.side_process import Question, ask
+from train.launching.side_process import ask_of_model
 from train.planning.memory_fit import decided
 from train.settings import MeshConfig
 
@@ -78,19 +77,9 @@ def count_state(configs: tuple[TrainConfig, ...], spec: ModelSpec) -> tuple[Stat
     Raises UsageError for a model that does not build.
     """
     task = StateTask(tuple(decided(config, 1, to_bfloat16=False) for config in configs), spec)
-    watch = configs[0].watch
-    timeout = {"timeout_seconds": watch.start_timeout_seconds, "key": "train.watch.start_timeout_seconds"}
-    question = Question("train.planning.state_program", to_json(task), {CUDA_VARIABLE: "-1"}, **timeout)
-    return ask(question, StateAnswer, lambda how: _not_counted(configs[0].model, how)).of_configs
-
-
-def _not_counted(model: str, how: str) -> UsageError:
-    """`how`: what became of the process."""
-    return UsageError(
-        f"train.model = {model!r} cannot be counted: the process that tried it {how}",
-        "the process called its factory, and placed the module as the ranks would, without numbers",
-        "call the factory in a Python shell for the full traceback",
-    )
+    steps = "called its factory, and placed the module as the ranks would, without numbers"
+    program, fails = "train.planning.state_program", "cannot be counted"
+    return ask_of_model(program, to_json(task), StateAnswer, configs[0], fails=fails, steps=steps).of_configs
 
 
 @dataclass(frozen=True, slots=True)

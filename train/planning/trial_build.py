@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-from shardmill.errors import UsageError
 from train.backends.model_spec import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.contracts.values import to_json
 from train.labels import LabelSpec
-from train.launching.devices import CUDA_VARIABLE
-from train.launching.side_process import Question, ask
+from train.launching.side_process import ask_of_model
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
 from train.planning.memory_fit import decided
@@ -75,9 +72,9 @@ def try_build(setup: Setup, schema: RowSchema, observer: TrainObserver) -> Built
         fields = {"model": config.model, "images": f"{height} x {width} x {channels}"}
         observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
         started = time.monotonic()
-        timeout = {"timeout_seconds": config.watch.start_timeout_seconds, "key": "train.watch.start_timeout_seconds"}
-        question = Question("train.planning.build_model", task, {CUDA_VARIABLE: "-1"}, **timeout)
-        num_trained = ask(question, int, partial(_does_not_build, config.model))
+        steps = "imported it, called its factory, and called the model once on the CPU"
+        program, fails = "train.planning.build_model", "does not build"
+        num_trained = ask_of_model(program, task, int, config, fails=fails, steps=steps)
         _built[task] = Built(num_trained, time.monotonic() - started)
         observer.event("built", {"rank": 0, "weights": num_trained, "seconds": _built[task].seconds})
     return _built[task]
@@ -90,12 +87,3 @@ def _spec(config: TrainConfig, schema: RowSchema) -> ModelSpec:
     num_channels = shape_HWC[2]
     scale = InputScale((0.0,) * num_channels, (1.0,) * num_channels)
     return ModelSpec(shape_HWC, LabelSpec.of_schema(schema), scale, mixes_labels=config.augment.mixes)
-
-
-def _does_not_build(model: str, how: str) -> UsageError:
-    """`how`: what became of the process."""
-    return UsageError(
-        f"train.model = {model!r} does not build: the process that tried it {how}",
-        "the process imported it, called its factory, and called the model once on the CPU",
-        "call the factory in a Python shell for the full traceback",
-    )
