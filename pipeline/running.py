@@ -13,6 +13,7 @@ from pipeline.output.printing import outcome_words
 from pipeline.output.progress import RunProgress
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError
+from shardmill.jobs.json_log import logs_json
 from shardmill.jobs.run_files import RUNNING, StageRecord, dataset_section, failed_stage, read_stage_record
 from shardmill.jobs.run_record import RunRecord, recording
 
@@ -47,7 +48,9 @@ class Run:
         """Do a stage, record it, and say how it went; returns what `work` returned."""
         value = self.record.stage(name, work, record_of)
         ended = self.record.ended[-1]
-        self.progress.finish(f"{name}: {outcome_words(ended)} ({ended.seconds:.1f} s)")
+        # As JSON, the record's event has said so.
+        if not logs_json():
+            self.progress.finish(f"{name}: {outcome_words(ended)} ({ended.seconds:.1f} s)")
         return value
 
 

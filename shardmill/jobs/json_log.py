@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from shardmill.errors import UsageError
+from shardmill.errors import ERROR_BY_EXIT_CODE, UsageError
 from shardmill.jobs.observer import WARNING, FieldValue
 from shardmill.jobs.redact import redacted
 
@@ -70,7 +70,9 @@ class JsonLog(io.TextIOBase):
 
 def _of_line(line: str) -> tuple[str, dict[str, Any]]:
     if found := _ERROR.fullmatch(line):
-        return "error", {"message": found["message"], "exit_code": int(found["code"])}
+        code = int(found["code"])
+        kind = {"kind": ERROR_BY_EXIT_CODE[code].__name__} if code in ERROR_BY_EXIT_CODE else {}
+        return "error", {"message": found["message"], "exit_code": code, **kind}
     if found := _WARNING.fullmatch(line):
         return "warning", {"message": f"{found['stage'] or ''}{found['message']}"}
     return "info", {"message": line}

@@ -121,7 +121,7 @@ class RunRecord:
 
         `record_of` says what the value adds to the summary; a record of status `failed` fails the run without raising.
         """
-        self.event("stage.started", {"stage": name})
+        self._tell("stage.started", {"stage": name})
         started, began = time.time(), self._clock()
         self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
@@ -161,7 +161,7 @@ class RunRecord:
             state = state if failed else RunState("failed", refused.exit_code)
             raise
         finally:
-            self.event("run.ended", {"exit_code": state.exit_code, "status": state.status})
+            self._tell("run.ended", {"exit_code": state.exit_code, "status": state.status})
             self._metrics.close()
             self._events.close()
         return self.summary
@@ -169,6 +169,11 @@ class RunRecord:
     def state_so_far(self) -> RunState:
         """`ok` if every stage of the pipeline has ended well, in this process or an earlier one of the same run."""
         return state_after(read_stage_records(self.workdir, self.run_id, skip_damaged=True), self._whole)
+
+    def _tell(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        """An event of the record's own: no observer of the stages passes it on to the log."""
+        self.event(name, fields)
+        log_as_json(name, fields)
 
     def _warn(self, sentence: str) -> None:
         """Warn about problems that `events.jsonl` itself cannot record."""
@@ -203,7 +208,7 @@ class RunRecord:
             failed = self._failed()
             self.summarize(RunState("failed", failed.exit_code, failed.error) if failed else RUNNING)
         fields = {"stage": record.stage, "status": record.status, "seconds": round(record.seconds, 3)}
-        self.event("stage.ended", {**fields, "retries": retried})
+        self._tell("stage.ended", {**fields, "retries": retried})
 
 
 @contextmanager

@@ -18,7 +18,10 @@ from shardmill.jobs.json_log import JsonLog, start_json_log
 from shardmill.jobs.line_log import warn_on_stderr
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import print_error
+from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, _JobObserver, recording
+from train.contracts.values import BEFORE_CHECKPOINT
+from train.reporting.run_log import RunLog
 
 Objects = Callable[[], list[dict[str, Any]]]
 
@@ -43,11 +46,13 @@ def test_each_line_is_an_object_with_its_level(monkeypatch: pytest.MonkeyPatch):
     sys.stderr.write("ages\n\netl: WARNING: few images\n")
     warn_on_stderr("no space")
     print_error(7, "2 of 3 are rejected")
+    print_error(143, "terminated")
     assert [without_time(each) for each in objects()] == [
         {"level": "info", "message": "etl: 3 of 9 images"},
         {"level": "warning", "message": "etl: few images"},
         {"level": "warning", "message": "no space"},
-        {"level": "error", "message": "2 of 3 are rejected", "exit_code": 7},
+        {"level": "error", "message": "2 of 3 are rejected", "exit_code": 7, "kind": "RejectLimitExceeded"},
+        {"level": "error", "message": "terminated", "exit_code": 143},
     ]
     assert all(each["time"].endswith("+00:00") for each in objects())
 
@@ -62,13 +67,20 @@ def test_events_of_a_run_keep_their_fields(
         observer.event("etl.units_kept", {"kept": 2, "missing": 1, "token": "hunter2hunter2"})
         observer.event("train.epoch", {"rank": 1, "epoch": 0, "seconds": 1.0, "train_loss": float("nan")})
         observer.event("train.stuck", {"rank": 0, "warning": "the loss has not moved"})
-    kept, epoch, stuck = map(without_time, objects())
+        RunLog(observer).event(BEFORE_CHECKPOINT, {"rank": 0})
+        record.stage("train", lambda: None, lambda _: StageRecord(stage="train"))
+    kept, epoch, stuck, started, ended, over = map(without_time, objects())
     assert kept.pop("message", "etl: work units reused").startswith("etl: work units reused")
     assert kept == {
         "level": "info", "run_id": "r1", "event": "etl.units_kept", "kept": 2, "missing": 1, "token": "(hidden)"
     }  # fmt: skip
     assert (epoch["rank"], epoch["train_loss"], "message" in epoch) == (1, "nan", False)
     assert (stuck["level"], stuck["warning"]) == ("warning", "the loss has not moved")
+    of_run = {"level": "info", "run_id": "r1"}
+    assert started == {**of_run, "event": "stage.started", "stage": "train"}
+    assert ended.pop("seconds") >= 0
+    assert ended == {**of_run, "event": "stage.ended", "stage": "train", "status": "done", "retries": 0}
+    assert over == {**of_run, "event": "run.ended", "exit_code": 0, "status": "partial"}
 
 
 def test_a_job_without_it_quotes_values_as_logfmt_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -122,8 +122,8 @@ class RunLog:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         for sink in self._sinks:
             sink.event(name, fields)
-        # What ranks print is for the run's file of it alone.
-        if name != OUTPUT:
+        # What ranks print is for the run's file of it alone; that a checkpoint is near is for files to be flushed.
+        if name not in (OUTPUT, BEFORE_CHECKPOINT):
             self._observer.event(f"train.{name}", fields)
 
     def close(self) -> None:
