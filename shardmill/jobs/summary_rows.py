@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Less is printed as 0.00.
 _DRIFT_SHOWN = 0.005
+_JUDGED = {"promoted": "would be promoted", "kept": "would not be promoted"}
+"""By the gate, which changes nothing."""
 
 
 def summary_rows(summary: Mapping[str, Any]) -> Rows:
@@ -111,9 +113,12 @@ def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:
 
 
 def _decision_rows(sections: Mapping[str, Any]) -> Rows:
-    decided = sections.get("promotion") or sections.get("gate")
+    decided = sections.get("promotion")
     if not decided:
-        return []
+        judged = sections.get("gate")
+        return (
+            [("model", f"{_JUDGED.get(judged['decision'], judged['decision'])}: {judged['reason']}")] if judged else []
+        )
     store = [("models", decided["models"])] if decided.get("models") else []
     registered = [("registered", decided["registered"])] if decided.get("registered") else []
     return [*store, ("model", f"{decided['decision']}: {decided['reason']}"), *registered]

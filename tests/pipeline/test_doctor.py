@@ -104,6 +104,15 @@ def test_the_models_of_a_promotion_are_named_once():
     assert rows == [("models", "/models"), ("model", "promoted: better")]
 
 
+@pytest.mark.parametrize(
+    ("decision", "words"),
+    [("promoted", "would be promoted"), ("kept", "would not be promoted"), ("already_current", "already_current")],
+)
+def test_the_gate_promotes_nothing(decision: str, words: str):
+    judged = {"decision": decision, "reason": "0.9", "current": None, "candidate": 1}
+    assert stage_rows(StageRecord(stage="gate", sections={"gate": judged})) == [("model", f"{words}: 0.9")]
+
+
 def test_a_skipped_stage_says_what_it_shows():
     # That it is done was reported on stderr already, with its seconds.
     assert stage_title(StageRecord(stage="evaluate")) == "evaluate"
