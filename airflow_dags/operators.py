@@ -157,20 +157,23 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
         return self.report_result(context)
 
     def get_job_status(self, external_id: Any, context: Context) -> str:
-        """Return YARN's state of an earlier try's application; `FORGOTTEN` starts a new application."""
+        """Return the state of an earlier try's application; YARN's `FORGOTTEN` starts a new application."""
         assert self._hook is not None
-        return yarn_status(self._hook, external_id)
+        if self._hook.is_yarn_cluster_mode:
+            return yarn_status(self._hook, external_id)
+        return super().get_job_status(external_id, context)
 
     def poll_until_complete(self, external_id: Any, context: Context) -> None:
         """Wait for an application on a cluster that this try has submitted or found; Airflow has its id by now."""
-        if self.deferrable:
+        assert self._hook is not None
+        if self._hook.is_yarn_cluster_mode and self.deferrable:
             trigger = YarnApplicationTrigger(
                 connection=self._conn_id, application_id=external_id, poll_seconds=max(self._status_poll_interval, 10)
             )
             kwargs = {"application_id": external_id}
             self.defer(trigger=trigger, method_name="resume", kwargs=kwargs, timeout=self.execution_timeout)
-        assert self._hook is not None
-        self._hook.follow(external_id)
+        if self._hook.is_yarn_cluster_mode:
+            self._hook.follow(external_id)
         # Asked to end, as until now, this process would end the application, which the next try is to find.
         end_with_worker(by=signal.SIGKILL)
         super().poll_until_complete(external_id, context)

@@ -75,6 +75,11 @@ class ShardmillSparkHook(SparkSubmitHook):
         self._folder.remove_summary()
         return super().submit(application, **tied_to_this_process(), **kwargs)
 
+    @property
+    def is_yarn_cluster_mode(self) -> bool:
+        """Whether the application is one of YARN's, and outlives this process."""
+        return self._is_yarn_cluster_mode
+
     def follow(self, application_id: str) -> None:
         """Let `on_kill` end an application on YARN, which an earlier try may have submitted."""
         self._yarn_application_id = application_id

@@ -34,7 +34,7 @@ def count(epochs: Sequence[Epoch], expected: Sequence[Epoch]) -> Counts:
         uses, due = Counter(chain(*got)), Counter(chain(*wanted))
         lost += (due - uses).total()
         repeated += (uses - due).total()
-        # Of the uses that both have, those that no step has in common.
+        # Uses that both have in the same step; what both have besides is out of order.
         shared = sum((Counter(a) & Counter(b)).total() for a, b in zip(got, wanted, strict=False))
         out_of_order += (uses & due).total() - shared
     return Counts(lost, repeated, out_of_order, sum(_unequal(run) for epoch in epochs for run in epoch))

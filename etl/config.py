@@ -72,7 +72,7 @@ class SourceConfig(Section):
     """Where the images come from."""
 
     uri: str = ""
-    """The source images: a local folder, `s3://bucket/prefix` or `hdfs://host:port/path`.
+    """The source images: a local folder, or a URI of a bucket (`s3://`, `gs://`, `az://`) or of HDFS.
 
     For kinds other than `folders` also one file or a pattern.
     """

@@ -152,7 +152,7 @@ def require(tree: PipelineTree, *sections: str) -> None:
             if not uri:
                 raise UsageError(
                     f"config key {key} is not set",
-                    "expected a local path, s3://bucket/prefix or hdfs://host:port/path",
+                    "expected a local path, or a URI (s3://bucket/prefix, gs://, az://, hdfs://)",
                     f"add it under [{key.removesuffix('.uri')}], or give --set {key}=...",
                 )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "tests")
+PACKAGES = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "scripts", "benchmarks", "tests")
 COSTS = ROOT / "tests" / "costs.json"
 """Processor seconds of each test file by tier, of the last run with `--write-costs`."""
 UNMEASURED_SECONDS = 10.0

@@ -59,7 +59,7 @@ def graph() -> None:
     """Read once for all tests of this file: nobody's cost."""
     module_circles()
     type_circles()
-    tests_of_strategies()
+    files_that_test_strategies()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,7 +143,7 @@ def test_nothing_unpickles():
 
 
 @cache
-def tests_of_strategies() -> dict[str, ast.Module]:
+def files_that_test_strategies() -> dict[str, ast.Module]:
     """The test files that name the registries, or some of their entries."""
     texts = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
@@ -158,7 +158,7 @@ def tests_of_strategies() -> dict[str, ast.Module]:
 def test_strategies_and_launchers_are_multiplied_in_the_array_alone():
     """Who adds a strategy adds a row to tests/train/test_array.py, never an axis: products are for `make test-all`."""
     wrong = []
-    for file, tree in tests_of_strategies().items():
+    for file, tree in files_that_test_strategies().items():
         for node in tree.body:
             marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
             axes = [mark for mark in marks if isinstance(mark, ast.Call) and "parametrize" in ast.unparse(mark.func)]

@@ -35,6 +35,19 @@ def test_the_readme_stays_short():
     assert len(README.splitlines()) <= 150
 
 
+def test_every_place_names_the_same_version():
+    """And what a release adds is there (CONTRIBUTING.md)."""
+    version = shardmill.__version__
+    for file, line in {
+        "pyproject.toml": f'version = "{version}"',
+        "CITATION.cff": f"version: {version}",
+        "uv.lock": f'name = "shardmill"\nversion = "{version}"',
+        "CHANGELOG.md": f"## {version} - 20",
+    }.items():
+        assert f"\n{line}" in (ROOT / file).read_text(encoding="utf-8"), file
+    assert (ROOT / "tests" / "pipeline" / "released" / f"{version}.tar.xz").exists()
+
+
 def test_every_module_opens_with_a_sentence_for_the_code_map():
     sentences = {module: first_sentence(module) for module in modules()}
     assert len(sentences) > 300

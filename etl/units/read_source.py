@@ -67,7 +67,7 @@ def check_source(reader: SourceReader, uri: str, probes: tuple[str, ...]) -> Non
         f"host {socket.gethostname()} does not see the source {uri}: "
         + (f"{probes[0]!r} and {len(probes) - 1} other listed files are missing" if probes else "it is missing"),
         "expected the files that the driver listed; nothing was published",
-        "mount it at the same path on every host (or use s3:// or hdfs://), then run the same command again",
+        "mount it at the same path on every host (or use a bucket or hdfs://), then run the same command again",
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from shardmill.calls.results import Finding
 from shardmill.errors import ShardmillError, StorageError
+from shardmill.storage_errors import ACCESS_FIX
 
 
 def failed(subject: str, error: ShardmillError) -> Finding:
-    of_storage = "check the path, its permissions and the AWS_* environment"
-    fix = error.fix or (of_storage if isinstance(error, StorageError) else "")
+    fix = error.fix or (ACCESS_FIX if isinstance(error, StorageError) else "")
     return Finding("fail", subject, found_by(error), fix, is_transient=error.is_worth_retrying)
 
 

@@ -141,7 +141,7 @@ def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[
     uris |= {"models.uri": tree.models.uri} if "train" in applications else {}
     for key, uri in uris.items():
         if uri and scheme_of(uri) == "file":
-            fix = "mount it on all hosts, or use s3:// or hdfs://"
+            fix = "mount it on all hosts, or use a bucket (s3://, gs://, az://) or hdfs://"
             yield Finding("warn", f"{key} on executors", f"executors on other hosts need access to {uri}", fix)
 
 

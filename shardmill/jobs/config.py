@@ -156,14 +156,14 @@ class DatasetConfig(Section):
     """Location of the committed dataset."""
 
     uri: str = ""
-    """Root of the dataset: a local path, `s3://bucket/prefix` or `hdfs://host:port/path`."""
+    """Root of the dataset: a local path, or a URI of a bucket (`s3://`, `gs://`, `az://`) or of HDFS."""
 
 
 class ModelsConfig(Section):
     """Location of checkpoints, exports and the current model."""
 
     uri: str = ""
-    """Root of the models: a local path, `s3://bucket/prefix` or `hdfs://host:port/path`."""
+    """Root of the models: a local path, or a URI of a bucket (`s3://`, `gs://`, `az://`) or of HDFS."""
 
 
 class SparkApplicationConfig(Section):
@@ -198,7 +198,9 @@ def require_uri(name: str, uri: str) -> str:
     """`uri` itself, the value of the config key `name`. Raises UsageError if it is empty."""
     if not uri:
         raise UsageError(
-            f"{name} is not set", "expected a local path, s3://bucket/prefix or hdfs://host:port/path", f"set {name}"
+            f"{name} is not set",
+            "expected a local path, or a URI (s3://bucket/prefix, gs://, az://, hdfs://)",
+            f"set {name}",
         )
     return uri
 

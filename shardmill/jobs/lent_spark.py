@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import cache
 from typing import Any
@@ -82,7 +82,7 @@ class LentSpark:
                 if "work" in header:
                     self._run(header["job"], _unpacked(header, body))
                 elif "asks_slots" in header:
-                    self._line.send({"slots": self.tasks.num_slots()})
+                    self._line.send(_answer("slots", self.tasks.num_slots))
 
     def _run(self, number: int, tasks: Tasks) -> None:
         job = self.tasks.start(tasks)
@@ -93,13 +93,17 @@ class LentSpark:
                 if self._line.poll(0):
                     self._line.receive()
                     job.cancel()
-            answer = {"rows": job.result()}
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the command has ended
             job.cancel()
             raise
-        except Exception as error:  # the command says what it means
-            answer = {"failure": str(error)}
-        self._line.send({"job": number, **answer})
+        self._line.send({"job": number, **_answer("rows", job.result)})
+
+
+def _answer(name: str, ask: Callable[[], object]) -> dict[str, Any]:
+    try:
+        return {name: ask()}
+    except Exception as error:  # the command says what it means
+        return {"failure": str(error)}
 
 
 def _tasks_of_session(session: Any) -> SparkTasks:
@@ -134,9 +138,9 @@ class _LentTasks(SparkTasks):
 
     def num_slots(self) -> int | None:
         self._line.send({"asks_slots": True})
-        while "slots" not in (header := self._line.receive()[0]):
-            pass  # of a job that was cancelled
-        return header["slots"]
+        while "job" in (header := self._line.receive()[0]):
+            pass  # of one that was cancelled
+        return _value(header, "slots")
 
     def start(self, tasks: Tasks) -> Job:
         number = next(self._numbers)
@@ -167,9 +171,13 @@ class _LentJob:
     def result(self) -> Sequence[Row]:
         while not self.wait(None):
             pass
-        if "failure" in self._last:
-            raise SparkJobFailed(self._last["failure"])
-        return [tuple(row) for row in self._last["rows"]]
+        return [tuple(row) for row in _value(self._last, "rows")]
+
+
+def _value(answer: dict[str, Any], name: str) -> Any:
+    if "failure" in answer:
+        raise SparkJobFailed(answer["failure"])
+    return answer[name]
 
 
 def _packed(tasks: Tasks) -> tuple[dict[str, Any], bytes]:

@@ -45,7 +45,7 @@ def check_nonce(nonce: Nonce) -> None:
     raise UsageError(
         f"host {socket.gethostname()} does not share {nonce.uri} with the driver: {problem}",
         "expected storage that the driver and every host of the job can read and write",
-        "use s3:// or hdfs://, or a file system that is mounted at the same path on every host",
+        "use a bucket (s3://, gs://, az://), hdfs://, or a file system that is mounted at the same path on every host",
     )
 
 

@@ -40,7 +40,7 @@ class ConnectTasks(SparkTasks):
         session, tag, num_done = self._session, f"shardmill-{uuid.uuid4().hex}", [0]
 
         def follow(stages: Iterable[Any] | None = None, **_: object) -> None:
-            # It hears of the caller's other jobs, too: then results are looked for once more than they come.
+            # Spark reports the caller's other jobs, too; that only makes us look for results more often.
             num_done[0] = sum(stage.num_completed_tasks for stage in stages or ())
 
         def run() -> Sequence[Row]:

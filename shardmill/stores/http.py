@@ -81,7 +81,7 @@ class HttpStore(ReadOnlyStore):
         raise CannotList(
             f"{self.uri}/{prefix}".rstrip("/") + " cannot be listed: a web server can only be asked for files by name",
             "expected a committed dataset, one container file or a pattern without *, or a table that names each image",
-            "copy the folder to a local path, s3:// or hdfs://; or name its images with source.kind = 'table'",
+            "copy the folder to a local path, a bucket or hdfs://; or name its images with source.kind = 'table'",
         )
 
     def _url(self, path: str) -> str:

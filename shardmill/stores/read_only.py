@@ -42,5 +42,5 @@ class ReadOnlyStore:
         raise StorageError(
             f"cannot write {self.uri}/{path}: {scheme}:// is read only",
             "expected a store with conditional writes; without them nothing can be committed",
-            "read from here, and put dataset, models and work directory on a local path, s3:// or hdfs://",
+            "read from here, and put dataset, models and work directory on a local path, s3://, gs://, az:// or hdfs://",
         )

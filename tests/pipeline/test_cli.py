@@ -79,7 +79,7 @@ def config(tmp_path: Path, dataset: str) -> Path:
         ),
         (
             ["etl", "only-dataset.toml"],
-            "config key source.uri is not set; expected a local path, s3://bucket/prefix or hdfs://host:port/path",
+            "config key source.uri is not set; expected a local path, or a URI (s3://bucket/prefix, gs://, az://, hdfs://)",
         ),
         (
             ["run", ".", "--epochs", "3"],

@@ -33,7 +33,7 @@ from tests.lab.datasets import build_here, make_dataset, read_all, write_images
 from tests.services.fault_proxy import Fault, in_turn, proxying
 from tests.services.web import serving
 
-# tests/shardmill/test_storage.py has those.
+# They have tests of their own below.
 READ_ONLY = ("http", "fsspec")
 _MARKS = {"s3": pytest.mark.starts("server"), **dict.fromkeys(("gs", "az", "hdfs"), pytest.mark.drill)}
 

@@ -197,7 +197,7 @@ def check_shared_storage(task: WorkerTask) -> None:
         raise UsageError(
             f"host {socket.gethostname()} does not see the driver's dataset {task.dataset.uri}: {error.what}",
             "expected storage that every host of the job can read",
-            "set dataset.uri to s3:// or hdfs://, or to a path that is mounted, or copied, on every host",
+            "set dataset.uri to s3://, gs://, az:// or hdfs://, or to a path that is mounted, or copied, on every host",
         ) from error
 
 
