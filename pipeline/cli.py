@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from pipeline.output.ending import run_app
 from shardmill.registry import Entry, Registry
+from shardmill.version import __version__
 
 COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
     "command",
@@ -137,9 +138,7 @@ Version = Annotated[bool, typer.Option("--version", help="Print the version.", i
 def top(version: Version = False) -> None:
     """Options before a command: only --version."""
     if version:
-        from importlib import metadata
-
-        sys.stdout.write(f"shardmill {metadata.version('shardmill')}\n")
+        sys.stdout.write(f"shardmill {__version__}\n")
         raise typer.Exit
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shardmill.images.process import process_image
     from shardmill.loader.dataset import open_dataset
     from shardmill.values import Batch, Cursor
+    from shardmill.version import __version__ as __version__
 
 _HOMES = {
     "AugmentOptions": "augment.options",
@@ -60,6 +61,7 @@ _HOMES = {
     "PromotionResult": "calls.results",
     "RunResult": "calls.run_result",
     "ShardmillError": "errors",
+    "__version__": "version",
     "check_source": "calls.commands",
     "compact": "calls.commands",
     "doctor": "calls.commands",
@@ -118,7 +120,6 @@ __all__ = [
     "train",
     "verify_dataset",
 ]
-__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardmill.jobs.metrics import METRICS, Metric, Metrics
 from shardmill.jobs.observer import FieldValue
 from shardmill.registry import install_hint
+from shardmill.version import __version__
 
 if TYPE_CHECKING:
     import prometheus_client
@@ -156,7 +157,8 @@ class OtlpExport:
         self._logger, self._handler = logging.getLogger("opentelemetry"), _Heard(self._fail)
         self._logger.addHandler(self._handler)
         # What the environment says of this process precedes.
-        own = Resource.create({"service.name": "shardmill", "service.instance.id": run_id})
+        who = {"service.name": "shardmill", "service.version": __version__, "service.instance.id": run_id}
+        own = Resource.create(who)
         resource = own.merge(OTELResourceDetector().detect())
         self._exporter = OTLPMetricExporter()
         reader = PeriodicExportingMetricReader(self._exporter)

@@ -25,6 +25,7 @@ from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
+from shardmill.version import __version__
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
@@ -150,6 +151,7 @@ def write_summary(workdir: str | Path, run_id: str, state: RunState, sections: S
     records = read_stage_records(workdir, run_id, skip_damaged=True)
     summary: dict[str, Any] = {
         "run_id": run_id,
+        "shardmill_version": __version__,
         "status": state.status,
         "exit_code": state.exit_code,
         "error": redacted_text(state.error) or None,

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from etl.job import BuildOutcome, build_dataset, stage_record
 from scripts.docs_site.markdown import table
+from shardmill import __version__
 from shardmill.dataset.index import read_shards
 from shardmill.errors import StorageError
 from shardmill.jobs import metric_exports
@@ -151,8 +152,8 @@ def test_a_run_in_the_file_and_at_a_collector(tmp_path: Path, monkeypatch: pytes
             of_ranks(RunLog(record), StragglerWatch(record.event, "", 0.0))
         found = in_file(file)
         assert receiver.samples() == pytest.approx(found)
-    attributes = {"service.name": "shardmill", "service.instance.id": "r1", "deployment.environment.name": "lab"}
-    assert attributes.items() <= receiver.resource.items()
+    attributes = {"service.name": "shardmill", "service.version": __version__, "service.instance.id": "r1"}
+    assert (attributes | {"deployment.environment.name": "lab"}).items() <= receiver.resource.items()
     assert [path.name for path in file.parent.iterdir()] == ["shardmill.prom"]
 
     def value(name: str, samples: Samples = found, **labels: str) -> float:
