@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
-from shardmill.jobs.process import Terminated, was_signalled
+from shardmill.jobs.process import asked_to_end, was_signalled
 from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
 from shardmill.words import counted
@@ -73,8 +73,8 @@ def launch_until_done(
                     repeated.add_note(note)
                 raise repeated from lost
             if was_signalled():
-                # SIGTERM may have come when the ranks were leaving already.
-                raise Terminated("terminated by SIGTERM; the ranks had ended already") from lost
+                # A signal may have come when the ranks were leaving already.
+                raise asked_to_end("the ranks had ended already") from lost
             if len(restarts) == plan.config.max_restarts:
                 raise
             try:

@@ -228,6 +228,7 @@ SENTENCES = {
     "train.building": "train: checking that {model} builds for images of {images} and {labels}",
     "train.plan": "train: {short}",
     "train.profile": "train: recording a profile in {path}; steps: {steps}",
+    "train.stopping": "train: {reason}; stopping after this step, with a checkpoint (a second signal ends it at once)",
     "train.early_stop": "train: stopping early after epoch {epoch}",
 }
 

@@ -41,16 +41,26 @@ UTF8_MODE = {"PYTHONUTF8": "1"}
 # Who started several processes as one job asks each of them to end, and maybe their group too.
 ONE_REQUEST_SECONDS = 2.0
 
-_received: list[BaseException] = []
+_received: list[Terminated] = []
 
 
 class Terminated(BaseException):
     """SIGTERM: a scheduler wants this process to end."""
 
     exit_code = 143
+    cause = "terminated by SIGTERM"
 
-    def __init__(self, what: str = "terminated by SIGTERM; no partial result is visible") -> None:
-        super().__init__(what)
+    def __init__(self, how_far: str = "") -> None:
+        """`how_far` the work came, and what is kept of it; empty if it was ended at once."""
+        self.how_far = how_far
+        super().__init__("; ".join(filter(None, (self.cause, how_far))))
+
+
+class Interrupted(Terminated, KeyboardInterrupt):
+    """Ctrl-C: a person wants it."""
+
+    exit_code = 130
+    cause = "interrupted by Ctrl-C"
 
 
 def start_in_utf8() -> None:
@@ -77,7 +87,7 @@ def start_in_utf8() -> None:
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether SIGTERM has come while work was done that ends itself in good order."""
+    """Whether a signal has come while work was done that ends itself in good order."""
 
     patience_seconds: float
     is_made: bool = False
@@ -117,9 +127,9 @@ _signals = _Signals()
 
 @contextmanager
 def stopping_in_order(patience_seconds: float) -> Iterator[StopRequest]:
-    """Inside, the first SIGTERM only makes the request, which the work looks at; it then ends by raising `Terminated`.
+    """Inside, the first signal only makes the request, which the work looks at; it then ends by raising `Terminated`.
 
-    A second SIGTERM, or `patience_seconds` after the first, ends the work at once, as outside.
+    A second signal, or `patience_seconds` after the first, ends the work at once, as outside.
     """
     request = StopRequest(patience_seconds)
     _stop_requests.append(request)
@@ -130,7 +140,12 @@ def stopping_in_order(patience_seconds: float) -> Iterator[StopRequest]:
         if request.is_made:
             signal.setitimer(signal.ITIMER_REAL, 0)
     if request.is_made:
-        raise Terminated("terminated by SIGTERM; the current operation was finished")
+        raise asked_to_end("the current operation was finished")
+
+
+def asked_to_end(how_far: str = "") -> Terminated:
+    """What ends this process after the first signal that it got, as SIGTERM if another process of the job got one."""
+    return type(_received[0])(how_far) if _received else Terminated(how_far)
 
 
 @contextmanager
@@ -165,10 +180,10 @@ def was_signalled() -> bool:
 
 
 def raise_on_signals() -> None:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `cause_of_end` knows of both."""
+    """Let SIGTERM and Ctrl-C unwind the stack, so that nothing is left half-done; `cause_of_end` knows of both."""
 
-    def terminate(signal_number: int, frame: FrameType | None) -> None:
-        _received.append(Terminated())
+    def end(signal_number: int, frame: FrameType | None) -> None:
+        _received.append(Interrupted() if signal_number == signal.SIGINT else Terminated())
         request = _stop_requests[-1] if _stop_requests else None
         if signal_number == signal.SIGTERM and _signals.adds_nothing():
             return
@@ -176,18 +191,14 @@ def raise_on_signals() -> None:
             raise _received[0]
         request.make()
 
-    def interrupt(signal_number: int, frame: FrameType | None) -> None:
-        _received.append(KeyboardInterrupt())
-        raise _received[0]
-
     if threading.current_thread() is threading.main_thread():
         _received.clear()
         _signals.first_seconds = None
-        signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGALRM, terminate)
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGALRM, end)
         # A process that was started with Ctrl-C ignored (in the background, by nohup) continues to ignore it.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGINT, end)
 
 
 def cause_of_end(error: BaseException) -> BaseException:
@@ -361,12 +372,10 @@ def report_error(error: BaseException, *, debug: bool, committed: str = "") -> i
 def error_line(error: BaseException, committed: str = "") -> str:
     """Why a command ends, in one line for people."""
     error = cause_of_end(error)
-    if isinstance(error, KeyboardInterrupt):
-        visible = f"{committed} is committed" if committed else "no partial result is visible"
-        line = f"interrupted; {_how_to_go_on(f'{visible}; ')}"
-    elif isinstance(error, Terminated):
-        said = str(error).replace("no partial result is visible", f"{committed} is committed") if committed else error
-        line = f"{said}; {_how_to_go_on()}"
+    if isinstance(error, (KeyboardInterrupt, Terminated)):
+        ended = error if isinstance(error, Terminated) else Interrupted()
+        kept = f"{committed} is committed" if committed else "what is finished is kept"
+        line = f"{ended.cause}; {_how_to_go_on(ended.how_far or kept)}"
     elif isinstance(error, ShardmillError):
         line = str(error)
     elif isinstance(error, ModuleNotFoundError) and (hiding := _hiding_file(error)):
@@ -378,12 +387,12 @@ def error_line(error: BaseException, committed: str = "") -> str:
     return redacted_text(printable(" ".join(line.split())))
 
 
-def _how_to_go_on(visible: str = "") -> str:
+def _how_to_go_on(how_far: str) -> str:
     command, is_stored = sys.argv[1:2], any(each.partition("=")[0] == "--out" for each in sys.argv)
     if command and (command[0] in _READING or (command[0] == "predict" and not is_stored)):
         return "nothing was changed; run the same command again"
     # A fresh training is another one each time, but for a run that is named.
-    return visible + _CONTINUE.format(but=", without --fresh" if "--fresh" in sys.argv else "")
+    return f"{how_far}; {_CONTINUE.format(but=', without --fresh' if '--fresh' in sys.argv else '')}"
 
 
 def _hiding_file(error: ModuleNotFoundError) -> str:

@@ -155,7 +155,7 @@ def test_sigterm_leaves_nothing_half_visible_either(photos: Path, tmp_path: Path
 def test_ctrl_c_names_the_version_that_the_run_has_committed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     uri = make_dataset(tmp_path)
     run_id = open_dataset(uri).manifest.run_id
-    for committed_by, said in ((run_id, f"{uri}@1 by run {run_id} is committed"), ("other", "no partial result")):
+    for committed_by, said in ((run_id, f"{uri}@1 by run {run_id} is committed"), ("other", "what is finished")):
         record = RunRecord(str(tmp_path / "work"), committed_by)
         record.store.put(f"{record.folder}/config.toml", f'[dataset]\nuri = "{uri}"\n'.encode())
         common = Common((), str(tmp_path / "work"), committed_by, is_run_named=True, json=True, debug=False)

@@ -263,14 +263,13 @@ def test_a_training_stops_behind_a_checkpoint_with_all_ranks(tmp_path):
     session = session_of(tmp_path, epochs=3)
     stopped = stop(session, at(7), "")
     [found] = complete_checkpoints(session.checkpoints.store, "t")
-    assert (
-        str(stopped) == f"terminated by SIGTERM before step 3/5 of epoch 2/3 (after 7 steps); checkpoint {found.path}"
-    )
+    where = "before step 3/5 of epoch 2/3 (after 7 steps)"
+    assert str(stopped) == f"terminated by SIGTERM; stopped {where}; checkpoint {found.path}"
     assert session.member.calls == [("barrier",), ("close",)]
     fresh = session_of(tmp_path, training_dir="fresh", epochs=3)
     assert str(stop(fresh, at(0), "")).endswith("before step 1/5 of epoch 1/3 (after 0 steps); nothing was trained yet")
     fresh.checkpoints.store.full_for = frozenset({WEIGHTS})
-    assert str(stop(fresh, at(1), "")).partition("; ")[2].startswith("no room")
+    assert str(stop(fresh, at(1), "")).split("; ")[2].startswith("no room")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.process import Terminated
+from shardmill.jobs.process import Terminated, error_line
 from shardmill.stores import open_store
 from shardmill.values import Cursor, DatasetPin
 from tests.lab.scale import exhaustive
@@ -55,28 +56,30 @@ SHORT = {"epochs": 2, "global_batch_size": 6, "num_streams": 6, "checkpoint_ever
 
 @dataclass
 class Stopping(DriverRecorder):
-    """Sends SIGTERM to its own process when it is told of global step `at_step`."""
+    """Sends a signal to its own process when it is told of global step `at_step`."""
 
     at_step: int = -1
+    number: signal.Signals = signal.SIGTERM
 
     def step(self, step: GlobalStep) -> None:
         super().step(step)
         if step.epoch * step.num_steps + step.step == self.at_step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
 
 
 def trained_here(
-    train: dict[str, object], pin: DatasetPin, models: Path, at_step: int = -1
+    train: dict[str, object], pin: DatasetPin, models: Path, at_step: int = -1, number: signal.Signals = signal.SIGTERM
 ) -> tuple[list[list[str]], str]:
     """-> what each step took, and the last weights, or what the driver said when it had stopped."""
     config = resolve(TrainConfig.model_validate(train), SparkConfig()).config
     task = WorkerTask(config, pin, str(models), "trainings/test", source_sha256(config.model))
-    watcher = Stopping(at_step=at_step)
+    watcher = Stopping(at_step=at_step, number=number)
     with forked_ranks(config.backend), hearing_signals():
         try:
             last = LAUNCHERS[config.launcher].launch(task, SparkConfig(), watcher).weights_sha256
         except Terminated as stopped:
-            last = str(stopped)
+            last = error_line(stopped)
+            assert watcher.named("stopping")
     return [list(ids) for _, ids in sorted(watcher.sample_ids.items())], last
 
 
@@ -89,20 +92,22 @@ def assert_stopped_in_order(first_ids: list[list[str]], said: str, models: Path)
 
 @pytest.mark.starts("ranks")
 @pytest.mark.parametrize(
-    ("launcher", "strategy", "world_size", "model"),
+    ("number", "launcher", "strategy", "world_size", "model"),
     [
-        ("inline", "single", 1, f"{MODELS}:stateful"),
-        ("local", "torch_ddp", 2, TORCH),
-        exhaustive("local", "horovod", 3, f"{MODELS}:stateful"),
+        (signal.SIGINT, "inline", "single", 1, f"{MODELS}:stateful"),
+        (signal.SIGTERM, "local", "torch_ddp", 2, TORCH),
+        exhaustive(signal.SIGINT, "local", "horovod", 3, f"{MODELS}:stateful"),
     ],
 )
-def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(
-    tiny_uri, tmp_path, launcher, strategy, world_size, model
+def test_a_signal_stops_all_ranks_before_one_step_and_the_end_is_the_same(
+    tiny_uri, tmp_path, number, launcher, strategy, world_size, model
 ):
     train = {"launcher": launcher, "strategy": strategy, "num_workers": world_size, "model": model, **SHORT}
     pin, at_step = open_dataset(tiny_uri).pin, random.randrange(10)
     print("at step", at_step)
-    first_ids, said = trained_here(train, pin, tmp_path / "stopped", at_step)
+    first_ids, said = trained_here(train, pin, tmp_path / "stopped", at_step, number)
+    cause = "interrupted by Ctrl-C" if number == signal.SIGINT else "terminated by SIGTERM"
+    assert re.match(f"{cause}; stopped before step .*run the same command again", said), said
     assert_stopped_in_order(first_ids, said, tmp_path / "stopped")
     # No step is done twice and none is left out; it ends as if nothing had happened.
     second_ids, second_weights = trained_here(train, pin, tmp_path / "stopped")

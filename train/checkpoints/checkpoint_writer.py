@@ -90,7 +90,7 @@ class CheckpointWriter:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """A training that failed gives what it has begun a short time to complete; one that was asked to end, none."""
-        if self._running is not None and error_type not in (KeyboardInterrupt, Terminated):
+        if self._running is not None and not (error_type and issubclass(error_type, (KeyboardInterrupt, Terminated))):
             wait([self._running], GRACE_SECONDS)
 
     def copy_state(self) -> dict[str, list[np.ndarray]]:

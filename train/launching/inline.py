@@ -36,7 +36,7 @@ from train.launching.messages import Hello
 from train.launching.processes import gathered
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.launching.rank_failures import FaultKind, RankFault, error_of, failure_of
-from train.reporting.observer import StepAssembler, TrainObserver
+from train.reporting.observer import StepAssembler, TrainObserver, report_stopping
 
 TICK_SECONDS = 0.2
 # For the exception to end what the main thread does; native code may not let it.
@@ -175,7 +175,7 @@ def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError and
-    for a rank that hangs; Terminated when SIGTERM has come and the training has stopped."""
+    for a rank that hangs; Terminated when a signal has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
     with gathered(observer) as recorded:
         return _train_here(task, recorded, worker)
@@ -187,9 +187,15 @@ def _train_here(task: WorkerTask, observer: TrainObserver, worker: str) -> Train
     reporter = ObserverReporter(observer, watch)
     try:
         with stopping_in_order(config.watch.stop_timeout_seconds) as request, ExitStack() as stack:
+
+            def may_begin(global_step: int) -> bool:
+                if request.is_made:
+                    report_stopping(observer)
+                return not request.is_made
+
             for name, value in device_environment(place, config).items():
                 stack.enter_context(environment_variable(name, value))
-            world = World(may_begin=lambda global_step: not request.is_made)
+            world = World(may_begin=may_begin)
             world = replace(world, placement=agree_on_devices(place, config, world.exchange, reporter))
             with watching(watch):
                 return load_worker(worker)(task, world, reporter)

@@ -129,7 +129,7 @@ def _outcome(work: Callable[[], TrainResult], task: WorkerTask) -> Finished | St
     try:
         return Finished(work())
     except Terminated as stopped:
-        return Stopped(str(stopped))
+        return Stopped(stopped.how_far)
     except BaseException as error:
         # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
         return failure_of(error, STRATEGIES[task.config.strategy].secondary_error)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
-from shardmill.jobs.process import Terminated, stopping_in_order
+from shardmill.jobs.process import asked_to_end, stopping_in_order
 from shardmill.values import Cursor
 from train.contracts.task import WorkerTask
 from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT, TrainResult, to_json
@@ -54,7 +54,7 @@ from train.launching.messages import (
     Welcome,
 )
 from train.launching.rank_failures import FaultKind, RankFault, error_of_all, is_cause_known, merged, root_cause
-from train.reporting.observer import StepAssembler, TrainObserver
+from train.reporting.observer import StepAssembler, TrainObserver, report_stopping
 from train.strategies import STRATEGIES
 
 # Those that are still there when the others have finished have this long to leave too.
@@ -210,7 +210,7 @@ class Watchdog:
         """Serve the ranks until all have finished; rank 0's result.
 
         Raises the first failing rank's own error: its class if that is a ShardmillError, TrainingError otherwise;
-        Terminated, when SIGTERM has come and all ranks have stopped at the same step.
+        Terminated, when a signal has come and all ranks have stopped at the same step.
         """
         with stopping_in_order(self._task.config.watch.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
@@ -238,7 +238,7 @@ class Watchdog:
                 self.abort()
             stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
             if stopped:
-                raise Terminated(stopped[0].what)
+                raise asked_to_end(stopped[0].what)
         self._receive_last_output()
         result = self._ranks[0].result
         assert result is not None
@@ -276,7 +276,7 @@ class Watchdog:
         """Ask all ranks to stop, and tell them after which step when all have answered."""
         if not self._stop.is_asked:
             self._stop.is_asked = True
-            self._observer.event("stopping", {"rank": 0, "reason": "SIGTERM"})
+            report_stopping(self._observer)
             self._listener.send_to_all(Hold())
         # One that is away may never answer; when it wakes, it finds both messages in its connection.
         answering = [rank for rank in self._loops if not rank.is_done and not self._lost_ranks.is_away(rank.number)]

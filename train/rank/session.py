@@ -22,7 +22,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.errors import IntegrityError, StorageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
-from shardmill.jobs.process import Terminated
+from shardmill.jobs.process import Terminated, asked_to_end
 from shardmill.loader.reader import ReaderSeconds
 from shardmill.loader.row_source import RowSource
 from shardmill.values import Batch
@@ -218,7 +218,7 @@ def save_last(session: Session, progress: Progress, last_checkpoint: str) -> tup
 
 
 def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminated:
-    """SIGTERM has come: all ranks are before the same step, write a checkpoint there and leave. -> what to raise.
+    """A signal has come: all ranks are before the same step, write a checkpoint there and leave. -> what to raise.
 
     `last_checkpoint`: that of this very moment, if one was begun already.
     """
@@ -232,7 +232,7 @@ def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminat
     # Counted from 1, as progress is shown.
     step, epoch = f"{cursor.step + 1}/{session.epochs.num_steps}", f"{cursor.epoch + 1}/{session.task.config.epochs}"
     where = f"before step {step} of epoch {epoch} (after {session.global_step(progress)} steps)"
-    return Terminated(f"terminated by SIGTERM {where}; {how}")
+    return asked_to_end(f"stopped {where}; {how}")
 
 
 def _completed(session: Session, progress: Progress, last_checkpoint: str) -> tuple[Progress, str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardmill.jobs.observer import FieldValue, Observer
+from shardmill.jobs.process import asked_to_end
 from train.contracts.values import StepReport
 
 
@@ -31,6 +32,11 @@ class TrainObserver(Observer, Protocol):
     def step(self, step: GlobalStep) -> None:
         """All ranks have done this step; steps come in order."""
         ...
+
+
+def report_stopping(observer: TrainObserver) -> None:
+    """A signal has come, and the ranks finish their step."""
+    observer.event("stopping", {"rank": 0, "reason": asked_to_end().cause})
 
 
 class StepAssembler:

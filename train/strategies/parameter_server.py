@@ -401,9 +401,9 @@ class PlannedSteps:
     def __enter__(self) -> PlannedSteps:
         return self
 
-    def __exit__(self, error_type: object, *_: object) -> None:
-        # The epoch's end, or SIGTERM: nothing is on its way.
-        if error_type in (None, Terminated):
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        # The epoch's end, or a signal: nothing is on its way.
+        if error_type is None or issubclass(error_type, Terminated):
             self._chief.report_repeats(self._cursor.epoch)
 
     def __iter__(self) -> Iterator[Batch]:
