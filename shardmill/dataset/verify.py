@@ -5,6 +5,7 @@ segments and ledger against each other, and (with `deep`) those that need every 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from shardmill.checksummed import RESTORE, require, verify_file
 from shardmill.dataset.chunks import with_fetchers
-from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.dataset import Dataset, open_dataset
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import Layout, shard_file
 from shardmill.dataset.ledger import ledger_digest, read_rejections
@@ -68,13 +69,23 @@ class VerifyReport(Result):
     def problems(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.problem)
 
+    @property
+    def ok(self) -> bool:
+        """Whether every rule holds."""
+        return not self.problems
+
+    def shown_rows(self) -> Rows:
+        head = ("ok" if self.ok else "FAILED", f"{self.uri}@{self.version}")
+        broken = ("broken rules", f"{len(self.problems)} of {len(self.checks)}")
+        return [head, broken, ("deep", "yes" if self.deep else "no")]
+
     def document(self) -> dict[str, Any]:
         checks = [
             {"rule": each.rule, "ok": not each.problem, "detail": each.detail, "problem": each.problem}
             for each in self.checks
         ]
         return {
-            "uri": self.uri, "version": self.version, "deep": self.deep, "ok": not self.problems, "checks": checks
+            "uri": self.uri, "version": self.version, "deep": self.deep, "ok": self.ok, "checks": checks
         }  # fmt: skip
 
     def table(self) -> Rows:
@@ -95,12 +106,17 @@ class VerifyReport(Result):
 
 
 def verify_dataset(
-    dataset: Dataset, *, deep: bool = False, on_shard: Callable[[int, int], None] | None = None
+    dataset: Dataset | str | os.PathLike[str],
+    *,
+    deep: bool = False,
+    on_shard: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check every rule and report each. `deep` re-reads every byte of every shard.
+    """Check every rule of an opened dataset, or of `URI` or `URI@N`, and report each. `deep` re-reads every byte.
 
-    `on_shard` is called with (shards done, all shards). Opening `dataset` has checked the manifest's own rules.
+    `on_shard` is called with (shards done, all shards). Opening the dataset has checked the manifest's own rules.
     """
+    if not isinstance(dataset, Dataset):
+        dataset = open_dataset(os.fspath(dataset))
     rules = RecordRules(dataset)
     checks: list[tuple[str, Callable[[], str]]] = [
         ("the manifest is whole, canonical and of a known schema", rules.manifest),

@@ -48,7 +48,9 @@ _NUM_FLIPS = usually(20, 500)
 
 def test_a_whole_dataset_passes_every_rule(whole: Path):
     report = verify_dataset(open_dataset(str(whole)), deep=True)
-    assert not report.problems and len(report.checks) == 15
+    assert report.ok and len(report.checks) == 15
+    assert verify_dataset(whole, deep=True) == verify_dataset(f"{whole}@1", deep=True) == report
+    assert repr(report) == f"<VerifyReport: ok {whole}@1, broken rules 0 of 15, deep yes>"
     assert {read_all(whole, format_name) for format_name in SHARD_FORMATS} == {60}
 
 
