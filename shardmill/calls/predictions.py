@@ -52,6 +52,9 @@ class Predictions(Result):
 
     def to_pandas(self, columns: Collection[str] | None = None) -> pd.DataFrame:
         """`to_arrow` as a DataFrame."""
+        from shardmill.loader.metadata import require_pandas
+
+        require_pandas("predictions.to_arrow")
         return self.to_arrow(columns).to_pandas()
 
     def embeddings(self) -> np.ndarray:

@@ -24,7 +24,7 @@ from shardmill.loader.annotations import check_annotations, delivered
 from shardmill.loader.batch import BatchDevice, InMemory, as_arrays
 from shardmill.loader.jax import DevicePlacement
 from shardmill.loader.loader import Loader, whole_number
-from shardmill.loader.metadata import check_names, read_metadata
+from shardmill.loader.metadata import check_names, read_metadata, require_pandas
 from shardmill.loader.pictures import contact_sheet
 from shardmill.loader.ranks import Ranks, find_ranks
 from shardmill.loader.row_source import ReaderOptions, RowOptions
@@ -271,12 +271,7 @@ class LoadableDataset(Dataset):
 
     def to_pandas(self, split: str, columns: Collection[str] | None = None, *, images: bool = False) -> pd.DataFrame:
         """`metadata` as a DataFrame; with `images` also the column `image`: arrays (H, W, C), all in memory."""
-        try:
-            import pandas  # noqa: F401
-        except ImportError:
-            raise UsageError(
-                "to_pandas needs pandas", "not installed here", "`pip install pandas`, or use dataset.metadata"
-            ) from None
+        require_pandas("dataset.metadata")
         frame = self.metadata(split, columns).to_pandas()
         if images:
             frame["image"] = [sample.image_HWC for sample in self.samples(split)]

@@ -21,6 +21,15 @@ CLASS = "class_name"
 _INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", *LOOK_COLUMNS, "extra", "listed_extra", LABEL}
 
 
+def require_pandas(instead: str) -> None:
+    """Raises UsageError if it is not installed: no extra has it."""
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        fix = f"`pip install pandas`, or use {instead}"
+        raise UsageError("to_pandas needs pandas", "not installed here", fix) from None
+
+
 def metadata_columns(schema: RowSchema) -> tuple[str, ...]:
     """The names of the columns of `read_metadata`. An extra column hides one of ours of the same name."""
     own = [name for name in rows_schema(schema).names if name not in _INTERNAL]

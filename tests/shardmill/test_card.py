@@ -22,6 +22,7 @@ from PIL import Image
 import shardmill
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
+from shardmill.calls.predictions import Predictions
 from shardmill.dataset.card import CARD, put_card, refresh_card
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ledger import RejectionLog, ledger_digest, read_rejections, write_ledger
@@ -303,6 +304,8 @@ def test_without_pandas_its_command_is_named(dataset, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match="to_pandas needs pandas.*`pip install pandas`, or use dataset.metadata"):
         dataset.to_pandas("train")
+    with pytest.raises(UsageError, match="to_pandas needs pandas.*`pip install pandas`, or use predictions.to_arrow"):
+        Predictions("r", dataset, 60, 1.0, is_new=True).to_pandas()
 
 
 def test_a_contact_sheet_shows_samples_from_all_over_the_split(dataset):
