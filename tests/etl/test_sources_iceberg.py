@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,6 +80,7 @@ def as_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog `local`, as users set it."""
     monkeypatch.setenv("PYICEBERG_CATALOG__LOCAL__URI", f"sqlite:///{tmp_path}/catalog.db")
     monkeypatch.setenv("PYICEBERG_CATALOG__LOCAL__WAREHOUSE", f"file://{tmp_path}")
+    monkeypatch.setenv("PYICEBERG_CATALOG__EMPTY__URI", "sqlite:////no/such/folder/catalog.db")
     # The library has read its settings when it was imported.
     monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
 
@@ -252,11 +254,16 @@ def test_tables_that_are_spread_over_other_places_are_refused(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("as_default")
-def test_a_catalog_that_does_not_know_a_table_is_said_in_one_line(tmp_path: Path):
+def test_what_a_catalog_does_not_find_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path, range(3))
     with pytest.raises(UsageError, match="the catalog local has no table photos.other"):
         list_images(source("iceberg://local/photos.other"))
-    with pytest.raises(StorageError, match="the catalog another cannot be asked for .*pyiceberg's settings"):
-        list_images(source("iceberg://another/photos.train"))
+    with pytest.raises(UsageError, match="no settings of a catalog lcoal; expected one of empty, local; correct"):
+        list_images(source("iceberg://lcoal/photos.train"))
+    with pytest.raises(StorageError, match="the catalog empty cannot be asked for .*`pyiceberg --catalog empty list`"):
+        list_images(source("iceberg://empty/photos.train"))
     with pytest.raises(UsageError, match="expected iceberg://CATALOG/NAMESPACE.TABLE"):
         list_images(source("iceberg://local"))
+    monkeypatch.setitem(sys.modules, "pyiceberg.catalog.sql", None)
+    with pytest.raises(UsageError, match="the catalog local needs a package: .*`pip install 'pyiceberg.sql-sqlite.'`"):
+        list_images(source("iceberg://local/photos.train"))

@@ -216,21 +216,35 @@ def _folder_of(file: str) -> tuple[str, str]:
 
 def _file_in_catalog(uri: str) -> str:
     """The table's current metadata file."""
-    from pyiceberg.catalog import load_catalog
-    from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+    from pyiceberg.catalog import list_catalogs, load_catalog
+    from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError, NotInstalledError
 
     catalog, _, table = uri.removeprefix(_CATALOG).partition("/")
     if not catalog or "." not in table:
         raise UsageError(f"{uri} is no table", f"expected {_CATALOG}CATALOG/NAMESPACE.TABLE", "correct source.uri")
+    # Names of environment variables have no case, and so pyiceberg's names of catalogs have none.
+    known = list_catalogs()
+    if catalog.lower() not in known:
+        raise UsageError(
+            f"pyiceberg has no settings of a catalog {catalog}",
+            f"expected one of {', '.join(sorted(known))}" if known else "there are none of any catalog here",
+            "correct source.uri, .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__URI (docs/sources.md#iceberg)",
+        )
     try:
         return load_catalog(catalog).load_table(table).metadata_location
     except (NoSuchTableError, NoSuchNamespaceError) as error:
         raise UsageError(f"the catalog {catalog} has no table {table}", "", "correct source.uri") from error
+    except (NotInstalledError, ImportError) as error:
+        raise UsageError(
+            f"the catalog {catalog} needs a package: {_first_line(error)}",
+            "not installed here",
+            "install the extra of pyiceberg for this kind of catalog, such as `pip install 'pyiceberg[sql-sqlite]'`",
+        ) from error
     except Exception as error:
         raise StorageError(
             f"the catalog {catalog} cannot be asked for {table}: {_first_line(error)}",
-            "expected pyiceberg's settings of it, in .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__URI",
-            "`pyiceberg --catalog NAME list` tries them (docs/sources.md#iceberg)",
+            "expected an answer at the address in pyiceberg's settings",
+            f"`pyiceberg --catalog {catalog} list` tries them (docs/sources.md#iceberg)",
         ) from error
 
 
