@@ -266,7 +266,7 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
     # From Python the same line is an exception; the applications are there, and without them that is the line.
     call = "import shardmill; shardmill.run('images')"
     for home, said in (
-        (None, "pip install 'shardmill[tensorflow]'"),
+        (None, "pip install 'shardmill[torch]'"),
         ("shardmill/_applications", "holds the library alone; `pip install shard"),
     ):
         if home:

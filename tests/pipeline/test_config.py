@@ -25,7 +25,7 @@ from pipeline.doctor.doctor import Finding, examine
 from pipeline.preflight import FirstSetup, check_store, refuse_what_cannot_work, setting
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError, UsageError
-from shardmill.registry import Entry
+from shardmill.registry import Entry, install_hint
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, files_with_canaries, toml_table, write_config
 from tests.lab.commands import BUILD_HERE, in_process, last_line
 from tests.lab.datasets import make_dataset, write_images
@@ -483,3 +483,12 @@ def test_it_ends_like_the_build_if_too_much_is_rejected(photos: Path, tmp_path: 
     assert checked.returncode == built.returncode == 7
     assert "2 of 63 inputs were rejected; etl.max_reject_fraction allows 0.01" in last_line(checked)
     assert "class_1/empty.png\tempty_file" in checked.stdout
+
+
+def test_without_any_framework_it_is_pytorch_that_is_to_be_installed_and_said_once(monkeypatch, tmp_path):
+    monkeypatch.setattr("train.models.user.find_spec", lambda name: None)
+    monkeypatch.setattr(Entry, "missing_packages", lambda entry: entry.packages)
+    tree = load_pipeline(str(tmp_path), (), str(tmp_path / "work"))
+    with pytest.raises(UsageError) as refused:
+        refuse_what_cannot_work(tree, str(tmp_path / "work"), ("train",))
+    assert str(refused.value) == f"train.model = 'small_cnn' needs torch; not installed here; {install_hint('torch')}"

@@ -83,7 +83,7 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
 )
 
 MODULES: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
-    "train.model of a strategy that divides a module",
+    "train.model",
     {
         "small_cnn": Entry(
             "train.models.small_cnn_torch:small_cnn", "the same model in PyTorch", extra="torch", packages=("torch",)
@@ -92,7 +92,7 @@ MODULES: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
     },
 )
 """Names of `MODELS` that are Keras models, as `nn.Module`s: built if the strategy needs one (`needs_module`), or
-PyTorch alone is installed."""
+TensorFlow is not installed."""
 
 BUILD_FOR_ANY_IMAGE = frozenset({"small_cnn", "vit", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"})
 """Models that build for any image size and number of outputs; other models are built as a check before the ETL."""

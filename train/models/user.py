@@ -226,8 +226,8 @@ def models_of(config: TrainConfig) -> Registry[Any]:
     """The registry whose entry `train.model` is built: a Keras model of ours may have a twin that is a module."""
     if config.model not in MODULES or config.backend == "keras":
         return MODELS
-    has_torch_alone = find_spec("tensorflow") is None and find_spec("torch") is not None
-    return MODULES if config.needs_module or has_torch_alone else MODELS
+    # With neither framework it is PyTorch that is to be installed.
+    return MODULES if config.needs_module or find_spec("tensorflow") is None else MODELS
 
 
 def no_module(config: TrainConfig) -> UsageError:

@@ -433,6 +433,8 @@ def choose_backend(config: TrainConfig, packages: frozenset[str], framework: str
     # A factory that imports PyTorch too may return either; it is known when it is built, which is also before the ETL.
     if strategy.needs_module and "torch" not in packages and packages & {"keras", "tensorflow"}:
         raise no_module(config)
+    # First: the preflight knows this error of a framework that is not installed already.
+    models_of(config).usable(config.model)
     BACKENDS.usable(name)
     return name
 
