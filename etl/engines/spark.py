@@ -34,12 +34,13 @@ from shardmill.jobs.line_log import spark_log_hint
 from shardmill.jobs.open_spark import open_spark
 from shardmill.jobs.reach import check_nonce, planted, removed_afterwards
 from shardmill.jobs.spark import one_spark
-from shardmill.jobs.spark_tasks import Job, Row, SparkTasks, Tasks, until_done
+from shardmill.jobs.spark_tasks import Job, Row, SparkTasks, Tasks
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Nonce
 
 _NUM_JOBS = 3
+_POLL_SECONDS = 0.5
 LISTINGS = "listings"
 """The folder, below a dataset, for what tasks and driver leave each other; `gc` knows it."""
 # The driver does so many in a few seconds, less than an application takes to start.
@@ -190,11 +191,23 @@ def _shared(store: Store, folder: str, uri: str, files: Iterable[File]) -> Itera
 
 
 def _finished(job: Job) -> Generator[None, None, None]:
-    """`until_done`, whose error becomes one of ours."""
+    """Yields whenever further tasks have finished, and once after the last. Raises one of our errors; the job is
+    cancelled if nobody waits for it any more.
+    """
+    num_done = 0
     try:
-        yield from until_done(job)
+        try:
+            while not job.wait(_POLL_SECONDS):
+                if (now := job.num_done()) > num_done:
+                    num_done = now
+                    yield
+        except BaseException:
+            job.cancel()
+            raise
+        job.result()
     except Exception as error:
         raise own_error(error) from error
+    yield
 
 
 def _rows_of(job: Job) -> Sequence[Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 Row = tuple[Any, ...]
 Columns = Mapping[str, str]
 """The values of a row by their names: `bigint`, `string` or `binary`."""
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +63,6 @@ class Job(Protocol):
     def result(self) -> Sequence[Row]:
         """The rows of all tasks, in any order, once they have ended. Raises what ended them."""
         ...
-
-
-def until_done(job: Job) -> Iterator[None]:
-    """Yields whenever further tasks have finished, and once after the last. Raises the error that ended the job, which
-    is cancelled if nobody waits for it any more.
-    """
-    num_done = 0
-    try:
-        while not job.wait(_POLL_SECONDS):
-            if (now := job.num_done()) > num_done:
-                num_done = now
-                yield
-    except BaseException:
-        job.cancel()
-        raise
-    job.result()
-    yield
 
 
 class SparkTasks(ABC):
