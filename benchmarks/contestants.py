@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from peer_script import find_uv, install, python_of, version_of
 
 HERE = Path(__file__).parent
 NUM_WORKERS = 2
@@ -50,19 +48,6 @@ class Contestant:
         return {**inherited, "DO_NOT_TRACK": "true", **self.environment}
 
 
-@cache
-def find_uv() -> str:
-    """The uv that scripts/setup.sh finds or installs. Ends the process if there is none."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    own = str(cache_home / "shardmill" / "uv" / "bin" / "uv")
-    for candidate in ("uv", own, str(Path.home() / ".local" / "bin" / "uv")):
-        found = shutil.which(candidate)
-        # A shim of pyenv may be there and lead nowhere, so each candidate must answer.
-        if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
-            return found
-    raise SystemExit("uv is missing: `make setup` installs it, or `pip install uv`")
-
-
 OURS = HERE.parent / ".venv" / "benchmark"
 """An environment of our own, as a user installs it: with the development's, pyarrow loads pandas in each process."""
 
@@ -71,16 +56,13 @@ def prepare(contestant: Contestant) -> None:
     """Install what a peer's script declares, or shardmill. Raises CalledProcessError."""
     if contestant.name in _OWN_ENGINES:
         environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(OURS)}
-        install = ["sync", "--quiet", "--frozen", "--inexact", "--no-dev", "--extra", "spark"]
-        subprocess.run([find_uv(), *install], cwd=HERE.parent, env=environment, check=True, stdout=sys.stderr)
+        packages = ["sync", "--quiet", "--frozen", "--inexact", "--no-dev", "--extra", "spark"]
+        subprocess.run([find_uv(), *packages], cwd=HERE.parent, env=environment, check=True, stdout=sys.stderr)
         # Without a compiler the kernel is left out, as `make setup` does.
         native = ["pip", "install", "--quiet", "--python", str(OURS), "--no-deps", str(HERE.parent / "native")]
         subprocess.run([find_uv(), *native], check=False, stdout=sys.stderr)
     if contestant.name in _SCRIPTS:
-        script = _SCRIPTS[contestant.name][0]
-        subprocess.run(
-            [find_uv(), "sync", "--quiet", "--script", str(HERE / "peers" / script)], check=True, stdout=sys.stderr
-        )
+        install(_script_of(contestant.name))
 
 
 def _ours(engine: str, kernel: str = "auto") -> Callable[[Job], list[str]]:
@@ -114,17 +96,9 @@ def _limit(kernel: str) -> Callable[[Job], list[str]]:
 
 
 def _peer(script: str) -> Callable[[Job], list[str]]:
-    # Its Python directly: `uv run --script` starts the same one, after 0.2 s of looking for it.
-    @cache
-    def python() -> str:
-        found = subprocess.run(
-            [find_uv(), "python", "find", "--script", str(HERE / "peers" / script)],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        return found.stdout.strip()
-
+    path = HERE / "peers" / script
     return lambda job: [
-        *(python(), str(HERE / "peers" / script), "--num-workers", str(NUM_WORKERS), "--out", str(job.out)),
+        *(python_of(path), str(path), "--num-workers", str(NUM_WORKERS), "--out", str(job.out)),
         *("--images", str(job.images), "--image-size", str(job.image_size), "--quality", str(job.quality)),
     ]
 
@@ -159,10 +133,11 @@ _SCRIPTS: dict[str, tuple[str, str, Callable[[Job], int]]] = {
 
 def peer_version(name: str) -> str:
     """The release of a peer that its script asks for; empty for our own contestants."""
-    if name not in _SCRIPTS:
-        return ""
-    pinned = re.search(r'"[^"]*==([\d.]+)"', (HERE / "peers" / _SCRIPTS[name][0]).read_text())
-    return pinned[1] if pinned else ""
+    return version_of(_script_of(name)) if name in _SCRIPTS else ""
+
+
+def _script_of(name: str) -> Path:
+    return HERE / "peers" / _SCRIPTS[name][0]
 
 
 _OWN_ENGINES = ("local", "local_wheels", "spark")

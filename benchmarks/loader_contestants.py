@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
-from contestants import find_uv
 from loader_data import WORKLOADS, Workload
+from peer_script import install, python_of, version_of
 
 HERE = Path(__file__).parent
 BATCH_SIZE, NUM_THREADS = 256, 2
@@ -37,8 +34,7 @@ class Contestant:
     @property
     def version(self) -> str:
         """The release of a peer that its script asks for, first of all; empty for our own contestants."""
-        pinned = re.search(r'"[^"]*==([\d.]+)"', (HERE / self.script).read_text()) if self.is_peer else None
-        return pinned[1] if pinned else ""
+        return version_of(HERE / self.script) if self.is_peer else ""
 
     @property
     def process_environment(self) -> dict[str, str]:
@@ -50,8 +46,7 @@ class Contestant:
     def install(self) -> None:
         """What a peer's script declares. Raises CalledProcessError."""
         if self.is_peer:
-            command = [find_uv(), "sync", "--quiet", "--script", str(HERE / self.script)]
-            subprocess.run(command, check=True, stdout=sys.stderr)
+            install(HERE / self.script)
 
     def command(self, workload: Workload, scratch: Path, epochs: int, seconds: float, *, convert: bool) -> list[str]:
         """`convert`: only write the images in the peer's own format, if it has one."""
@@ -61,17 +56,9 @@ class Contestant:
             "images": workload.images(scratch), "dataset": workload.dataset(scratch),
             "own": scratch / workload.folder / f"for-{self.name}",
         }  # fmt: skip
-        python = _python(self.script) if self.is_peer else sys.executable
+        python = python_of(HERE / self.script) if self.is_peer else sys.executable
         arguments = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
         return [python, str(HERE / self.script), *arguments, *(["--convert"] if convert else [])]
-
-
-@cache
-def _python(script: str) -> str:
-    found = subprocess.run(
-        [find_uv(), "python", "find", "--script", str(HERE / script)], check=True, capture_output=True, text=True
-    )
-    return found.stdout.strip()
 
 
 def _limit(name: str, title: str, workloads: tuple[str, ...], kernel: str, num_threads: int = 2) -> Contestant:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from contestants import find_uv
+from peer_script import find_uv
 from results import hardware
 from workloads import find_photos, with_comment
 

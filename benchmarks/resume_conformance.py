@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -30,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from contestants import find_uv
+from peer_script import install, python_of, version_of
 from results import hardware
 from resume_counts import Epoch, count, count_uninterrupted
 from resume_peers.common import EPOCHS, GLOBAL_BATCH_SIZE, NOT_SUPPORTED, NUM_ROWS
@@ -60,16 +59,13 @@ class Adapter:
         """Of an environment with what the script declares; ours if it declares nothing."""
         if not self.script.read_text().startswith("# /// script"):
             return sys.executable
-        uv = find_uv()
-        subprocess.run([uv, "sync", "--quiet", "--script", str(self.script)], check=True, stdout=sys.stderr)
-        found = [uv, "python", "find", "--script", str(self.script)]
-        return subprocess.run(found, check=True, capture_output=True, text=True).stdout.strip()
+        install(self.script)
+        return python_of(self.script)
 
     @property
     def version(self) -> str:
         """The release that its script asks for, first of all; else ours, or none of a script without a title."""
-        pinned = re.search(r'"[^"]*==([\d.]+)"', self.script.read_text())
-        return pinned[1] if pinned else importlib.metadata.version("shardmill") if self.title else ""
+        return version_of(self.script) or (importlib.metadata.version("shardmill") if self.title else "")
 
     def start(self, *arguments: object, log: Path, port: int = 0) -> subprocess.Popen[bytes]:
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -276,6 +272,8 @@ def _parse_arguments() -> argparse.Namespace:
         parser.error(
             f"--adapter {arguments.adapter}: no such file; expected a script as benchmarks/resume_peers/ has them"
         )
+    if not arguments.adapter and not arguments.page.is_file():
+        parser.error(f"--page {arguments.page}: no such page; expected one like {PAGE}, whose tables are replaced")
     own = arguments.adapter and [Adapter(arguments.adapter.stem, "", arguments.adapter.absolute())]
     arguments.adapters = own or [each for each in ADAPTERS if each.name in arguments.only]
     return arguments

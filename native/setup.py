@@ -1,35 +1,17 @@
 """Builds the optional kernel, one file for all Pythons: `pip install ./native` (scripts/setup.sh does it)."""
 
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+FOLDER = Path(__file__).parent
 
 setup(
     ext_modules=[
         Extension(
             "shardmill_native",
-            sources=[
-                "module.c",
-                "decode.c",
-                "example.c",
-                "gather.c",
-                "jpeg.c",
-                "look.c",
-                "huffman.c",
-                "area.c",
-                "sums.c",
-                "colours.c",
-            ],
-            depends=[
-                "decode.h",
-                "example.h",
-                "gather.h",
-                "jpeg.h",
-                "look.h",
-                "huffman.h",
-                "area.h",
-                "sums.h",
-                "colours.h",
-                "dispatch.h",
-            ],
+            sources=sorted(path.name for path in FOLDER.glob("*.c")),
+            depends=sorted(path.name for path in FOLDER.glob("*.h")),
             libraries=["jpeg"],
             # Buffers are in the limited API since 3.11.
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
