@@ -148,13 +148,23 @@ def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
     distributions = _distributions(tuple(sys.path))
     for package, uses in users.items():
         if find_spec(package) is not None:
-            versions = {f"{name} {metadata.version(name)}" for name in distributions.get(package, ())}
-            yield Finding("ok", package, ", ".join(sorted(versions)) or "installed")
+            yield _versions(package, {name: metadata.version(name) for name in distributions.get(package, ())})
         elif package not in needed:
             # The entry with the fewest extras: `horovod` alone, not `spark,horovod`.
             extra = min((entry.extra for _, entry in uses), key=len)
             found = f"not installed; only needed by {', '.join(use for use, _ in uses)}"
             yield Finding("ok", package, found, install_hint(extra))
+
+
+def _versions(package: str, of_each: Mapping[str, str]) -> Finding:
+    """Of the distributions whose files are in the package's folder: those of the last one that was installed won."""
+    found = ", ".join(f"{name} {version}" for name, version in sorted(of_each.items()))
+    if len(set(of_each.values())) < 2:
+        return Finding("ok", package, found or "installed")
+    name = package if package in of_each else min(of_each)
+    exact = f"{name}=={of_each[name]}"
+    fix = f"install {name} last (`pip install --force-reinstall --no-deps {exact}`), or the others in its version"
+    return Finding("warn", package, f"{found}: different releases in one folder", fix)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,21 @@ def test_a_package_that_only_another_choice_needs_is_no_warning(tmp_path: Path, 
     assert found.fix == install_hint("brand_new")
     chosen = rows("train.optimizer=brand_new")
     assert chosen["train.optimizer"].status == "fail" and "no_such_package" not in chosen
+
+
+@pytest.mark.starts("program")
+def test_two_releases_in_one_folder_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours = metadata.version("pyspark")
+    for version, status in (ours, "ok"), ("4.2.0", "warn"):
+        client = tmp_path / version / f"pyspark_client-{version}.dist-info"
+        client.mkdir(parents=True)
+        (client / "METADATA").write_text(f"Metadata-Version: 2.1\nName: pyspark-client\nVersion: {version}\n")
+        (client / "top_level.txt").write_text("pyspark\n")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(client.parent)
+            found = rows()["pyspark"]
+        assert found.status == status and f"pyspark {ours}, pyspark-client {version}" in found.found
+    assert f"pip install --force-reinstall --no-deps pyspark=={ours}" in found.fix
 
 
 @pytest.mark.starts("program")
