@@ -177,7 +177,7 @@ def build_dags(config_file: Path, dag_id: str, settings: DagSettings, options: D
     # One DAG for everything: images to a promoted model.
     if not options.train_on_asset:
         with empty_dag(config_file.name, dag_id, schedule=schedule, params={**of_data, **both}, **common) as dag:
-            in_order([*etl_stages(stages), *training_stages(stages, VERSION)])
+            in_order([*etl_stages(stages), *training_stages(stages)])
         return [dag, *dags]
 
     # Or one that publishes versions of the dataset, and one that each of them starts.
@@ -188,7 +188,7 @@ def build_dags(config_file: Path, dag_id: str, settings: DagSettings, options: D
     on_dataset = [stages.dataset]
     params = {**both, "accept_drift": ACCEPT_DRIFT} if stages.limits_drift else both
     with empty_dag(config_file.name, f"{dag_id}_train", schedule=on_dataset, params=params, **common) as training:
-        in_order(training_stages(stages, ASSET_VERSION))
+        in_order(training_stages(stages))
     return [dag, training, *dags]
 
 
@@ -217,15 +217,14 @@ def etl_stages(stages: Stages) -> list[BaseOperator]:
         ]
 
 
-def training_stages(stages: Stages, version: str) -> list[BaseOperator]:
-    """A dataset version, given by a template -> a promoted model."""
-    # Others than this config's `etl` may have committed the version of an event.
-    is_checked = version == ASSET_VERSION and stages.limits_drift
-    verified = ("--dataset-version", VERIFIED_VERSION)
+def training_stages(stages: Stages) -> list[BaseOperator]:
+    """A dataset version, of this run's `etl` or of the event that starts a DAG of its own -> a promoted model."""
+    on_asset, verified = stages.options.train_on_asset, ("--dataset-version", VERIFIED_VERSION)
     with TaskGroup("model", prefix_group_id=False):
         return [
-            stages.command("verify", "--dataset-version", version),
-            *([stages.command("drift", *verified, flags=ACCEPTS)] if is_checked else []),
+            stages.command("verify", "--dataset-version", ASSET_VERSION if on_asset else VERSION),
+            # Others than this config's `etl` may have committed the version of an event.
+            *([stages.command("drift", *verified, flags=ACCEPTS)] if on_asset and stages.limits_drift else []),
             stages.spark("train", "--until", "export", *verified, flags={"fresh": "--fresh"}),
             # These take the export that `train` has recorded for this run.
             stages.command("evaluate"),
