@@ -21,7 +21,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store
-from shardmill.stores.bucket_requests import DEADLINES
+from shardmill.stores.s3 import S3Store
 from tests.canaries import files_with_canaries
 from tests.lab.datasets import build_here, upload, write_images
 from tests.services.fault_proxy import Choice, Fault, at_random, in_turn, proxying
@@ -79,7 +79,7 @@ def test_faults_change_neither_the_dataset_nor_the_training(
     expected = build_and_train(source, f"{gateway_bucket}/expected")
     told: dict[str, Counter[Fault | None]] = {}
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(DEADLINES["s3"], MIXES_DEADLINE_SECONDS)
+        monkeypatch.setenv(S3Store.deadline_variable, MIXES_DEADLINE_SECONDS)
         connect_to(proxy.endpoint, monkeypatch)
         for name, mix in MIXES.items():
             proxy.choose, proxy.told = mix(_SEED), Counter()
@@ -216,7 +216,7 @@ def test_keys_that_are_revoked_or_expire_during_a_run_end_it_once(
 
     with proxying(gateway.endpoint) as proxy:
         # Longer than a test may take: nothing waits for it.
-        monkeypatch.setenv(DEADLINES["s3"], "1200")
+        monkeypatch.setenv(S3Store.deadline_variable, "1200")
         connect_to(proxy.endpoint, monkeypatch)
         proxy.choose = choose
         done = run(command, config, "--workdir", tmp_path / "work", "--debug")
@@ -251,7 +251,7 @@ def test_a_commit_that_may_have_happened_is_reported_and_found_later(
         return lost[0] if lost else None
 
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(DEADLINES["s3"], "4")
+        monkeypatch.setenv(S3Store.deadline_variable, "4")
         connect_to(proxy.endpoint, monkeypatch)
         proxy.choose = choose
         done = run("etl", config, "--workdir", tmp_path / "work")

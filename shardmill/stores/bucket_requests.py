@@ -21,12 +21,6 @@ from typing import NoReturn, TypeVar
 from shardmill.errors import UsageError
 from shardmill.stores.retries import has_driver, patiently
 
-DEADLINES = {
-    "s3": "SHARDMILL_S3_DEADLINE_SECONDS",
-    "gs": "SHARDMILL_GCS_DEADLINE_SECONDS",
-    "az": "SHARDMILL_AZURE_DEADLINE_SECONDS",
-}
-"""By scheme, the environment variable: seconds that a request may take including all retries; 120 if it is not set."""
 CONNECT_SECONDS = 10.0
 """Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
 PIECE_BYTES = 1 << 24
@@ -81,9 +75,9 @@ class BucketRequests(ABC):
     PermissionError for a 403.
     """
 
-    def __init__(self, scheme: str) -> None:
-        self._deadline_variable = DEADLINES[scheme]
-        self._deadline_seconds = given_deadline_seconds(scheme)
+    def __init__(self, deadline_variable: str) -> None:
+        self._deadline_variable = deadline_variable
+        self._deadline_seconds = given_deadline_seconds(deadline_variable)
         self._has_answered = self._is_given_up = False
 
     def get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
@@ -208,9 +202,8 @@ def a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:
         return [future.result() for future in futures]
 
 
-def given_deadline_seconds(scheme: str) -> float:
+def given_deadline_seconds(variable: str) -> float:
     """Raises UsageError if the environment's value is not a number of seconds."""
-    variable = DEADLINES[scheme]
     given = os.environ.get(variable) or "120"
     try:
         seconds = float(given)

@@ -26,6 +26,8 @@ class BucketStore(ABC):
     """Whose buckets these are, for messages."""
     bucket_kind: ClassVar[str] = "bucket"
     """What its documentation calls a bucket."""
+    deadline_variable: ClassVar[str]
+    """Environment variable: seconds that a request may take including all retries; 120 if it is not set."""
     condition: ClassVar[str]
     """The header by which a PUT creates an object and replaces none."""
     names: ClassVar[re.Pattern[str]]
@@ -47,7 +49,7 @@ class BucketStore(ABC):
     @property
     def deadline_seconds(self) -> float:
         # The last repetition may stall for an eighth.
-        return given_deadline_seconds(self.scheme) * 9 / 8
+        return given_deadline_seconds(self.deadline_variable) * 9 / 8
 
     def read(self, path: str) -> bytes:
         return self._get(path, 0, None)

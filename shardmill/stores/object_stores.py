@@ -11,12 +11,13 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmill.errors import UsageError
 from shardmill.storage import StoredFile
@@ -31,7 +32,15 @@ if TYPE_CHECKING:
 
 
 class CloudStore(BucketStore):
-    """A prefix of a bucket that obstore reaches; abstract."""
+    """A prefix of a bucket that obstore reaches; abstract. A subclass opens the client of its cloud."""
+
+    advice: ClassVar[str]
+    """What to do about a request that was refused."""
+
+    @staticmethod
+    @abstractmethod
+    def open_bucket(bucket: str, client: ClientConfig, retries: RetryConfig) -> ObjectStore:
+        """The client of one bucket, with the credentials of the environment."""
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
@@ -50,7 +59,7 @@ class CloudStore(BucketStore):
 
     @property
     def _requests(self) -> CloudRequests:
-        return _connected(self.scheme, os.getpid())
+        return _connected(type(self), os.getpid())
 
     def _head(self, path: str) -> StoredFile:
         return _stored_file(path, self._requests.head(self._bucket, self._root + path))
@@ -62,9 +71,26 @@ class GcsStore(CloudStore):
 
     scheme = "gs"
     cloud = "Google Cloud Storage"
+    deadline_variable = "SHARDMILL_GCS_DEADLINE_SECONDS"
     condition = "x-goog-if-generation-match: 0"
     names = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
     expected_names = "3 or more lowercase letters, digits, dots, hyphens and underscores"
+    advice = (
+        "check the path, its permissions and the Google credentials (GOOGLE_APPLICATION_CREDENTIALS names a key "
+        "file, and `gcloud auth application-default login` makes one); then run it again"
+    )
+
+    @staticmethod
+    def open_bucket(bucket: str, client: ClientConfig, retries: RetryConfig) -> ObjectStore:
+        from obstore.store import GCSStore
+
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+        if not emulator:
+            return GCSStore(bucket, client_options=client, retry_config=retries)
+        # Google's own clients take both spellings.
+        address = emulator if "://" in emulator else f"http://{emulator}"
+        client = {**client, "allow_http": address.startswith("http://")}
+        return GCSStore(bucket, client_options=client, retry_config=retries, base_url=address, bearer_token="emulator")
 
 
 class AzureStore(CloudStore):
@@ -73,42 +99,28 @@ class AzureStore(CloudStore):
 
     scheme = "az"
     cloud = "Azure Blob Storage"
+    deadline_variable = "SHARDMILL_AZURE_DEADLINE_SECONDS"
     bucket_kind = "container"
     condition = "If-None-Match: *"
     names = re.compile(r"(?:\$root|[a-z0-9](?:-?[a-z0-9]){2,62})(?:@[a-z0-9]{3,24}\.(?:dfs|blob)\.core\.windows\.net)?")
     expected_names = "3 to 63 lowercase letters, digits and hyphens"
+    advice = (
+        "check the path, its permissions, AZURE_STORAGE_ACCOUNT_NAME and its key (AZURE_STORAGE_ACCOUNT_KEY, "
+        "AZURE_STORAGE_SAS_TOKEN, or a login of `az`); then run it again"
+    )
+
+    @staticmethod
+    def open_bucket(bucket: str, client: ClientConfig, retries: RetryConfig) -> ObjectStore:
+        from obstore.store import AzureStore
+
+        container, _, host = bucket.partition("@")
+        endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT") or ""
+        client = {**client, "allow_http": endpoint.startswith("http://")}
+        if not host:
+            return AzureStore(container, client_options=client, retry_config=retries)
+        return AzureStore(container, client_options=client, retry_config=retries, account_name=host.partition(".")[0])
 
 
-def _open_gcs(bucket: str, client: ClientConfig, retries: RetryConfig) -> ObjectStore:
-    from obstore.store import GCSStore
-
-    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
-    if not emulator:
-        return GCSStore(bucket, client_options=client, retry_config=retries)
-    # Google's own clients take both spellings.
-    address = emulator if "://" in emulator else f"http://{emulator}"
-    client = {**client, "allow_http": address.startswith("http://")}
-    return GCSStore(bucket, client_options=client, retry_config=retries, base_url=address, bearer_token="emulator")
-
-
-def _open_azure(bucket: str, client: ClientConfig, retries: RetryConfig) -> ObjectStore:
-    from obstore.store import AzureStore
-
-    container, _, host = bucket.partition("@")
-    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT") or ""
-    client = {**client, "allow_http": endpoint.startswith("http://")}
-    if not host:
-        return AzureStore(container, client_options=client, retry_config=retries)
-    return AzureStore(container, client_options=client, retry_config=retries, account_name=host.partition(".")[0])
-
-
-_OPEN: dict[str, Callable[[str, ClientConfig, RetryConfig], ObjectStore]] = {"gs": _open_gcs, "az": _open_azure}
-ADVICE = {
-    "gs": "check the path, its permissions and the Google credentials (GOOGLE_APPLICATION_CREDENTIALS names a key "
-    "file, and `gcloud auth application-default login` makes one); then run it again",
-    "az": "check the path, its permissions, AZURE_STORAGE_ACCOUNT_NAME and its key (AZURE_STORAGE_ACCOUNT_KEY, "
-    "AZURE_STORAGE_SAS_TOKEN, or a login of `az`); then run it again",
-}
 _BLOCK_BYTES = 1 << 20
 _SENT_WHOLE_BYTES = 1 << 22
 _LISTED_AT_ONCE = 1000
@@ -116,11 +128,11 @@ _PARALLEL_PARTS = 4
 
 
 class CloudRequests(BucketRequests):
-    """The connections of one process to the servers of a scheme, one client for each bucket."""
+    """The connections of one process to the servers of a cloud, one client for each bucket."""
 
-    def __init__(self, scheme: str) -> None:
-        super().__init__(scheme)
-        self._scheme = scheme
+    def __init__(self, cloud: type[CloudStore]) -> None:
+        super().__init__(cloud.deadline_variable)
+        self._cloud = cloud
         self._clients: dict[tuple[str, bool], ObjectStore] = {}
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
@@ -216,7 +228,7 @@ class CloudRequests(BucketRequests):
             # A stall is noticed early enough for further requests.
             options["read_timeout"] = timedelta(seconds=seconds / 8)
             retries["max_retries"] = 0
-        return self._clients.setdefault((bucket, repeats_parts), _OPEN[self._scheme](bucket, options, retries))
+        return self._clients.setdefault((bucket, repeats_parts), self._cloud.open_bucket(bucket, options, retries))
 
     def _failure_of(self, error: BaseException) -> Failure:
         from obstore.exceptions import BaseError, PreconditionError
@@ -258,7 +270,7 @@ class CloudRequests(BucketRequests):
             number = getattr(error, "errno", None) or _OS_ERRORS.get(_status_of(error), errno.EIO)
             if self._failure_of(error) is Failure.ABSENT:
                 number = errno.ENOENT
-            raise with_advice(OSError(number, self._words_of(error)), ADVICE[self._scheme]) from error
+            raise with_advice(OSError(number, self._words_of(error)), self._cloud.advice) from error
 
     def _words_of(self, error: BaseException) -> str:
         """The server's own words, or what happened to the request."""
@@ -319,14 +331,14 @@ _user: int | None = None
 
 
 @functools.cache
-def _connected(scheme: str, pid: int) -> CloudRequests:
+def _connected(cloud: type[CloudStore], pid: int) -> CloudRequests:
     """Those of this process. Raises UsageError in a fork of one that has some: the client's threads are not there."""
     global _user
     if _user not in (None, pid):
         raise UsageError(
-            f"{scheme}:// was used in process {_user}, and process {pid} is a fork of it: a request would never end",
+            f"{cloud.scheme}:// was used in process {_user}; process {pid} is a fork of it: a request would never end",
             "expected a process that was started, because the client's threads do not survive a fork",
             "give DataLoader or multiprocessing the start method 'forkserver' or 'spawn'",
         )
     _user = pid
-    return CloudRequests(scheme)
+    return CloudRequests(cloud)

@@ -21,6 +21,7 @@ class S3Store(BucketStore):
     """A prefix of an S3 bucket. Endpoint, region and credentials come from the usual AWS_* environment."""
 
     scheme = "s3"
+    deadline_variable = "SHARDMILL_S3_DEADLINE_SECONDS"
     cloud = "S3"
     condition = "If-None-Match: *"
     # Underscores and capitals are in buckets from before 2018; the ARN of an access point is a name, too.
@@ -99,7 +100,7 @@ def _connected(pid: int) -> S3Requests:
     """Those of this process: two cannot share a connection."""
     from shardmill.stores.s3_requests import S3Requests
 
-    return S3Requests()
+    return S3Requests(S3Store.deadline_variable)
 
 
 def _stored_file(path: str, size_bytes: int, found: dict[str, Any]) -> StoredFile:

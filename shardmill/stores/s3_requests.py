@@ -128,11 +128,11 @@ class S3Requests(BucketRequests):
     Raises UsageError if the environment names no endpoint or region that there can be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_variable: str) -> None:
         from botocore.config import Config
         from botocore.session import Session
 
-        super().__init__("s3")
+        super().__init__(deadline_variable)
         # A stall is noticed early enough for further requests.
         config = Config(
             retries={"mode": "standard", "total_max_attempts": 1},

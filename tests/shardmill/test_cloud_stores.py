@@ -12,7 +12,6 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError, UsageError
 from shardmill.stores import bucket_requests, object_stores, open_store
-from shardmill.stores.bucket_requests import DEADLINES
 from tests.etl.building import list_images
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
@@ -22,20 +21,21 @@ from tests.shardmill.races import race_of_writers
 
 pytestmark = pytest.mark.drill
 
+_CLOUDS = object_stores.GcsStore, object_stores.AzureStore
 _CONFIG = EtlConfig(image_size=16, encoding="png", chunk_bytes=8_000, unit_min_images=40)
 
 
 @pytest.fixture(params=["gcs", "azure"])
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cloud:
     """A second without a byte is a stall."""
-    for variable in DEADLINES.values():
-        monkeypatch.setenv(variable, "8")
+    for store in _CLOUDS:
+        monkeypatch.setenv(store.deadline_variable, "8")
     return request.getfixturevalue(request.param)
 
 
 def deadline(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in DEADLINES.values():
-        monkeypatch.setenv(variable, seconds)
+    for store in _CLOUDS:
+        monkeypatch.setenv(store.deadline_variable, seconds)
     object_stores._connected.cache_clear()
 
 

@@ -16,7 +16,7 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.stores import bucket_requests, open_store, s3
-from shardmill.stores.bucket_requests import DEADLINES
+from shardmill.stores.s3 import S3Store
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
 from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying, uses_of
@@ -132,13 +132,13 @@ def test_a_profile_says_where_and_who(gateway_bucket: str, gateway: Gateway, tmp
 def faults(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """What this process asks of S3 goes through it; a second without a byte is a stall."""
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(DEADLINES["s3"], "8")
+        monkeypatch.setenv(S3Store.deadline_variable, "8")
         connect_to(proxy.endpoint, monkeypatch)
         yield proxy
 
 
 def limit(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEADLINES["s3"], seconds)
+    monkeypatch.setenv(S3Store.deadline_variable, seconds)
     s3._connected.cache_clear()
 
 

@@ -21,6 +21,7 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores import STORES, bucket_requests, open_store, retries, s3_requests
+from shardmill.stores.s3 import S3Store
 from shardmill.stores.s3_requests import as_os_error, is_transient
 from tests.counting_store import CALLS, ENTRY, SCHEME
 from tests.etl.building import images_of, list_images
@@ -96,7 +97,7 @@ def test_a_variable_that_the_client_cannot_use_is_named(variable: str, value: st
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv(variable, value)
     with pytest.raises(UsageError) as refused:
-        s3_requests.S3Requests()
+        s3_requests.S3Requests(S3Store.deadline_variable)
     assert str(refused.value).startswith(f"{variable} = {value!r}") and refused.value.fix.endswith(fix)
 
 
@@ -131,7 +132,7 @@ class _Away:
 
 @pytest.mark.usefixtures("driver")
 def test_a_driver_gives_up_an_address_that_never_answered_and_waits_for_one_that_did():
-    requests, away = s3_requests.S3Requests(), _Away()
+    requests, away = s3_requests.S3Requests(S3Store.deadline_variable), _Away()
     with pytest.raises(EndpointConnectionError):
         requests._patiently(away.answer)
     assert away.num_asked == 1
@@ -143,7 +144,7 @@ def test_a_driver_gives_up_an_address_that_never_answered_and_waits_for_one_that
 
 @pytest.mark.usefixtures("driver")
 def test_a_task_waits_for_a_server_that_its_driver_has_reached():
-    assert OnExecutor(lambda: s3_requests.S3Requests()._patiently(_Away().answer))() == "data"
+    assert OnExecutor(lambda: s3_requests.S3Requests(S3Store.deadline_variable)._patiently(_Away().answer))() == "data"
 
 
 @pytest.mark.usefixtures("driver")
