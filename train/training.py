@@ -29,7 +29,7 @@ from train.reporting.observer import TrainObserver
 from train.reporting.rank_times import RankRow, StragglerWatch
 from train.reporting.run_log import RanksLog, RunLog, Sink, StepsLog
 from train.reporting.trackers.tracker import GuardedTracker
-from train.reporting.tracking import open_trackers, run_id_of
+from train.reporting.tracking import open_trackers
 from train.reporting.verdict import FirstSteps, StepTimes, Verdict
 from train.restarts import Restart, launch_until_done
 from train.results import read_result
@@ -190,7 +190,8 @@ def train_in_run(
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
         for tracker in trackers.values():
             tracker.finish()
-    rows, weighed, mlflow_run_id = times.rows(placement), first_steps.reason, run_id_of(trackers, "mlflow")
+    mlflow_run_id = trackers["mlflow"].run_id if "mlflow" in trackers else ""
+    rows, weighed = times.rows(placement), first_steps.reason
     return replace(outcome, rank_times=rows, verdict=verdict, exchange=weighed, mlflow_run_id=mlflow_run_id)
 
 

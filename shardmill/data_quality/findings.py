@@ -14,7 +14,7 @@ from shardmill.data_quality.near_duplicates import (
     find_near_duplicates,
     left_out_rows,
 )
-from shardmill.data_quality.quality import DEFAULT_LIMITS, Fault, Quality, by_fault, find_faults
+from shardmill.data_quality.quality import LIMITS, Fault, Quality, by_fault, find_faults
 from shardmill.data_quality.row_looks import read_looks
 from shardmill.dataset.dataset import Dataset
 from shardmill.result import Result, Rows, plain
@@ -60,7 +60,7 @@ class QualityFindings(Result, Quality):
         """Suspect images by fault."""
         return {
             "num_images": self.num_images,
-            "limits": plain(DEFAULT_LIMITS),
+            "limits": plain(LIMITS),
             "measures": {str(fault): fault.measure for fault in Fault},
             "faults": {str(fault): list(map(plain, images)) for fault, images in by_fault(self.suspects).items()},
             "telltales": [plain(each) for each in self.telltales],

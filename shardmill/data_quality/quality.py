@@ -63,7 +63,7 @@ class QualityLimits:
     """Between the source's aspect ratio and the median one."""
 
 
-DEFAULT_LIMITS = QualityLimits()
+LIMITS = QualityLimits()
 # A feature that predicts this share of what the most frequent class does not is a shortcut for a model.
 _TELLTALE_SHARE = 0.5
 _MIN_ROWS_PER_CLASS = 20
@@ -128,7 +128,7 @@ def by_fault(suspects: Sequence[SuspectImage]) -> dict[Fault, list[SuspectImage]
     return {fault: [each for each in suspects if each.fault == fault] for fault in Fault}
 
 
-def find_faults(looks: RowLooks, limits: QualityLimits = DEFAULT_LIMITS) -> Quality:
+def find_faults(looks: RowLooks) -> Quality:
     """Suspect images and telltales; sizes count only for rows whose source size is known."""
     suspects = [
         SuspectImage(
@@ -140,7 +140,7 @@ def find_faults(looks: RowLooks, limits: QualityLimits = DEFAULT_LIMITS) -> Qual
             value=float(values_N[row]),
             usual=usual,
         )
-        for fault, values_N, usual, is_suspect_N, badness_N in _measured(looks, limits)
+        for fault, values_N, usual, is_suspect_N, badness_N in _measured(looks)
         for row in _worst_first(is_suspect_N, badness_N)
     ]
     return Quality(looks.rows.num_rows, tuple(suspects), tuple(_telltales(looks)))
@@ -149,18 +149,18 @@ def find_faults(looks: RowLooks, limits: QualityLimits = DEFAULT_LIMITS) -> Qual
 Measured = tuple[Fault, np.ndarray, float, np.ndarray, np.ndarray]
 
 
-def _measured(looks: RowLooks, limits: QualityLimits) -> Iterator[Measured]:
+def _measured(looks: RowLooks) -> Iterator[Measured]:
     """For each fault: values, their median, which rows are suspect, and how bad each row is."""
-    is_uniform_N = looks.contrast_N < limits.uniform_contrast
+    is_uniform_N = looks.contrast_N < LIMITS.uniform_contrast
     yield Fault.UNIFORM, looks.contrast_N, _median(looks.contrast_N), is_uniform_N, -looks.contrast_N
 
     usual = _median(looks.brightness_N)
-    is_dark_N = looks.brightness_N < min(limits.dark_brightness, limits.dark_share * usual)
+    is_dark_N = looks.brightness_N < min(LIMITS.dark_brightness, LIMITS.dark_share * usual)
     yield Fault.DARK, looks.brightness_N, usual, is_dark_N, -looks.brightness_N
 
     # A uniform image is neither sharp nor blurred.
     usual = _median(looks.sharpness_N[~is_uniform_N])
-    is_blurred_N = (looks.sharpness_N < limits.blurred_share * usual) & ~is_uniform_N
+    is_blurred_N = (looks.sharpness_N < LIMITS.blurred_share * usual) & ~is_uniform_N
     yield Fault.BLURRED, looks.sharpness_N, usual, is_blurred_N, -looks.sharpness_N
 
     sides_N2 = looks.source_sides_N2.astype(np.float64)
@@ -168,8 +168,8 @@ def _measured(looks: RowLooks, limits: QualityLimits) -> Iterator[Measured]:
     side_N = np.sqrt(sides_N2.prod(axis=1))
     aspect_N = np.divide(sides_N2[:, 1], sides_N2[:, 0], out=np.ones(len(sides_N2)), where=is_known_N)
     for fault, values_N, factor in (
-        (Fault.ODD_SIZE, side_N, limits.odd_size_factor),
-        (Fault.ODD_ASPECT, aspect_N, limits.odd_aspect_factor),
+        (Fault.ODD_SIZE, side_N, LIMITS.odd_size_factor),
+        (Fault.ODD_ASPECT, aspect_N, LIMITS.odd_aspect_factor),
     ):
         usual = _median(values_N[is_known_N])
         distance_N = np.abs(np.log(np.where(is_known_N, values_N, usual) / usual))

@@ -195,11 +195,9 @@ class Collector:
 
 
 @contextmanager
-def collecting(
-    store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS, clock: Clock | None = None
-) -> Iterator[Collector]:
+def collecting(store: Store, purpose: str) -> Iterator[Collector]:
     """The lease of `gc`. Raises CommitConflict (exit 6) naming a writer or another `gc` that is at work."""
-    with _held(store, LeaseKind.GC, purpose, ttl_seconds, clock=clock) as lease:
+    with _held(store, LeaseKind.GC, purpose, TTL_SECONDS) as lease:
         collector = Collector(store, lease)
         collector.look()
         yield collector

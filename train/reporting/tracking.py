@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.run_record import RunRecord
@@ -42,8 +42,3 @@ def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> di
         name: GuardedTracker(TRACKERS[name], TrackedRun(run.run_id, settings, run.store, run.folder, warn_of(name)))
         for name in tracker_names(config)
     }
-
-
-def run_id_of(trackers: Mapping[str, GuardedTracker], name: str) -> str:
-    """Return the tracker's id of the run; empty if it is not used, or has not answered."""
-    return trackers[name].run_id if name in trackers else ""
