@@ -25,11 +25,15 @@ def with_advice(error: OSError, advice: str) -> OSError:
 
 @contextmanager
 def as_storage_error(
-    path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
+    path: Path | str,
+    num_bytes: int | None = None,
+    *,
+    denied: type[StorageError] = StorageError,
+    fix: str = ACCESS_FIX,
 ) -> Iterator[None]:
     """Turn what a file system or S3 client raises into one StorageError line; only absence passes through.
 
-    `denied` is the class raised for a lack of permission.
+    `denied` is the class raised for a lack of permission; `fix` what to do, unless the error says it.
     """
     try:
         yield
@@ -44,8 +48,8 @@ def as_storage_error(
                 "nothing was published",
                 "free space, then run it again",
             ) from error
-        [advice] = getattr(error, "__notes__", None) or [ACCESS_FIX]
-        kind = denied if isinstance(error, PermissionError) and advice == ACCESS_FIX else StorageError
+        [advice] = getattr(error, "__notes__", None) or [fix]
+        kind = denied if isinstance(error, PermissionError) and advice == fix else StorageError
         raise kind(f"cannot access {path}{size}: {reason}", fix=advice) from error
     except Exception as error:
         # botocore raises a family of exceptions of its own; each means that the request failed.

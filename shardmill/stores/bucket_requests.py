@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from shardmill.errors import UsageError
-from shardmill.stores.retries import has_driver, patiently
+from shardmill.stores.retries import FirstAnswer, patiently
 
-CONNECT_SECONDS = 10.0
-"""Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
 PIECE_BYTES = 1 << 24
 """Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
 _PARALLEL = 4
@@ -78,7 +76,7 @@ class BucketRequests(ABC):
     def __init__(self, deadline_variable: str) -> None:
         self._deadline_variable = deadline_variable
         self._deadline_seconds = given_deadline_seconds(deadline_variable)
-        self._has_answered = self._is_given_up = False
+        self._first_answer = FirstAnswer()
 
     def get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """`num_bytes` from `start`, or all; fewer at the end of the object, none behind it."""
@@ -168,18 +166,14 @@ class BucketRequests(ABC):
         def is_worth_another(error: BaseException | None, seconds: float) -> bool:
             failure = None if error is None else self._failure_of(error)
             if failure is None or failure in _ANSWERS:
-                self._has_answered = True
+                self._first_answer.has_come = True
             if error is None or failure is None or failure not in _TRANSIENT:
                 return False
             failed.append((failure, error))
             if sum(each is Failure.DAMAGED for each, _ in failed) == _MAX_DAMAGED:
                 # Not on its way: there.
                 return False
-            if self._has_answered or has_driver() or failure is not Failure.NOT_SENT:
-                return True
-            # Once: what comes after it, to clean up, is not to wait as long again.
-            self._is_given_up |= seconds >= CONNECT_SECONDS
-            return not self._is_given_up
+            return failure is not Failure.NOT_SENT or self._first_answer.is_awaited(seconds)
 
         def give_up() -> NoReturn:
             waited = f"no success within {self._deadline_seconds:g} s ({self._deadline_variable})"

@@ -20,7 +20,7 @@ from shardmill.errors import CannotList, UsageError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores.read_only import ReadOnlyStore
-from shardmill.stores.retries import patiently
+from shardmill.stores.retries import CONNECT_SECONDS, FirstAnswer, patiently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 120.0
 """Time limit of a request including all retries."""
-CONNECT_SECONDS = 10.0
 PIECE_BYTES = 1 << 24
 """Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
 _BLOCK_BYTES = 1 << 16
 _MAX_CONNECTIONS = 32
 # In an address as people write it; what else there is, spaces and other scripts, is escaped.
 _KEPT_CHARACTERS = "/%:@!$&'()*+,;=~-._"
+_FIX = "check the address, its server and the way to it (proxies of the environment are not used); then run it again"
 _PERMANENT = (HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
 Value = TypeVar("Value")
 
@@ -72,8 +72,8 @@ class HttpStore(ReadOnlyStore):
 
     def stat(self, path: str) -> StoredFile | None:
         try:
-            with as_storage_error(f"{self.uri}/{path}"):
-                return _patiently(partial(_head, self._url(path), path))
+            with as_storage_error(f"{self.uri}/{path}", fix=_FIX):
+                return self._patiently(partial(_head, self._url(path), path))
         except FileNotFoundError:
             return None
 
@@ -84,6 +84,17 @@ class HttpStore(ReadOnlyStore):
             "copy the folder to a local path, a bucket or hdfs://; or name its images with source.kind = 'table'",
         )
 
+    def _patiently(self, request: Callable[[float], Value]) -> Value:
+        first_answer = first_answer_of(os.getpid(), urllib.parse.urlsplit(self.uri).netloc)
+
+        def is_worth_another(error: BaseException | None, seconds: float) -> bool:
+            if isinstance(error, _NotSent):
+                return first_answer.is_awaited(seconds)
+            first_answer.has_come = True
+            return isinstance(error, _Transient)
+
+        return patiently(request, is_worth_another, DEADLINE_SECONDS)
+
     def _url(self, path: str) -> str:
         if {".", ".."} & set(path.split("/")):
             raise FileNotFoundError(errno.ENOENT, "not a file name: it leads to another folder")
@@ -92,9 +103,9 @@ class HttpStore(ReadOnlyStore):
     def _get(self, path: str, start: int, num_bytes: int | None) -> bytes:
         url, end = self._url(path), math.inf if num_bytes is None else start + num_bytes
         pieces: list[_Piece] = []
-        with as_storage_error(f"{self.uri}/{path}"):
+        with as_storage_error(f"{self.uri}/{path}", fix=_FIX):
             while not pieces or not (pieces[-1].is_last or start == end):
-                pieces.append(_patiently(partial(self._get_piece, url, start, end)))
+                pieces.append(self._patiently(partial(self._get_piece, url, start, end)))
                 if pieces[-1].version != pieces[0].version:
                     raise OSError(errno.EIO, "it was replaced while it was read")
                 start += len(pieces[-1].data)
@@ -136,8 +147,8 @@ class _Transient(OSError):
     """A failure that may pass."""
 
 
-def _patiently(request: Callable[[float], Value]) -> Value:
-    return patiently(request, lambda error, seconds: isinstance(error, _Transient), DEADLINE_SECONDS)
+class _NotSent(_Transient):
+    """Nobody took the connection."""
 
 
 def _head(url: str, path: str, deadline: float) -> StoredFile:
@@ -158,7 +169,7 @@ def _ask(
     Raises FileNotFoundError, PermissionError, _Transient, and OSError for any other answer without data.
     """
     import urllib3
-    from urllib3.exceptions import HTTPError
+    from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
     # A stall is noticed early enough for further requests.
     patience = max(0.001, min(DEADLINE_SECONDS / 8, deadline - time.monotonic()))
@@ -182,6 +193,8 @@ def _ask(
             # What was not read to its end cannot carry another request.
             response.close()
         return response, bytes(body)
+    except (ConnectTimeoutError, NewConnectionError) as error:
+        raise _NotSent(errno.EIO, str(error)) from error
     except HTTPError as error:
         raise _Transient(errno.EIO, str(error)) from error
 
@@ -199,6 +212,12 @@ def _check_status(response: BaseHTTPResponse) -> None:
         raise OSError(errno.EIO, f"HTTP {status}: it leads to {host or 'another place'}; name that")
     if status >= 400 and status != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         raise OSError(errno.EIO, f"HTTP {status}")
+
+
+@functools.cache
+def first_answer_of(pid: int, server: str) -> FirstAnswer:
+    """Of a server to one process."""
+    return FirstAnswer()
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+CONNECT_SECONDS = 10.0
+"""Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 8.0
 # Not the process's own generator, as tenacity's waits: Keras takes the seeds of a model's first weights from that.
 _jitter = random.SystemRandom()
@@ -46,6 +49,22 @@ def patiently(
         reraise=True,
     )
     return tries(request, time.monotonic() + deadline_seconds)
+
+
+@dataclass
+class FirstAnswer:
+    """Whether a server has ever answered this process; one that has may be away, and is waited for."""
+
+    has_come: bool = False
+    is_given_up: bool = False
+
+    def is_awaited(self, seconds: float) -> bool:
+        """Whether to try again, so long after the first request that nobody took the connection of."""
+        if self.has_come or has_driver():
+            return True
+        # Once: what comes after it, to clean up, is not to wait as long again.
+        self.is_given_up |= seconds >= CONNECT_SECONDS
+        return not self.is_given_up
 
 
 def _pause_seconds(state: RetryCallState) -> float:

@@ -11,7 +11,7 @@ from etl.config import EtlConfig, SourceConfig
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError, UsageError
-from shardmill.stores import bucket_requests, object_stores, open_store
+from shardmill.stores import bucket_requests, object_stores, open_store, retries
 from tests.etl.building import list_images
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
@@ -191,7 +191,7 @@ def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(cloud
 
 
 def test_a_server_that_was_never_there_is_told_soon(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(retries, "CONNECT_SECONDS", 0.5)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", "http://127.0.0.1:1")
     deadline("3600", monkeypatch)

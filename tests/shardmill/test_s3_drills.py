@@ -15,7 +15,7 @@ from etl.config import EtlConfig
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.stores import bucket_requests, open_store, s3
+from shardmill.stores import bucket_requests, open_store, retries, s3
 from shardmill.stores.s3 import S3Store
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
@@ -288,7 +288,7 @@ def test_a_slow_line_needs_no_other_deadline(faults: FaultProxy, gateway_bucket:
 
 
 def test_a_server_that_is_started_again_is_waited_for(gateway_bucket: str, gateway: Gateway, monkeypatch):
-    monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(retries, "CONNECT_SECONDS", 0.1)
     [port] = free_ports(1)
     with ThreadPoolExecutor(1) as reader:
         with proxying(gateway.endpoint, port) as proxy:
@@ -303,7 +303,7 @@ def test_a_server_that_is_started_again_is_waited_for(gateway_bucket: str, gatew
 
 
 def test_a_server_that_was_never_there_is_reported_soon(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(retries, "CONNECT_SECONDS", 0.5)
     connect_to("http://127.0.0.1:1", monkeypatch)
     limit("3600", monkeypatch)
     # Not: whether it was published is unknown.

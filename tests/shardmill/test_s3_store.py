@@ -20,7 +20,7 @@ from shardmill.errors import AccessDenied, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.loader.samples import read_samples
 from shardmill.storage_errors import as_storage_error
-from shardmill.stores import STORES, bucket_requests, open_store, retries, s3_requests
+from shardmill.stores import STORES, open_store, retries, s3_requests
 from shardmill.stores.s3 import S3Store
 from shardmill.stores.s3_requests import as_os_error, is_transient
 from tests.counting_store import CALLS, ENTRY, SCHEME
@@ -113,7 +113,7 @@ def driver(monkeypatch: pytest.MonkeyPatch):
     """This process has none before a test and after it; no pause is long."""
     monkeypatch.setattr(retries, "_has_driver", False)
     monkeypatch.setattr(retries, "LONGEST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(bucket_requests, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "CONNECT_SECONDS", 0.0)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 

@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from shardmill.checksummed import check_relative_path
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CannotList, SecurityRefusal, StorageError, UsageError
 from shardmill.storage import Store
-from shardmill.stores import STORES, open_store, scheme_of
+from shardmill.stores import STORES, open_store, retries, scheme_of
 from shardmill.stores import http as http_store
 from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import build_here, make_dataset, read_all, write_images
@@ -408,6 +409,25 @@ def test_a_server_that_is_not_there_is_a_storage_error():
     for use in (lambda: list(store.list("")), lambda: store.read("y"), lambda: store.stat("y")):
         with pytest.raises(StorageError, match=r"cannot access ftp://127\.0\.0\.1:9/x"):
             use()
+
+
+def test_a_web_server_that_has_never_answered_is_given_up_soon_and_one_that_has_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(retries, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(retries, "LONGEST_PAUSE_SECONDS", 0.1)
+    (tmp_path / "a").write_bytes(b"1")
+    for use in (lambda store: store.read("a"), lambda store: store.stat("a")):
+        with pytest.raises(StorageError, match="cannot access http://.*/a: .*refused; check the address, its server"):
+            use(open_store("http://127.0.0.1:1"))
+    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 2.0)
+    with serving(tmp_path) as address:
+        store = open_store(address)
+        assert store.read("a") == b"1"
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="cannot access http://127.*/a: .*refused"):
+        store.read("a")
+    assert time.monotonic() - began > 1.0
 
 
 @pytest.mark.parametrize("address", ["http://user:pass@host/x", "http://host/x?sig=a", "https://host/x#y", "http:///x"])
