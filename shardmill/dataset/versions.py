@@ -139,7 +139,7 @@ def _absent(store: Store, version: int) -> ShardmillError:
     if known and 1 <= version <= known[-1]:
         return _lost(store, version)
     if known:
-        there = f"{known[0]}" if len(known) == 1 else f"one of {known[0]} to {known[-1]}"
+        there = f"version {known[0]}, the only one" if len(known) == 1 else f"one of {known[0]} to {known[-1]}"
         return UsageError(f"{store.uri} has no version {version}", f"expected {there}")
     if has_files:
         return IntegrityError(

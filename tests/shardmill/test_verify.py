@@ -186,7 +186,7 @@ def test_a_mistyped_path_is_a_mistake_of_usage_and_names_what_is_near(dataset_ro
 
 
 def test_an_unknown_version_names_the_known_ones(whole: Path):
-    with pytest.raises(UsageError, match="has no version 9; expected 1"):
+    with pytest.raises(UsageError, match="has no version 9; expected version 1, the only one"):
         open_dataset(f"{whole}@9")
 
 
