@@ -346,10 +346,13 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert speed.pace is not None and speed.training_seconds is not None
     pace = speed.pace
     assert 0 < pace.input_wait_seconds < pace.step_seconds and pace.validation_seconds > 0
-    assert (
-        pace.cached_step_seconds > 0
-        and f"input takes {pace.input_share:.0%} of a step" in dict(planned.rows())["speed"]
-    )
+    # The share is that of the figures beside it.
+    said = re.search(r"input costs ([0-9.]+) of ([0-9.]+) ms, (\d+)%$", dict(planned.rows())["speed"])
+    assert pace.cached_step_seconds > 0 and said
+    cost, step, percent = map(float, said.groups())
+    # One decimal of each is shown.
+    assert percent == pytest.approx(100 * cost / step, abs=0.5 + 10 / step)
+    assert step == round(1000 * pace.step_seconds, 1)
     epoch_seconds = planned.steps_per_epoch * pace.step_seconds + pace.validation_seconds
     first_seconds = pace.compile_seconds + pace.first_validation_seconds
     assert speed.training_seconds == pytest.approx(3 * epoch_seconds + first_seconds)

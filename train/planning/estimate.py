@@ -104,7 +104,7 @@ class Estimate(PlannedTraining):
                 f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's device; "
                 f"{size_of(self.window_bytes_per_rank)} of read windows in its host's memory"
             )),
-            ("step", f"{whole / parts:.1f} ms computation{of_whole} (measured on {self.host})"),
+            ("step", f"{whole / parts:.1f} ms for random images, without other ranks{of_whole} (measured on {self.host})"),
             ("speed", str(self.speed)),
             *([("fit", self.fit_reason)] if self.fit_reason else []),
         ]  # fmt: skip
@@ -265,8 +265,9 @@ class Speed:
         )
         epochs = f"{self.num_epochs} epoch(s) in {timedelta(seconds=round(self.training_seconds))}"
         return (
-            f"{speed}, {epochs}, {COUNTED}; a step waits {wait:.1f} of {step:.1f} ms for its input, and takes "
-            f"{cached:.1f} ms on a batch in memory: input takes {pace.input_share:.0%} of a step"
+            f"{speed}, {epochs}, {COUNTED}; of a rank beside the others, a step with its input takes {step:.1f} ms "
+            f"(waiting for the batch: {wait:.1f} ms), and one on a batch kept in memory {cached:.1f} ms: input costs "
+            f"{max(0.0, step - cached):.1f} of {step:.1f} ms, {pace.input_share:.0%}"
         )
 
 
