@@ -161,9 +161,8 @@ def fault_warnings(reader: RowReader, manifest: Manifest) -> Iterator[str]:
     if found.suspects:
         num_images = len({(each.split, each.row_in_split) for each in found.suspects})
         by_fault = Counter(each.fault for each in found.suspects)
-        named = ", ".join(f"{fault} {times:,}" for fault, times in by_fault.items())
-        verb = "differs" if num_images == 1 else "differ"
-        sentences.append(f"{counted(num_images, 'accepted image')} {verb} from the others as faults often do ({named})")
+        named = ", ".join(f"{times:,} {fault.look}" for fault, times in by_fault.items())
+        sentences.append(f"{counted(num_images, 'accepted image')} may be faulty: {named}")
     if sentences:
         place = shlex.quote(f"{reader.store.uri}@{manifest.version}")
-        yield f"{'; '.join(sentences)}: `shardmill inspect {place} --quality` names them"
+        yield f"{'; '.join(sentences)}; `shardmill inspect {place} --quality` shows them"

@@ -30,6 +30,11 @@ class Fault(StrEnum):
         """What is measured of an image to find it."""
         return _MEASURES[self][0]
 
+    @property
+    def look(self) -> str:
+        """How such an image looks, in words."""
+        return _LOOKS[self]
+
     def words(self, value: float) -> str:
         """A measured value with its unit: `83 px`."""
         rounded = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -42,6 +47,14 @@ _MEASURES = {
     Fault.BLURRED: ("sharpness", ""),
     Fault.ODD_SIZE: ("root of the source's area", " px"),
     Fault.ODD_ASPECT: ("width to height", ""),
+}
+
+_LOOKS = {
+    Fault.UNIFORM: "nearly of one colour",
+    Fault.DARK: "very dark",
+    Fault.BLURRED: "blurred",
+    Fault.ODD_SIZE: "much larger or smaller than the others",
+    Fault.ODD_ASPECT: "much wider or narrower than the others",
 }
 
 
