@@ -104,7 +104,8 @@ class Estimate(PlannedTraining):
                 f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's device; "
                 f"{size_of(self.window_bytes_per_rank)} of read windows in its host's memory"
             )),
-            ("step", f"{whole / parts:.1f} ms for random images, without other ranks{of_whole} (measured on {self.host})"),
+            ("step", f"{whole / parts:.1f} ms for random images, without other ranks{of_whole} (measured on "
+             f"{self.host})"),
             ("speed", str(self.speed)),
             *([("fit", self.fit_reason)] if self.fit_reason else []),
         ]  # fmt: skip
