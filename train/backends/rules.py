@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ from shardmill.words import first_of
 from train.contracts.activities import Activity
 
 if TYPE_CHECKING:
-    from train.api import Learner
+    from train.api import Learner, NamedWeights
+    from train.checkpoints.arrays import ArrayLike
     from train.config import TrainConfig
 
 
@@ -41,6 +43,16 @@ def ema_decay_after(num_updates: int, limit: float) -> float:
     else end with an average of its fresh weights.
     """
     return min(limit, (1 + num_updates) / (10 + num_updates))
+
+
+def with_averages(named: NamedWeights, begin: Callable[[], object]) -> NamedWeights:
+    """The same weights; `begin`, called after each assignment, starts their averages again."""
+
+    def assign(arrays: Mapping[str, ArrayLike]) -> None:
+        named.assign(arrays)
+        begin()
+
+    return replace(named, assign=assign)
 
 
 _BIAS = re.compile(r"(^|_)bias(_|$)")

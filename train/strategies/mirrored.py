@@ -275,14 +275,7 @@ class TensorFlowCollective:
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _sum_flat(self, flat: Any) -> Any:
-        import tensorflow as tf
-
-        def on_worker(tensor: Any) -> Any:
-            context: Any = tf.distribute.get_replica_context()
-            # A tensor that comes from outside has no device, and the collective asks for it.
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensor))
-
-        return self._strategy.run(on_worker, args=(flat,))
+        return self._strategy.run(sum_over_replicas, args=(flat, ""))
 
 
 def join_multi_worker(world: World, config: TrainConfig, build: Build, reporter: Reporter) -> Member:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from train.backends.keras.serving import (
 )
 from train.backends.keras.step import Run, SumInside, TrainStep
 from train.backends.model_spec import ModelSpec
-from train.backends.rules import alone, ema_decay_after, largest_momentum
+from train.backends.rules import alone, ema_decay_after, largest_momentum, with_averages
 from train.checkpoints.arrays import ArrayLike, WeightFile, arrays_sha256
 from train.contracts.values import StepOutcome
 from train.contracts.world import World
@@ -189,15 +188,8 @@ class KerasLearner:
         return read_weights(file)
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
-        named, averages = named_weights(self._model, like), self._averages
-        if averages is None:
-            return named
-
-        def assign(arrays: Mapping[str, ArrayLike]) -> None:
-            named.assign(arrays)
-            averages.begin()
-
-        return replace(named, assign=assign)
+        named = named_weights(self._model, like)
+        return with_averages(named, self._averages.begin) if self._averages else named
 
     def freeze(self) -> None:
         # Asked for before every epoch; tracing takes seconds.

@@ -14,7 +14,7 @@ import numpy as np
 from shardmill.values import Batch
 from train.api import NamedWeights, ServedModel, StatePart, SumInStep
 from train.backends.model_spec import ModelSpec
-from train.backends.rules import alone, microbatches_of
+from train.backends.rules import alone, microbatches_of, with_averages
 from train.backends.torch.layout import ShardModule, TensorLayout, WholeTensors, kept_whole, total_norm
 from train.backends.torch.meta_device import materialize, move_to_meta
 from train.backends.torch.model import BuiltModule, build_module, read_weights, shapes_and_head, weights_of
@@ -229,19 +229,10 @@ class TorchLearner:
         return read_weights(file, self._built.is_keras)
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
-        named, averages = self._named_weights(like), self.state.averages
-        if averages is None:
-            return named
-
-        def assign(arrays: Mapping[str, ArrayLike]) -> None:
-            named.assign(arrays)
-            averages.begin()
-
-        return replace(named, assign=assign)
-
-    def _named_weights(self, like: Collection[str]) -> NamedWeights:
         named = weights_of(self._built, self.layout, like)
-        return named if self._names is None else replace(named, shapes=self._names[0], head=self._names[1])
+        if self._names is not None:
+            named = replace(named, shapes=self._names[0], head=self._names[1])
+        return with_averages(named, self.state.averages.begin) if self.state.averages else named
 
     def freeze(self) -> None:
         self._built.frozen.set_trainable(False)
