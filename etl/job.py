@@ -298,7 +298,9 @@ def main() -> int:
             lambda outcome: stage_record(outcome, tree),
         )
 
-    return run_job(job, arguments.workdir, arguments.run_id, sections=SUMMARY_SECTIONS, debug=arguments.debug)
+    return run_job(
+        job, arguments.workdir, arguments.run_id, command="etl", sections=SUMMARY_SECTIONS, debug=arguments.debug
+    )
 
 
 if __name__ == "__main__":

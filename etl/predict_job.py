@@ -129,6 +129,7 @@ def main() -> int:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
         source = SourceConfig(uri=arguments.dataset, kind=COMMITTED) if arguments.dataset else tree.source
         tree = tree.model_copy(update={"dataset": DatasetConfig(uri=arguments.out), "source": source})
+        run.name_dataset(tree.dataset.uri)
         mapping_of: Callable[[str, int, str], RowMapping] = load_object(_MAPPING)
         run.stage(
             "predict",
@@ -142,7 +143,9 @@ def main() -> int:
             predictions_record,
         )
 
-    return run_job(job, arguments.workdir, arguments.run_id, sections=SUMMARY_SECTIONS, debug=arguments.debug)
+    return run_job(
+        job, arguments.workdir, arguments.run_id, command="predict", sections=SUMMARY_SECTIONS, debug=arguments.debug
+    )
 
 
 if __name__ == "__main__":

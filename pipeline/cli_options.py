@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -26,6 +26,8 @@ class Common:
     is_run_named: bool
     json: bool
     debug: bool
+    command: str = ""
+    """The command that takes them."""
 
 
 SourceArgument = Annotated[
@@ -94,7 +96,7 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         given = {option.name: ctx.params.pop(option.name) for option in COMMON_OPTIONS.params}
         assert COMMON_OPTIONS.callback is not None
-        common = ctx.obj = COMMON_OPTIONS.callback(**given)
+        common = ctx.obj = replace(COMMON_OPTIONS.callback(**given), command=ctx.info_name)
         try:
             _check_run_id(common)
             return super().invoke(ctx)

@@ -73,7 +73,9 @@ def open_run(
         return load(source_or_config, common.overrides, common.workdir)
 
     resolved = None if common.is_run_named else resolve()
-    record = RunRecord(common.workdir, common.run_id, sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
+    record = RunRecord(
+        common.workdir, common.run_id, command=common.command, sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE
+    )
     with recording(record):
         tree = resolved or resolve()
         record.name_dataset(tree.dataset.uri)

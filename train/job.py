@@ -72,7 +72,9 @@ def main() -> int:
             promotion_record,
         )
 
-    return run_job(job, arguments.workdir, arguments.run_id, sections=SUMMARY_SECTIONS, debug=arguments.debug)
+    return run_job(
+        job, arguments.workdir, arguments.run_id, command="train", sections=SUMMARY_SECTIONS, debug=arguments.debug
+    )
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -68,12 +68,13 @@ class RunRecord:
         workdir: str,
         run_id: str = "",
         *,
+        command: str = "",
         sections: Sequence[str] = (),
         whole: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sections`: those that the summary always has. `whole`: the stages after which a run is `ok`. `clock`: of the
-        seconds that stages take.
+        """`command`: which one runs. `sections`: those that the summary always has. `whole`: the stages after which a
+        run is `ok`. `clock`: of the seconds that stages take.
 
         An application that does only a part of the pipeline names no stages: its runs end as `partial`.
         """
@@ -87,6 +88,7 @@ class RunRecord:
         self.summary: dict[str, Any] = {}
         """The summary as last written."""
         self._has_lost = False
+        self._command = command
         self._sections = tuple(sections)
         self._whole = whole
         self._warnings: list[str] = []
@@ -161,7 +163,8 @@ class RunRecord:
             state = state if failed else RunState("failed", refused.exit_code)
             raise
         finally:
-            self._tell("run.ended", {"exit_code": state.exit_code, "status": state.status})
+            fields = {"command": self._command, "status": state.status, "exit_code": state.exit_code}
+            self._tell("run.ended", fields)
             self._metrics.close()
             self._events.close()
         return self.summary
@@ -265,11 +268,18 @@ def job_parser(description: str) -> argparse.ArgumentParser:
 
 
 def run_job(
-    job: Callable[[RunRecord, Observer], None], workdir: str, run_id: str, *, sections: Sequence[str], debug: bool
+    job: Callable[[RunRecord, Observer], None],
+    workdir: str,
+    run_id: str,
+    *,
+    command: str,
+    sections: Sequence[str],
+    debug: bool,
 ) -> int:
     """Run the stages of `job(record, observer)`, print each one's record as a line of JSON; returns the exit code.
 
-    `sections`: what the job adds to the run's summary. Errors end as one line on stderr.
+    `command`: which one the job stands for. `sections`: what it adds to the run's summary. Errors end as one line on
+    stderr.
     """
     raise_on_signals()
     if is_under_spark_submit():
@@ -283,7 +293,7 @@ def run_job(
     try:
         start_in_utf8()
         start_json_log()
-        record = RunRecord(workdir, run_id, sections=sections)
+        record = RunRecord(workdir, run_id, command=command, sections=sections)
         with private_temporary_folder(), recording(record):
             job(record, _JobObserver(record))
         code = 0

@@ -145,7 +145,7 @@ def test_a_run_in_the_file_and_at_a_collector(tmp_path: Path, monkeypatch: pytes
         return trained[0]
 
     with receiving(monkeypatch) as receiver:
-        with recording(RunRecord(str(tmp_path), "r1")) as record:
+        with recording(RunRecord(str(tmp_path), "r1", command="etl")) as record:
             record.stage("etl", build, lambda outcome: stage_record(outcome, tree))
             of_etl = in_file(file)
             record.stage("train", train, train_record)
@@ -178,22 +178,22 @@ def test_a_run_in_the_file_and_at_a_collector(tmp_path: Path, monkeypatch: pytes
     assert (value("train_restarts_total"), value("train_stragglers_total")) == (1, 1)
     # No metric that nothing emits.
     assert {name for name, _ in found} == {metric.prometheus_name for metric in METRICS}
-    assert value("run_exit_code", status="partial") == 0
+    assert value("run_exit_code", command="etl", status="partial") == 0
 
     # A run that has nothing to do tells of the version all the same.
-    with recording(RunRecord(str(tmp_path), "r2")) as record:
+    with recording(RunRecord(str(tmp_path), "r2", command="etl")) as record:
         record.stage(
             "etl", lambda: build_dataset(tree, run_id="r2", observer=record), lambda done: stage_record(done, tree)
         )
     assert value("dataset_version", in_file(file)) == 1
 
     # One that finds its store down says so, and what is known of the version stays.
-    with pytest.raises(StorageError), recording(RunRecord(str(tmp_path), "r3")) as record:
+    with pytest.raises(StorageError), recording(RunRecord(str(tmp_path), "r3", command="etl")) as record:
         record.name_dataset(uri)
         raise StorageError("no answer")
     failed = in_file(file)
-    assert value("run_exit_code", failed, status="failed") == 4
-    assert 0 <= time.time() - value("run_end_time_seconds", failed) < 60
+    assert value("run_exit_code", failed, command="etl", status="failed") == 4
+    assert 0 <= time.time() - value("run_end_time_seconds", failed, command="etl") < 60
     gauges = {metric.prometheus_name for metric in METRICS if metric.kind == "gauge"}
     kept = {name for name in gauges if not name.startswith(("shardmill_run", "shardmill_stage"))}
     assert {key: failed[key] for key in found if key[0] in kept} == {key: found[key] for key in found if key[0] in kept}

@@ -438,7 +438,7 @@ def test_every_observer_records_the_same_events_and_warnings(tmp_path: Path):
 
     with recording(RunRecord(str(tmp_path), "command")) as record, RunProgress(record, 2) as progress:
         job(record, progress)
-    assert run_job(job, str(tmp_path), "job", sections=(), debug=True) == 0
+    assert run_job(job, str(tmp_path), "job", command="", sections=(), debug=True) == 0
     for run_id in ("command", "job"):
         lines = (tmp_path / f"runs/{run_id}/events.jsonl").read_text().splitlines()
         told = [json.loads(line)["event"] for line in lines if '"s"' not in line]

@@ -14,4 +14,4 @@ def job(record: object, observer: object) -> None:
     raise KeyboardInterrupt
 
 
-sys.exit(run_job(job, sys.argv[1], "run", sections=(), debug=bool(sys.argv[2])))
+sys.exit(run_job(job, sys.argv[1], "run", command="", sections=(), debug=bool(sys.argv[2])))

@@ -80,7 +80,7 @@ def test_events_of_a_run_keep_their_fields(
     assert started == {**of_run, "event": "stage.started", "stage": "train"}
     assert ended.pop("seconds") >= 0
     assert ended == {**of_run, "event": "stage.ended", "stage": "train", "status": "done", "retries": 0}
-    assert over == {**of_run, "event": "run.ended", "exit_code": 0, "status": "partial"}
+    assert over == {**of_run, "event": "run.ended", "command": "", "exit_code": 0, "status": "partial"}
 
 
 def test_a_job_without_it_quotes_values_as_logfmt_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
