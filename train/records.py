@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -83,20 +83,3 @@ def read_if_whole(kind: type[Value], store: Store, path: str) -> Value | None:
         return from_json(kind, verified_body(store.read(path), join_uri(store.uri, path)))
     except (FileNotFoundError, IntegrityError, ValueError):
         return None
-
-
-def read_kept(store: Store, folders: Iterable[str], name: str, kind: type[Record], fix: str) -> Record | None:
-    """The record of that name in the first of a training's folders that has it; None if none does.
-
-    Raises IntegrityError, with `fix` as its advice, if it was altered or has another layout.
-    """
-    for folder in folders:
-        path = f"{folder}/{name}"
-        where = join_uri(store.uri, path)
-        try:
-            return kind.model_validate_json(verified_body(store.read(path), where, fix=fix))
-        except FileNotFoundError:
-            continue
-        except ValidationError:
-            raise IntegrityError(f"{where} has a different layout", "expected what this version writes", fix) from None
-    return None

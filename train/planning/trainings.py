@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
+from shardmill.checksummed import verified_body
 from shardmill.dataset.dataset import first_alike, open_dataset, open_pinned
 from shardmill.epoch_plan import num_streams_for
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.section import Section
-from shardmill.storage import Store
+from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin, Nonce
 from shardmill.words import counted
@@ -35,7 +38,7 @@ from train.models.user import source_sha256
 from train.planning.checks import check
 from train.planning.memory_fit import MemoryRecord
 from train.planning.setup import AUTO, Setup, resolve
-from train.records import put_record, read_kept, read_record, record_numbers
+from train.records import put_record, read_record, record_numbers
 from train.reporting.observer import TrainObserver
 from train.results import read_result
 from train.schedules import SCHEDULES
@@ -87,9 +90,18 @@ class PlanRecord(Section):
 def read_plan(store: Store, folders: Sequence[str]) -> PlanRecord | None:
     """The record in the first of these folders that has one; None if none has: the training begins now.
 
-    Raises IntegrityError for a record that was altered.
+    Raises IntegrityError for a record that was altered or has another layout.
     """
-    return read_kept(store, folders, PLAN, PlanRecord, _ADVICE)
+    for path in (f"{folder}/{PLAN}" for folder in folders):
+        where = join_uri(store.uri, path)
+        try:
+            return PlanRecord.model_validate_json(verified_body(store.read(path), where, fix=_ADVICE))
+        except FileNotFoundError:
+            continue
+        except ValidationError:
+            expected = "expected what this version writes"
+            raise IntegrityError(f"{where} has a different layout", expected, _ADVICE) from None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
