@@ -374,8 +374,8 @@ def error_line(error: BaseException, committed: str = "") -> str:
     error = cause_of_end(error)
     if isinstance(error, (KeyboardInterrupt, Terminated)):
         ended = error if isinstance(error, Terminated) else Interrupted()
-        kept = f"{committed} is committed" if committed else "what is finished is kept"
-        line = f"{ended.cause}; {_how_to_go_on(ended.how_far or kept)}"
+        kept = [part for part in (ended.how_far, committed and f"{committed} is committed") if part]
+        line = f"{ended.cause}; {_how_to_go_on('; '.join(kept) or 'what is finished is kept')}"
     elif isinstance(error, ShardmillError):
         line = str(error)
     elif isinstance(error, ModuleNotFoundError) and (hiding := _hiding_file(error)):

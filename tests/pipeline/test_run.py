@@ -159,7 +159,7 @@ def test_ctrl_c_names_the_version_that_the_run_has_committed(tmp_path: Path, cap
         record = RunRecord(str(tmp_path / "work"), committed_by)
         record.store.put(f"{record.folder}/config.toml", f'[dataset]\nuri = "{uri}"\n'.encode())
         common = Common((), str(tmp_path / "work"), committed_by, is_run_named=True, json=True, debug=False)
-        for error in (KeyboardInterrupt(), Terminated()):
+        for error in (KeyboardInterrupt(), Terminated(), *([Terminated("step 1")] if committed_by == run_id else [])):
             committed = committed_version(common)
             end_with_failure(error, is_json=True, is_debug=False, run_id=committed_by, committed=committed)
             shown = capsys.readouterr()
