@@ -177,22 +177,16 @@ class ModelState:
 ADAM_EPSILON = 1e-7
 
 
-def parameter_groups(config: TrainConfig, weights: list[Any], model: Any, updated: list[Any]) -> list[dict[str, Any]]:
+def parameter_groups(weights: list[Any], model: Any, updated: list[Any]) -> list[dict[str, Any]]:
     """The weights as `torch.optim` takes them: those that weight decay leaves alone are a group of their own.
 
     `updated`: what is updated of each weight.
     """
-    of_weight = {id(weight): each for weight, each in zip(weights, updated, strict=True)}
     decayed = {id(weight) for weight in _decayed(model)}
-    groups: list[dict[str, Any]] = [
-        {"params": [weight for weight in weights if id(weight) in decayed]},
-        {"params": [weight for weight in weights if id(weight) not in decayed], "weight_decay": 0.0},
-    ]
-    return [
-        {**group, "params": params}
-        for group in groups
-        for params in _by_mesh([of_weight[id(weight)] for weight in group["params"]])
-    ]
+    pairs = list(zip(weights, updated, strict=True))
+    of_decayed = _by_mesh([each for weight, each in pairs if id(weight) in decayed])
+    of_others = _by_mesh([each for weight, each in pairs if id(weight) not in decayed])
+    return [*({"params": each} for each in of_decayed), *({"params": each, "weight_decay": 0.0} for each in of_others)]
 
 
 def _by_mesh(weights: list[Any]) -> list[list[Any]]:
@@ -263,7 +257,7 @@ def creates(config: TrainConfig) -> Create:
 
 def new_optimizer(config: TrainConfig, model: Any, weights: list[Any], updated: list[Any]) -> Any:
     """The optimizer of section `train`, with its state. `updated`: what is updated of each weight."""
-    optimizer = creates(config)(config, parameter_groups(config, weights, model, updated))
+    optimizer = creates(config)(config, parameter_groups(weights, model, updated))
     create_state(optimizer, updated)
     return optimizer
 
