@@ -104,7 +104,7 @@ _stop_requests: list[StopRequest] = []
 
 @dataclass(slots=True)
 class _Signals:
-    """SIGTERMs to one process of a job that something else has started."""
+    """Signals to one process of a job that something else has started."""
 
     merged_seconds: float = 0.0
     """After the first one, others are the same; 0: each stands for itself."""
@@ -150,7 +150,7 @@ def asked_to_end(how_far: str = "") -> Terminated:
 
 @contextmanager
 def one_of_a_job() -> Iterator[None]:
-    """Inside, SIGTERMs that come within ONE_REQUEST_SECONDS are one request; others come by `request_stop`."""
+    """Inside, signals that come within ONE_REQUEST_SECONDS are one request; others come by `request_stop`."""
     _signals.merged_seconds = ONE_REQUEST_SECONDS
     try:
         yield
@@ -185,7 +185,7 @@ def raise_on_signals() -> None:
     def end(signal_number: int, frame: FrameType | None) -> None:
         _received.append(Interrupted() if signal_number == signal.SIGINT else Terminated())
         request = _stop_requests[-1] if _stop_requests else None
-        if signal_number == signal.SIGTERM and _signals.adds_nothing():
+        if signal_number != signal.SIGALRM and _signals.adds_nothing():
             return
         if request is None or request.is_made:
             raise _received[0]

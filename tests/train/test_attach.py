@@ -233,7 +233,7 @@ def test_a_signal_to_all_processes_at_once_is_one_request(start):
     time.sleep(0.5)
     job.processes[0].send_signal(signal.SIGTERM)
     outcome = job.driver.outcome()
-    assert outcome["error"] == "Terminated" and outcome["message"] == "stopped in order", outcome
+    assert outcome["error"] == "Terminated" and outcome["message"].endswith("; stopped in order"), outcome
     assert [code for code, _ in job.ends()] == [143, 143]
     job.driver.assert_nothing_left()
 

@@ -355,7 +355,7 @@ def test_ranks_stop_in_order_while_a_silo_is_away_which_is_reported_when_it_wake
     said, events, stopped_after = in_own_process("none", stops_while_a_silo_is_away)
     # Where a machine is slow, the others are told as paused until they have stopped.
     told = [name for name in events if name != "rank_paused"]
-    assert said == "stopped in order" and told[-4:-1].count("rank_away") == 1, events
+    assert said == "terminated by SIGTERM; stopped in order" and told[-4:-1].count("rank_away") == 1, events
     assert stopped_after == {(0, 1), (1, 1), (2, 1)}
 
 
