@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from shardmill.errors import UsageError
 from shardmill.registry import Entry, OneOf, Registry
 from shardmill.section import section_of
 from shardmill.stores import STORES, scheme_of
@@ -70,11 +71,16 @@ def registries(tree: type[BaseModel]) -> list[Registry[Any]]:
 
 def chosen_entries(tree: PipelineTree) -> Iterator[Chosen]:
     """Every registry entry that this config chooses: by name, or by the scheme of a URI."""
+    from train.models import MODELS
     from train.models.user import models_of
 
+    try:
+        models = models_of(tree.train)
+    except UsageError:  # of a strategy that cannot be loaded; it is an entry, too
+        models = MODELS
     for key, one_of in registry_keys(type(tree)):
         value = value_at(tree, key)
-        registry = models_of(tree.train) if key == "train.model" else one_of.registry
+        registry = models if key == "train.model" else one_of.registry
         for name in value if isinstance(value, tuple) else (value,):
             if name not in one_of.also:
                 yield Chosen(key, name, registry)
