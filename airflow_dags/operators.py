@@ -22,7 +22,6 @@ from airflow_dags.processes import end_in_order, end_with_worker, tied_to_this_p
 from airflow_dags.run_folder import RunFolder
 from airflow_dags.settings import dag_settings
 from airflow_dags.spark_hook import ShardmillSparkHook, yarn_status
-from airflow_dags.triggers import YarnApplicationTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -167,6 +166,9 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
         """Wait for an application on a cluster that this try has submitted or found; Airflow has its id by now."""
         assert self._hook is not None
         if self._hook.is_yarn_cluster_mode and self.deferrable:
+            # Airflow parses DAG files again and again, and of all tasks few are deferred.
+            from airflow_dags.triggers import YarnApplicationTrigger
+
             trigger = YarnApplicationTrigger(
                 connection=self._conn_id, application_id=external_id, poll_seconds=max(self._status_poll_interval, 10)
             )

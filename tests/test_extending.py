@@ -94,11 +94,12 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
         file = sources / registry_file(registry)
         head = f'"{registry.key}",\n    {{\n'
         text = file.read_text(encoding="utf-8")
-        assert text.count(head) == 1
+        assert head in text
         words = f'"new_entries:{NEW_ENTRIES[registry.key]}", "added by a test"{OPTIONS.get(registry.key, "")}'
         entry = f'        "new": Entry({words}),\n'
         entry += f"        {SHARED}\n" if registry.key == "train.strategy" else ""
-        file.write_text(text.replace(head, head + entry), encoding="utf-8")
+        # A model has twins in a second registry of this key.
+        file.write_text(text.replace(head, head + entry, 1), encoding="utf-8")
 
     def try_to_run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pipeline.cli", *words]
