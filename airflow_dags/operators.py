@@ -21,7 +21,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskD
 from airflow_dags.processes import end_in_order, end_with_worker, tied_to_this_process
 from airflow_dags.run_folder import RunFolder
 from airflow_dags.settings import dag_settings
-from airflow_dags.spark_hook import ShardmillSparkHook, yarn_status
+from airflow_dags.spark_hook import ShardmillSparkHook
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -155,26 +155,17 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
             store.delete(self.external_id_key)
         return self.report_result(context)
 
-    def get_job_status(self, external_id: Any, context: Context) -> str:
-        """Return the state of an earlier try's application; YARN's `FORGOTTEN` starts a new application."""
-        assert self._hook is not None
-        if self._hook.is_yarn_cluster_mode:
-            return yarn_status(self._hook, external_id)
-        return super().get_job_status(external_id, context)
-
     def poll_until_complete(self, external_id: Any, context: Context) -> None:
         """Wait for an application on a cluster that this try has submitted or found; Airflow has its id by now."""
         assert self._hook is not None
-        if self._hook.is_yarn_cluster_mode and self.deferrable:
-            # Airflow parses DAG files again and again, and of all tasks few are deferred.
-            from airflow_dags.triggers import YarnApplicationTrigger
-
-            trigger = YarnApplicationTrigger(
-                connection=self._conn_id, application_id=external_id, poll_seconds=max(self._status_poll_interval, 10)
-            )
-            kwargs = {"application_id": external_id}
-            self.defer(trigger=trigger, method_name="resume", kwargs=kwargs, timeout=self.execution_timeout)
         if self._hook.is_yarn_cluster_mode:
+            if self.deferrable:
+                # Airflow parses DAG files again and again, and of all tasks few are deferred.
+                from airflow_dags.triggers import YarnApplicationTrigger
+
+                seconds, kwargs = max(self._status_poll_interval, 10), {"application_id": external_id}
+                trigger = YarnApplicationTrigger(connection=self._conn_id, poll_seconds=seconds, **kwargs)
+                self.defer(trigger=trigger, method_name="resume", kwargs=kwargs, timeout=self.execution_timeout)
             self._hook.follow(external_id)
         # Asked to end, as until now, this process would end the application, which the next try is to find.
         end_with_worker(by=signal.SIGKILL)
@@ -193,7 +184,7 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
         except TaskDeferralTimeout:
             store = context.get("task_state_store")
             if application_id := store and store.get(self.external_id_key):
-                self._get_hook()._kill_yarn_application(application_id)
+                self._get_hook()._kill_yarn_application(str(application_id))
             raise
 
     def on_kill(self) -> None:
@@ -230,9 +221,7 @@ class ShardmillOperator(StageOperator):
         self._process = self._start([*self.arguments, *self.chosen_flags(context)])
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.log.log(
-                _LEVELS.get(line.split(maxsplit=1)[0] if line.strip() else "", logging.INFO), "%s", line.rstrip()
-            )
+            self.log.log(_LEVELS.get(next(iter(line.split()), ""), logging.INFO), "%s", line.rstrip())
         exit_code = self._process.wait()
         if exit_code:
             raise self.folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)

@@ -14,22 +14,25 @@ from airflow_dags.run_folder import RunFolder
 ACTIVE = frozenset({"NEW", "NEW_SAVING", "SUBMITTED", "ACCEPTED", "RUNNING"})
 
 
-def yarn_status(hook: SparkSubmitHook, application_id: str) -> str:
-    """Return one of `ACTIVE`, `SUCCEEDED`, `FAILED`, or `FORGOTTEN` for an application that YARN does not know.
+class YarnHook(SparkSubmitHook):
+    """The provider's hook, which also tells an application that YARN does not know from a YARN that does not answer."""
 
-    Raises RuntimeError if YARN does not tell.
-    """
-    try:
-        return hook.query_yarn_application_status(application_id)
-    except RuntimeError as error:
-        # YARN's own answer, not that of a proxy which does not find YARN.
-        if not ("HTTP 404" in str(error) and "NotFoundException" in str(error)):
-            raise
-        hook.log.warning("YARN does not know %s any more (%s)", application_id, error)
-        return "FORGOTTEN"
+    def query_yarn_application_status(self, application_id: str) -> str:
+        """Return one of `ACTIVE`, `SUCCEEDED`, `FAILED`, or `FORGOTTEN`, for which the task submits a new application.
+
+        Raises RuntimeError if YARN does not tell.
+        """
+        try:
+            return super().query_yarn_application_status(application_id)
+        except RuntimeError as error:
+            # YARN's own answer, not that of a proxy which does not find YARN.
+            if not ("HTTP 404" in str(error) and "NotFoundException" in str(error)):
+                raise
+            self.log.warning("YARN does not know %s any more (%s)", application_id, error)
+            return "FORGOTTEN"
 
 
-class ShardmillSparkHook(SparkSubmitHook):
+class ShardmillSparkHook(YarnHook):
     """The config's `spark.master` goes before the connection's, which is `yarn` if nobody has chosen one."""
 
     def __init__(self, *, config_master: str, folder: RunFolder, **kwargs: Any) -> None:

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from airflow_dags.spark_hook import ACTIVE, yarn_status
+from airflow_dags.spark_hook import ACTIVE, YarnHook
 
 _MAX_FAILED_POLLS = 10
 
@@ -34,7 +33,7 @@ class YarnApplicationTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Raises RuntimeError if YARN does not answer ten times in a row; the task's next try asks it again."""
         hook = await asyncio.to_thread(self._hook)
-        failed_polls = AsyncRetrying(
+        polls = AsyncRetrying(
             retry=retry_if_exception_type(RuntimeError),
             stop=stop_after_attempt(_MAX_FAILED_POLLS),
             wait=wait_fixed(self.poll_seconds),
@@ -42,7 +41,7 @@ class YarnApplicationTrigger(BaseTrigger):
         )
         known = ""
         while True:
-            status = await failed_polls(asyncio.to_thread, yarn_status, hook, self.application_id)
+            status = await polls(asyncio.to_thread, hook.query_yarn_application_status, self.application_id)
             if status != known:
                 self.log.info("YARN application %s is %s", self.application_id, status)
             if status not in ACTIVE:
@@ -55,5 +54,5 @@ class YarnApplicationTrigger(BaseTrigger):
         """Called if a person clears or marks the deferred task, and at no other end of this trigger."""
         await asyncio.to_thread(lambda: self._hook()._kill_yarn_application(self.application_id))
 
-    def _hook(self) -> SparkSubmitHook:
-        return SparkSubmitHook(conn_id=self.connection)
+    def _hook(self) -> YarnHook:
+        return YarnHook(conn_id=self.connection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -23,11 +24,8 @@ _INTERNAL = {"row_sha256", "channel_sums", "channel_square_sums", *LOOK_COLUMNS,
 
 def require_pandas(instead: str) -> None:
     """Raises UsageError if it is not installed: no extra has it."""
-    try:
-        import pandas  # noqa: F401
-    except ImportError:
-        fix = f"`pip install pandas`, or use {instead}"
-        raise UsageError("to_pandas needs pandas", "not installed here", fix) from None
+    if find_spec("pandas") is None:
+        raise UsageError("to_pandas needs pandas", "not installed here", f"`pip install pandas`, or use {instead}")
 
 
 def metadata_columns(schema: RowSchema) -> tuple[str, ...]:

@@ -53,13 +53,13 @@ def patiently(
 
 @dataclass
 class FirstAnswer:
-    """Whether a server has ever answered this process; one that has may be away, and is waited for."""
+    """Whether a server has ever answered this process. A server that has not is retried for CONNECT_SECONDS only."""
 
     has_come: bool = False
     is_given_up: bool = False
 
     def is_awaited(self, seconds: float) -> bool:
-        """Whether to try again, so long after the first request that nobody took the connection of."""
+        """Whether to retry a refused connection, `seconds` after the first attempt."""
         if self.has_come or has_driver():
             return True
         # Once: what comes after it, to clean up, is not to wait as long again.

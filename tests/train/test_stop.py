@@ -56,7 +56,7 @@ SHORT = {"epochs": 2, "global_batch_size": 6, "num_streams": 6, "checkpoint_ever
 
 @dataclass
 class Stopping(DriverRecorder):
-    """Sends a signal to its own process when it is told of global step `at_step`."""
+    """Sends a signal to this process when the observer gets the report of global step `at_step`."""
 
     at_step: int = -1
     number: signal.Signals = signal.SIGTERM
