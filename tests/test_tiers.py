@@ -137,8 +137,10 @@ def test_a_process_that_dies_costs_one_test_and_the_run_continues_to_its_end(tmp
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = (*(sys.executable, "-m", "pytest", "-p", "tests.scheduling", "-n2"), "--dist=loadscope", "-q", ".")
+    # Its own temporary folder: at its end it would delete what earlier runs have left in the one of all, for minutes.
+    options = ("--no-loadscope-reorder", f"--basetemp={tmp_path / 'temporary'}")
     with subprocess.Popen(
-        (*command, "--no-loadscope-reorder"), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        (*command, *options), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:

@@ -171,8 +171,8 @@ def _ask(
     import urllib3
     from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
-    # A stall is noticed early enough for further requests.
-    patience = max(0.001, min(DEADLINE_SECONDS / 8, deadline - time.monotonic()))
+    # A stall is noticed early enough for further requests. The last one has this time too: its answer tells the cause.
+    patience = DEADLINE_SECONDS / 8
     wait = urllib3.Timeout(connect=min(CONNECT_SECONDS, patience), read=patience)
     try:
         # No redirects: an address that was given does not lead to another host unseen.

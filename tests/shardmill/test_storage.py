@@ -436,6 +436,24 @@ def test_an_address_holds_nothing_but_its_place(address: str):
         open_store(address)
 
 
+def test_the_last_request_before_the_deadline_is_answered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a").write_bytes(b"1")
+
+    def slow(method: str, path: str) -> Fault:
+        time.sleep(0.1)
+        return Fault.SLOW_DOWN
+
+    with serving(tmp_path) as upstream, proxying(upstream) as proxy:
+        proxy.choose = slow
+        store = open_store(proxy.endpoint)
+        # One that is sent as the deadline comes.
+        now = lambda request, is_worth_another, seconds: request(time.monotonic())  # noqa: E731
+        monkeypatch.setattr(http_store, "patiently", now)
+        for use in (lambda: store.read("a"), lambda: store.stat("a")):
+            with pytest.raises(StorageError, match="cannot access .*/a: HTTP 503"):
+                use()
+
+
 @pytest.mark.drill
 def test_a_spoiled_answer_is_never_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # A second without a byte is a stall.
