@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from shardmill.checksummed import check_relative_path
 from shardmill.errors import NoSuchRoot, ShardmillError, StorageError
-from shardmill.jobs.redact import redacted_text
+from shardmill.jobs.redact import warn_on_stderr
 from shardmill.storage import Store, join_uri
 from shardmill.storage_errors import as_storage_error
 
@@ -26,11 +26,6 @@ REWRITE_SHARE = 0.05
 _PARTS = ".parts"
 
 Warn = Callable[[str], None]
-
-
-def warn_on_stderr(sentence: str) -> None:
-    """Warn on stderr, for logs without an observer."""
-    sys.stderr.write(f"WARNING: {redacted_text(sentence)}\n")
 
 
 def pause_seconds(seconds: float) -> float:

@@ -23,7 +23,7 @@ from types import FrameType
 
 from shardmill.child_process import die_with_parent
 from shardmill.errors import ShardmillError, TrainingError, UsageError
-from shardmill.jobs.redact import redacted_text
+from shardmill.jobs.redact import redacted_text, warn_on_stderr
 from shardmill.registry import install_hint
 from shardmill.words import printable
 
@@ -345,9 +345,20 @@ def end_with_script() -> None:
         end_with_parent()
 
 
+class _OnStderr(logging.Handler):
+    """What the library itself logs, as the other warnings of a command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn_on_stderr(record.getMessage())
+
+
+_on_stderr = _OnStderr(logging.WARNING)
+
+
 def quiet_libraries() -> None:
     """Libraries log tracebacks of what they raise as well (py4j, if Spark's JVM ends first); people get one line."""
     logging.getLogger().addHandler(logging.NullHandler())
+    logging.getLogger("shardmill").addHandler(_on_stderr)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -7,6 +7,7 @@ out; the stages themselves work with what they were given.
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 HIDDEN = "(hidden)"
@@ -134,3 +135,8 @@ def _without_value(found: re.Match[str], levels_left: int) -> str:
     inner = value[1:-1] if quote else value
     inner = _without_values(inner, levels_left - 1) if levels_left else HIDDEN
     return f"{name}{equals}{quote}{inner}{quote}"
+
+
+def warn_on_stderr(sentence: str) -> None:
+    """Warn where no observer of a stage is told."""
+    sys.stderr.write(f"WARNING: {redacted_text(sentence)}\n")

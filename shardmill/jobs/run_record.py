@@ -21,7 +21,7 @@ from shardmill.dataset.versions import split_version
 from shardmill.errors import CommitConflict, IntegrityError, ShardmillError
 from shardmill.jobs.config import is_under_spark_submit
 from shardmill.jobs.json_log import log_as_json, name_run, start_json_log
-from shardmill.jobs.line_log import LineLog, spark_log, warn_on_stderr
+from shardmill.jobs.line_log import LineLog, spark_log
 from shardmill.jobs.metric_exports import ExportedMetrics
 from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, Observer, is_progress
 from shardmill.jobs.process import (
@@ -34,7 +34,7 @@ from shardmill.jobs.process import (
     report_error,
     start_in_utf8,
 )
-from shardmill.jobs.redact import redacted
+from shardmill.jobs.redact import redacted, warn_on_stderr
 from shardmill.jobs.run_files import (
     DEFAULT_WORKDIR,
     EVENTS,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -17,10 +19,14 @@ Value = TypeVar("Value")
 CONNECT_SECONDS = 10.0
 """Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 8.0
+TELL_AFTER_SECONDS, TELL_EVERY_SECONDS = 10.0, 60.0
+"""A request that fails for so long is a warning, one in so many seconds for all requests of the process."""
+_log = logging.getLogger(__name__)
 # Not the process's own generator, as tenacity's waits: Keras takes the seeds of a model's first weights from that.
 _jitter = random.SystemRandom()
 _lock = threading.Lock()
 _num_retried = 0
+_next_warning = 0.0
 _has_driver = False
 
 
@@ -44,7 +50,7 @@ def patiently(
         ),
         wait=_pause_seconds,
         stop=stop_before_delay(deadline_seconds),
-        before_sleep=lambda state: count_retry(),
+        before_sleep=partial(_count_and_tell, deadline_seconds),
         retry_error_callback=(lambda state: give_up()) if give_up else None,
         reraise=True,
     )
@@ -70,6 +76,23 @@ class FirstAnswer:
 def _pause_seconds(state: RetryCallState) -> float:
     """tenacity's `wait`: anything up to a bound that doubles with each attempt ("full jitter", Brooker, AWS, 2015)."""
     return _jitter.uniform(0, min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (state.attempt_number - 1)))
+
+
+def _count_and_tell(deadline_seconds: float, state: RetryCallState) -> None:
+    """tenacity's `before_sleep`: whoever watches is not left to guess what the process waits for."""
+    global _next_warning
+    count_retry()
+    seconds, now = state.seconds_since_start or 0.0, time.monotonic()
+    if seconds < TELL_AFTER_SECONDS or state.outcome is None:
+        return
+    with _lock:
+        if now < _next_warning:
+            return
+        _next_warning = now + TELL_EVERY_SECONDS
+    _log.warning(
+        "a request to storage has failed for %.0f s and is repeated for %.0f s: %s",
+        *(seconds, deadline_seconds, state.outcome.exception()),
+    )
 
 
 def count_retry() -> None:

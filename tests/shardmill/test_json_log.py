@@ -15,9 +15,9 @@ from pipeline.output.progress import RunProgress
 from shardmill.errors import UsageError
 from shardmill.jobs import json_log
 from shardmill.jobs.json_log import JsonLog, start_json_log
-from shardmill.jobs.line_log import warn_on_stderr
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import print_error
+from shardmill.jobs.redact import warn_on_stderr
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, _JobObserver, recording
 from train.contracts.values import BEFORE_CHECKPOINT

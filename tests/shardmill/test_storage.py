@@ -8,6 +8,7 @@ import http.server
 import ipaddress
 import os
 import random
+import re
 import resource
 import shutil
 import ssl
@@ -26,6 +27,7 @@ from etl.config import EtlConfig, SourceConfig
 from shardmill.checksummed import check_relative_path
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CannotList, SecurityRefusal, StorageError, UsageError
+from shardmill.jobs.process import quiet_libraries
 from shardmill.storage import Store
 from shardmill.stores import STORES, open_store, retries, scheme_of
 from shardmill.stores import http as http_store
@@ -434,6 +436,30 @@ def test_a_web_server_that_has_never_answered_is_given_up_soon_and_one_that_has_
 def test_an_address_holds_nothing_but_its_place(address: str):
     with pytest.raises(UsageError, match="no store at https?://(host)?/x; expected scheme://host/folder, without user"):
         open_store(address)
+
+
+def test_who_watches_is_told_what_is_waited_for_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    quiet_libraries()
+    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 2.0)
+    monkeypatch.setattr(retries, "LONGEST_PAUSE_SECONDS", 0.05)
+    (tmp_path / "a").write_bytes(b"1")
+
+    def warnings_of_an_outage() -> list[str]:
+        proxy.choose = in_turn(*[Fault.SLOW_DOWN] * 6)
+        assert open_store(proxy.endpoint).read("a") == b"1"
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+
+    with serving(tmp_path) as upstream, proxying(upstream) as proxy:
+        assert warnings_of_an_outage() == [], "it was short"
+        monkeypatch.setattr(retries, "TELL_AFTER_SECONDS", 0.0)
+        monkeypatch.setattr(retries, "_next_warning", 0.0)
+        (warning,) = warnings_of_an_outage()
+        assert re.fullmatch(
+            "WARNING: a request to storage has failed for 0 s and is repeated for 2 s: .*HTTP 503", warning
+        )
+        assert warnings_of_an_outage() == [], "there was one a moment ago"
 
 
 def test_the_last_request_before_the_deadline_is_answered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.line_log import Warn, read_lines, warn_on_stderr
+from shardmill.jobs.line_log import Warn, read_lines
 from shardmill.jobs.observer import WARNING, SilentObserver
+from shardmill.jobs.redact import warn_on_stderr
 from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store
 from shardmill.stores import open_store

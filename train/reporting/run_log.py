@@ -8,18 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from shardmill.jobs.line_log import (
-    GrowingFile,
-    LineLog,
-    Outage,
-    Warn,
-    open_lines,
-    read_lines,
-    replace_lines,
-    warn_on_stderr,
-)
+from shardmill.jobs.line_log import GrowingFile, LineLog, Outage, Warn, open_lines, read_lines, replace_lines
 from shardmill.jobs.observer import FieldValue, Observer
-from shardmill.jobs.redact import redacted_text
+from shardmill.jobs.redact import redacted_text, warn_on_stderr
 from shardmill.storage import Store
 from train.contracts.values import BEFORE_CHECKPOINT, OUTPUT
 from train.reporting.observer import STEP_SECONDS, GlobalStep, TrainObserver
