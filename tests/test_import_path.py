@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peer_script import find_uv
 from tests.lab.commands import ROOT
 from tests.lab.datasets import write_images
-from tests.services.packed_environment import find_uv
 
 MODEL = """
 from pathlib import Path

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peer_script import find_uv
 from shardmill.dataset.card import refresh_card
 from shardmill.dataset.dataset import open_dataset
 from shardmill.loader.dataset import LoadableDataset
@@ -20,7 +21,6 @@ from shardmill.stores import open_store
 from tests.lab.commands import ENVIRONMENT, in_process
 from tests.lab.datasets import make_dataset
 from tests.services.marked import free_ports
-from tests.services.packed_environment import find_uv
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "other-readers.md"
 SPLITS = ("train", "validation", "test")

@@ -18,13 +18,13 @@ from types import MappingProxyType
 
 import pytest
 
+from benchmarks.peer_script import find_uv
 from scripts.release import MACHINES, SBOM, cross_compiler, release
 from shardmill.kernel import NATIVE_ID
 from shardmill.registry import APPLICATIONS, install_hint, load_object
 from tests.import_graph import modules
 from tests.lab.datasets import make_dataset, write_images
 from tests.lab.scale import exhaustive
-from tests.services.packed_environment import find_uv
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a process must not see of this checkout: else it would test the checkout and not the wheel.

@@ -1,4 +1,4 @@
-"""uv, wherever the set-up has found it, and the packages of the ETL as an archive for the nodes of a cluster."""
+"""The packages of the ETL as an archive for the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.peer_script import find_uv
 from shardmill.kernel import NATIVE_ID
 from tests.lab.commands import ROOT
 
 NAME = "environment"
 """Of the folder beside each executor into which Spark unpacks the archive."""
-
-
-def find_uv() -> str:
-    own = Path.home() / ".cache/shardmill/uv/bin/uv"
-    found = shutil.which("uv") or (str(own) if own.exists() else None) or str(Path.home() / ".local/bin/uv")
-    return found
 
 
 def pack_environment(folder: Path) -> Path:
