@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from shardmill.jobs.process import log_to_stderr
 from shardmill.jobs.spark_python import keep_zip_directories
 from shardmill.registry import applications_home
 from shardmill.stores.retries import begin_under_driver
@@ -49,6 +50,7 @@ class OnExecutor:
         put_applications_first()
         keep_zip_directories()
         begin_under_driver()
+        log_to_stderr(others=True)
         return CloudPickleSerializer().loads(self.shipped)(*arguments)
 
 

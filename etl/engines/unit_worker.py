@@ -31,6 +31,8 @@ from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.images.annotations import MAKE_MASK
 from shardmill.images.sandbox import OwnProcessDecoder
+from shardmill.jobs.json_log import start_json_log
+from shardmill.jobs.process import log_to_stderr
 from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.stores.retries import begin_under_driver
@@ -113,6 +115,8 @@ def _ended(process_id: int, seconds: float) -> int | None:
 def _work(requests: int, answers: int) -> None:
     """The first message is the task, each further one a work unit."""
     begin_under_driver()
+    log_to_stderr(others=True)
+    start_json_log()
     with os.fdopen(requests, "rb") as waiting, os.fdopen(answers, "wb") as pipe:
         first = read_message(waiting)
         if first is None:

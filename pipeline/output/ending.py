@@ -23,9 +23,9 @@ from shardmill.jobs.process import (
     Terminated,
     end_with_script,
     error_line,
+    log_to_stderr,
     print_error,
     private_temporary_folder,
-    quiet_libraries,
     raise_on_signals,
     report_error,
     start_in_utf8,
@@ -37,8 +37,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
     raise_on_signals()
     end_with_script()
-    if "--debug" not in sys.argv:
-        quiet_libraries()
+    log_to_stderr(others="--debug" in sys.argv)
     # Imports make no garbage, but so many objects that looking for it took a tenth of a command's start.
     gc.set_threshold(50_000)
     try:

@@ -355,10 +355,13 @@ class _OnStderr(logging.Handler):
 _on_stderr = _OnStderr(logging.WARNING)
 
 
-def quiet_libraries() -> None:
-    """Libraries log tracebacks of what they raise as well (py4j, if Spark's JVM ends first); people get one line."""
-    logging.getLogger().addHandler(logging.NullHandler())
+def log_to_stderr(*, others: bool) -> None:
+    """What this library logs is a warning as those of a command. `others`: whether other libraries log as well: some
+    log tracebacks of what they raise (py4j, if Spark's JVM ends first), of which people get one line.
+    """
     logging.getLogger("shardmill").addHandler(_on_stderr)
+    if not others:
+        logging.getLogger().addHandler(logging.NullHandler())
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -28,8 +28,8 @@ from shardmill.jobs.process import (
     Terminated,
     end_with_parent,
     end_with_script,
+    log_to_stderr,
     private_temporary_folder,
-    quiet_libraries,
     raise_on_signals,
     report_error,
     start_in_utf8,
@@ -287,8 +287,7 @@ def run_job(
         end_with_parent()
     else:
         end_with_script()
-    if not debug:
-        quiet_libraries()
+    log_to_stderr(others=debug)
     record: RunRecord | None = None
     try:
         start_in_utf8()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from shardmill.errors import UsageError
-from shardmill.stores.retries import FirstAnswer, patiently
+from shardmill.stores.retries import FirstAnswer, patiently, words_of_error
 
 PIECE_BYTES = 1 << 24
 """Maximum transfer of one request, so that a slow line needs no other deadline than a fast one."""
@@ -157,7 +157,7 @@ class BucketRequests(ABC):
         """Convert a server's refusal to the OSError that a file system would raise, with the server's words."""
 
     def _words_of(self, error: BaseException) -> str:
-        return getattr(error, "strerror", None) or str(error)
+        return words_of_error(error)
 
     def _patiently(self, request: Callable[[float], Value]) -> Value:
         """As `shardmill.stores.retries.patiently`; the last request may stall beyond the deadline by an eighth."""
@@ -180,7 +180,7 @@ class BucketRequests(ABC):
             _, last = failed[-1]
             raise OSError(errno.EIO, f"{waited}; the last of {len(failed)} errors: {self._words_of(last)}") from last
 
-        return patiently(request, is_worth_another, self._deadline_seconds, give_up)
+        return patiently(request, is_worth_another, self._deadline_seconds, give_up, self._words_of)
 
 
 def a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:

@@ -35,12 +35,13 @@ def patiently(
     is_worth_another: Callable[[BaseException | None, float], bool],
     deadline_seconds: float,
     give_up: Callable[[], Value] | None = None,
+    words_of: Callable[[BaseException], str] | None = None,
 ) -> Value:
     """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes.
 
     It receives the deadline, of time.monotonic(). None begins after it; the last may stall beyond it.
     `is_worth_another` receives the error of each call, None after a success, and the seconds since the first call.
-    At the deadline `give_up` decides; by default the last error is raised.
+    At the deadline `give_up` decides; by default the last error is raised. `words_of`: what a warning says of an error.
     """
     from tenacity import Retrying, stop_before_delay
 
@@ -50,7 +51,7 @@ def patiently(
         ),
         wait=_pause_seconds,
         stop=stop_before_delay(deadline_seconds),
-        before_sleep=partial(_count_and_tell, deadline_seconds),
+        before_sleep=partial(_count_and_tell, deadline_seconds, words_of or words_of_error),
         retry_error_callback=(lambda state: give_up()) if give_up else None,
         reraise=True,
     )
@@ -78,20 +79,26 @@ def _pause_seconds(state: RetryCallState) -> float:
     return _jitter.uniform(0, min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (state.attempt_number - 1)))
 
 
-def _count_and_tell(deadline_seconds: float, state: RetryCallState) -> None:
+def words_of_error(error: BaseException) -> str:
+    """The system's words, without the number."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _count_and_tell(deadline_seconds: float, words_of: Callable[[BaseException], str], state: RetryCallState) -> None:
     """tenacity's `before_sleep`: whoever watches is not left to guess what the process waits for."""
     global _next_warning
     count_retry()
     seconds, now = state.seconds_since_start or 0.0, time.monotonic()
-    if seconds < TELL_AFTER_SECONDS or state.outcome is None:
+    error = state.outcome.exception() if state.outcome else None
+    if seconds < TELL_AFTER_SECONDS or error is None:
         return
     with _lock:
         if now < _next_warning:
             return
         _next_warning = now + TELL_EVERY_SECONDS
     _log.warning(
-        "a request to storage has failed for %.0f s and is repeated for %.0f s: %s",
-        *(seconds, deadline_seconds, state.outcome.exception()),
+        "a request to storage has failed for %.0f s, and is repeated until %.0f s have passed: %s",
+        *(seconds, deadline_seconds, words_of(error)),
     )
 
 

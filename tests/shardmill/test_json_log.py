@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from shardmill.jobs.process import print_error
 from shardmill.jobs.redact import warn_on_stderr
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, _JobObserver, recording
+from shardmill.stores.retries import TELL_AFTER_SECONDS
+from tests.lab.datasets import write_images
+from tests.services.fault_proxy import Fault, proxying
+from tests.services.web import serving
 from train.contracts.values import BEFORE_CHECKPOINT
 from train.reporting.run_log import RunLog
 
@@ -106,3 +111,32 @@ def test_a_command_says_how_it_ended(tmp_path: Path):
     )  # fmt: skip
     last = json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == last["exit_code"] != 0 and last["level"] == "error" and "nothing" in last["message"]
+
+
+@pytest.mark.drill
+def test_a_worker_that_waits_for_storage_says_so(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=12)
+    names = [file.relative_to(tmp_path).as_posix() for file in sorted((tmp_path / "images").rglob("*.png"))]
+    (tmp_path / "table.csv").write_text("uri,label\n" + "".join(f"{name},{name.split('/')[1]}\n" for name in names))
+    began: list[float] = []
+
+    def choose(method: str, path: str) -> Fault | None:
+        # The table is read by the command, and images by its workers.
+        if not path.endswith(".png"):
+            return None
+        began.append(time.monotonic())
+        return Fault.SLOW_DOWN if began[-1] - began[0] < TELL_AFTER_SECONDS + 3 else None
+
+    with serving(tmp_path) as upstream, proxying(upstream) as proxy:
+        proxy.choose = choose
+        settings = {"source.uri": f"{proxy.endpoint}/table.csv", "source.kind": "table", "etl.image_size": 16}
+        options = [f"--set={key}={value}" for key, value in settings.items()]
+        (tmp_path / "job.toml").write_text(f"dataset.uri = '{tmp_path / 'dataset'}'\n")
+        done = subprocess.run(
+            ["shardmill", "etl", tmp_path / "job.toml", *options, "--workdir", tmp_path / "work"],
+            capture_output=True, text=True, env={**os.environ, "SHARDMILL_LOG_FORMAT": "json"},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    objects = [json.loads(line) for line in done.stderr.splitlines()]
+    waits = [each for each in objects if "a request to storage has failed for" in each.get("message", "")]
+    assert waits and all(each["level"] == "warning" and "HTTP 503" in each["message"] for each in waits), objects

@@ -21,7 +21,7 @@ from shardmill.environments.rank_environment import RankEnvironment, read_rank_e
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
-from shardmill.jobs.process import Terminated
+from shardmill.jobs.process import Terminated, log_to_stderr
 from shardmill.jobs.reach import check_nonce
 from shardmill.stores.retries import begin_under_driver, num_retried
 from train.contracts.activities import Activity
@@ -94,6 +94,7 @@ def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
     _end_with_driver()
     begin_under_driver()
+    log_to_stderr(others=True)
     place = read_rank_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
