@@ -9,17 +9,13 @@ FROM ghcr.io/astral-sh/uv:0.13.0@sha256:cdc6093146eb3ff6a40107b38f008b789e050e77
 # Driver and executors of the ETL.
 FROM ${SPARK} AS etl
 USER root
-# What Horovod is built with, from source.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ make ca-certificates \
-    && rm -rf /var/lib/apt/lists/*
 COPY --from=uv /uv /usr/local/bin/uv
 # The locked packages, with a Python of the locked version.
 COPY pyproject.toml uv.lock .python-version README.md /opt/shardmill/
 WORKDIR /opt/shardmill
 ENV UV_PYTHON_INSTALL_DIR=/opt/python
-RUN uv sync --frozen --no-dev --no-install-project --extra spark --extra s3 --extra hdfs
+ARG EXTRAS="--extra spark --extra s3 --extra gcs --extra azure --extra hdfs --extra otel --extra prometheus"
+RUN uv sync --frozen --no-dev --no-install-project $EXTRAS
 # The code, which changes more often: the command, and what `spark-submit` takes.
 COPY dist/shardmill-*.whl /opt/shardmill/dist/
 RUN uv pip install --no-deps dist/*.whl
@@ -33,12 +29,16 @@ USER 185
 # A worker of Airflow, with its own `spark-submit`.
 FROM etl AS airflow
 USER root
-RUN uv sync --frozen --no-dev --no-install-project --inexact --extra spark --extra s3 --extra hdfs --extra airflow
+RUN uv sync --frozen --no-dev --no-install-project --inexact $EXTRAS --extra airflow
 USER 185
 
 # Ranks. The last stage, so the one that is built if no target is named.
 FROM etl AS train
 USER root
-RUN uv sync --frozen --no-dev --no-install-project --inexact \
-    --extra spark --extra s3 --extra hdfs --extra tensorflow --extra horovod --extra torch
+# What Horovod is built with, from source.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ make \
+    && rm -rf /var/lib/apt/lists/*
+RUN uv sync --frozen --no-dev --no-install-project --inexact $EXTRAS --extra tensorflow --extra horovod --extra torch
 USER 185

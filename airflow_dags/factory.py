@@ -24,7 +24,7 @@ from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, Param, TaskGroup
 
 from airflow_dags.config_file import master_of, plain_settings, read_config
 from airflow_dags.operators import RUN_ID, ConfigErrorOperator, ShardmillOperator, ShardmillSparkOperator
-from airflow_dags.settings import DagSettings, dag_settings
+from airflow_dags.settings import DagSettings, check_schedule, dag_settings
 
 VERSION = "{{ ti.xcom_pull(task_ids='etl')['version'] }}"
 # Of both DAGs: what `verify` has found to be whole, also if the latest version is another one by now.
@@ -116,16 +116,14 @@ class Stages:
     ) -> ShardmillSparkOperator:
         """A stage as a `spark-submit`."""
         of_task = self._of_task(stage, publishes)
+        place = {"master": master_of(self.config), "conn_id": self.options.connection, "name": f"{self.name}_{stage}"}
         conf = {**plain_settings(self.config, stage), **of_task.pop("conf", {})}
         return ShardmillSparkOperator(
             stage=stage,
-            master=master_of(self.config),
             application=job_file(stage),
             application_args=["--config", str(self.config_file), *self._common(), *more_arguments],
             conf=conf,
-            conn_id=self.options.connection,
-            name=f"{self.name}_{stage}",
-            **of_task,
+            **{**place, **of_task},
             **kwargs,
         )
 
@@ -167,10 +165,11 @@ def build_dags(config_file: Path, dag_id: str, settings: DagSettings, options: D
     stages = Stages(config_file, dag_id, config, settings.workdir_of(config_file), options)
     common = {"doc_md": page_of(stages), **options.dag}
     common["default_args"] = {**settings.of_each_task(), **options.dag.get("default_args", {})}
+    own_params = common.pop("params", {})
     schedule = options.schedule
     dags = [maintenance_dag(stages, common)] if options.maintenance else []
-    both = {"fresh": FRESH, "require_promotion": REQUIRE}
-    of_data = {"replace_source": REPLACE_SOURCE}
+    both = {"fresh": FRESH, "require_promotion": REQUIRE, **own_params}
+    of_data = {"replace_source": REPLACE_SOURCE, **own_params}
     if stages.limits_drift:
         of_data["accept_drift"] = ACCEPT_DRIFT
 
@@ -240,7 +239,7 @@ def in_order(tasks: Sequence[BaseOperator]) -> None:
         before.set_downstream(after)
 
 
-def config_error_dag(dag_id: str, problem: str, schedule: Any) -> DAG:
+def config_error_dag(dag_id: str, problem: str, schedule: Any, **kwargs: Any) -> DAG:
     """Build a DAG that stands in for DAGs that cannot be built: it shows the problem, and its scheduled runs fail."""
     from shardmill.jobs.redact import redacted_text
 
@@ -248,7 +247,7 @@ def config_error_dag(dag_id: str, problem: str, schedule: Any) -> DAG:
     problem = redacted_text(problem).encode(errors="backslashreplace").decode()
     logging.getLogger(__name__).error("no DAG for %s", problem)
     # Airflow allows 250 characters.
-    with empty_dag("config error", dag_id[:250], schedule=schedule) as dag:
+    with empty_dag("config error", dag_id[:250], schedule=schedule, **kwargs) as dag:
         dag.description = f"CONFIG ERROR: {problem}"
         dag.doc_md = f"**This DAG could not be built.**\n\n```text\n{problem}\n```"
         dag.tags.add("config-error")
@@ -274,12 +273,22 @@ def dag_id_of(config_file: Path) -> str:
 def dags_of(config_file: str | Path, options: DagOptions | None = None) -> dict[str, DAG]:
     """The DAGs of one config file, by id, for the globals of a DAG file; a problem is shown by a DAG, not raised."""
     file, options, settings = Path(config_file), options or DagOptions(), dag_settings()
-    dag_id = dag_id_of(file)
+    dag_id, schedule = dag_id_of(file), None
     try:
         settings.check()
+        for name in ("schedule", "maintenance"):
+            try:
+                check_schedule(given := getattr(options, name))
+            except ValueError as error:
+                raise ValueError(f"options.{name}={given!r}: {error}") from error
+        schedule = options.schedule
         return {dag.dag_id: dag for dag in build_dags(file, dag_id, settings, options)}
     except Exception as error:  # a file may have the DAGs of several configs
-        return {dag_id: config_error_dag(dag_id, f"{file}: {error}", options.schedule)}
+        problem = f"{file}: {error}"
+        try:
+            return {dag_id: config_error_dag(dag_id, problem, schedule, **options.dag)}
+        except Exception:  # it is an argument of the DAG
+            return {dag_id: config_error_dag(dag_id, problem, schedule)}
 
 
 def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:

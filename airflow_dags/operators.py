@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -199,8 +200,22 @@ class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
         return ShardmillSparkHook(config_master=self.master, folder=self.folder, **given)
 
 
-# Of a command's line, by its first word; any other is information.
-_LEVELS = {"ERROR": logging.ERROR, "fail": logging.ERROR, "WARNING:": logging.WARNING, "warn": logging.WARNING}
+# Of a command's line, by its first word or, with SHARDMILL_LOG_FORMAT=json, its level; any other is information.
+_LEVELS = {
+    "ERROR": logging.ERROR,
+    "fail": logging.ERROR,
+    "WARNING:": logging.WARNING,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+}
+_FIRST_WORD = re.compile(r'\s*(?:\{"time": "[^"]*", "level": ")?([^\s"]+)')
+
+
+def level_of(line: str) -> int:
+    """The level at which Airflow logs a line of a command."""
+    found = _FIRST_WORD.match(line)
+    return _LEVELS.get(found[1], logging.INFO) if found else logging.INFO
 
 
 class ShardmillOperator(StageOperator):
@@ -221,7 +236,7 @@ class ShardmillOperator(StageOperator):
         self._process = self._start([*self.arguments, *self.chosen_flags(context)])
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.log.log(_LEVELS.get(next(iter(line.split()), ""), logging.INFO), "%s", line.rstrip())
+            self.log.log(level_of(line), "%s", line.rstrip())
         exit_code = self._process.wait()
         if exit_code:
             raise self.folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)

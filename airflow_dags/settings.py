@@ -66,19 +66,11 @@ class DagSettings:
 
     def schedule_of(self, name: str) -> str | None:
         """A field's schedule in Airflow's form. Raises ValueError for a schedule that is invalid or never occurs."""
-        if not (schedule := getattr(self, name)):
-            return None
-        from airflow.sdk import DAG
-        from croniter import croniter
-
+        schedule = getattr(self, name) or None
         try:
-            probe = DAG("schedule", schedule=schedule, max_active_runs=1, auto_register=False)
-            probe.validate()
-            # Airflow itself looks for the next date only later, when it is too late for an error of this DAG alone.
-            if cron := getattr(probe.timetable, "expression", ""):
-                croniter(cron).get_next()
-        except Exception as error:  # Airflow and croniter share no type of error
-            raise self._wrong(name, f"expected a cron expression or a preset such as @daily ({error})") from error
+            check_schedule(schedule)
+        except ValueError as error:
+            raise self._wrong(name, str(error)) from error
         return schedule
 
     def command_line(self) -> list[str]:
@@ -126,6 +118,21 @@ class DagSettings:
 
     def _wrong(self, name: str, expected: str) -> ValueError:
         return ValueError(f"{_PREFIX}{name.upper()}={getattr(self, name)!r}: {expected}")
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raises ValueError for a DAG's schedule that is invalid or never occurs."""
+    from airflow.sdk import DAG
+    from croniter import croniter
+
+    try:
+        probe = DAG("schedule", schedule=schedule, max_active_runs=1, auto_register=False)
+        probe.validate()
+        # Airflow itself looks for the next date only later, when it is too late for an error of this DAG alone.
+        if cron := getattr(probe.timetable, "expression", ""):
+            croniter(cron).get_next()
+    except Exception as error:  # Airflow and croniter share no type of error
+        raise ValueError(f"expected a cron expression or a preset such as @daily ({error})") from error
 
 
 def dag_settings() -> DagSettings:

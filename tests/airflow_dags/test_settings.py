@@ -69,6 +69,17 @@ def test_the_environment_and_the_form_decide_within_their_types(tmp_path: Path):
     assert f"- dataset: `file://{dataset}`" in factory["page"]
     assert "options.tasks names trian; expected of doctor, etl" in factory["wrong"][0]
     assert "dagrun_timout" in factory["wrong"][1]
+    assert "options.schedule='61 * * * *': expected a cron expression" in factory["wrong"][2]
+    assert "options.maintenance='0 0 30 2 *': expected a cron expression" in factory["wrong"][3]
+    assert factory["watched"] == [["me", ["config-error", "shardmill", "team"], "@daily"]]
+    params = ["fresh", "replace_source", "require_promotion", "season"]
+    assert factory["given"] == ["photos_on_gpus", "3g", "spring", params] and factory["backoff"]
+    # What a param adds is an option of its stage.
+    assert shown["flags of tasks"].keys() == {"etl", "train", "promote"}
+    for stage, options in shown["flags of tasks"].items():
+        known = in_process(stage, "--help", cwd=tmp_path).stdout.split()
+        assert all(option.split("=")[0] in known for option in options), (stage, options)
+    assert shown["levels"] == [40, 30, 40, 20, 20, 40, 30, 20]
     # The command line takes the commands of its maintenance.
     for arguments in factory["maintenance"]:
         done = in_process(*(RUN_ID.sub("r", argument) for argument in arguments), cwd=tmp_path)

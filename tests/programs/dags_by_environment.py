@@ -10,7 +10,7 @@ from airflow.serialization.serialized_objects import DagSerialization
 from jinja2 import Environment
 
 from airflow_dags.factory import ASSET_VERSION, DagOptions, dags_of, dags_of_folder
-from airflow_dags.operators import MlflowLink, ReportLink
+from airflow_dags.operators import MlflowLink, ReportLink, level_of
 from airflow_dags.settings import dag_settings
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 
@@ -64,8 +64,16 @@ options = DagOptions(
     schedule="@daily",
     maintenance="@weekly",
     connection="spark_gpus",
-    tasks={"train": {"execution_timeout": timedelta(hours=8), "retries": 5, "pool": "gpus"}},
-    dag={"dagrun_timeout": timedelta(hours=12), "default_args": {"retries": 1}, "tags": ["photos"]},
+    tasks={
+        "train": {"execution_timeout": timedelta(hours=8), "retries": 5, "pool": "gpus", "name": "photos_on_gpus"},
+        "etl": {"conf": {"spark.executor.memory": "3g"}},
+    },
+    dag={
+        "dagrun_timeout": timedelta(hours=12),
+        "default_args": {"retries": 1},
+        "tags": ["photos"],
+        "params": {"season": "spring"},
+    },
 )
 dag, maintenance = dags_of(config, options).values()
 for each in (dag, maintenance):
@@ -74,15 +82,38 @@ verify, train = dag.get_task("verify"), dag.get_task("train")
 shown["factory"] = {
     "schedules": [each.schedule for each in (dag, maintenance)],
     "limits": [dag.dagrun_timeout.total_seconds(), limits(verify), limits(train)],
+    "given": [train.name, dag.get_task("etl").conf["spark.executor.memory"], dag.params["season"], sorted(dag.params)],
+    "backoff": verify.retry_exponential_backoff,
     "placed": [verify.pool, train.pool, train._conn_id, sorted(dag.tags), train.task_group.group_id],
     "page": dag.doc_md,
     "maintenance": [task.arguments for task in maintenance.topological_sort()],
     "wrong": [
         dag.description
-        for wrong in (DagOptions(tasks={"trian": {}}), DagOptions(dag={"dagrun_timout": 1}))
+        for wrong in (
+            DagOptions(tasks={"trian": {}}),
+            DagOptions(dag={"dagrun_timout": 1}),
+            DagOptions(schedule="61 * * * *"),
+            DagOptions(maintenance="0 0 30 2 *"),
+        )
         for dag in dags_of(config, wrong).values()
     ],
+    # What tells people of failures is told of this one too.
+    "watched": [
+        [dag.default_args["owner"], sorted(dag.tags), dag.schedule]
+        for options in [DagOptions(dag={"tags": ["team"], "default_args": {"owner": "me"}}, schedule="@daily")]
+        for dag in dags_of("/nowhere/one.toml", options).values()
+    ],
 }
+shown["levels"] = [
+    level_of(line)
+    for line in (
+        "ERROR 4: gone", "WARNING: late", "  fail disk", "step 7", "",
+        '{"time": "2026-11-29T12:00:00", "level": "error", "message": "gone"}',
+        '{"time": "2026-11-29T12:00:00", "level": "warning", "message": "late"}',
+        '{"time": "2026-11-29T12:00:00", "level": "info", "message": "step 7"}',
+    )
+]  # fmt: skip
+shown["flags of tasks"] = {task.task_id: list(task.flags.values()) for task in dag.tasks if task.flags}
 names, found = dags(TRAIN_ON_ASSET="true", MAINTENANCE_SCHEDULE="@weekly")
 shown["own"] = {dag_id: [task.task_id for task in dag.topological_sort()] for dag_id, dag in found.items()}
 shown["taken"] = names["shardmill_two"]

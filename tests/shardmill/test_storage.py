@@ -31,6 +31,7 @@ from shardmill.jobs.process import log_to_stderr
 from shardmill.storage import Store
 from shardmill.stores import STORES, open_store, retries, scheme_of
 from shardmill.stores import http as http_store
+from shardmill.stores.object_stores import AzureStore
 from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import build_here, make_dataset, read_all, write_images
 from tests.services.fault_proxy import Fault, in_turn, proxying
@@ -276,6 +277,8 @@ def test_names_that_other_tools_have_for_a_scheme_are_taken_and_not_kept():
     assert [scheme_of(f"{name}://x") for name in ("s3a", "gcs", "abfs", "abfss")] == ["s3", "gs", "az", "az"]
     hadoops = open_store("abfss://photos@account.dfs.core.windows.net/x")
     assert hadoops.uri == "az://photos@account.dfs.core.windows.net/x"
+    of_account = AzureStore.open_bucket("photos@account.dfs.core.windows.net", {}, {})
+    assert of_account.config == {"account_name": "account", "container_name": "photos"}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
