@@ -119,6 +119,9 @@ def gc(
         expired = {"expired_versions": found.expired, "retained_versions": found.retained}
         if delete:
             refresh_dataset_card(store, "gc")  # an expiry is a version
+    retained = max((len(each) for name, each in expired.items() if name.startswith("retained")), default=0)
+    if keep is not None and retained > keep:
+        typer.echo(f"kept more than {keep}: what is younger than {older_than} (--older-than) or in use stays", err=True)
     files = tuple(GarbageFile(each.kind, each.file.path, each.file.size_bytes) for each in found.garbage)
     num_bytes = sum(each.size_bytes for each in files)
     print_result(

@@ -23,6 +23,7 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
     from pipeline.run import run_pipeline
     from shardmill.errors import UsageError
     from shardmill.jobs.summary_rows import summary_rows
+    from shardmill.storage_errors import as_storage_error
     from train.planning.resume import ResumePolicy
 
     common: Common = context.obj
@@ -33,7 +34,8 @@ def demo(context: typer.Context, fresh: Fresh = False) -> None:
             "expected a folder that does not exist, an empty one, or that of an earlier demo",
             "name another one with --workdir, or leave the option out",
         )
-    images = write_demo_images(folder)
+    with as_storage_error(folder):
+        images = write_demo_images(folder)
     typer.echo(images.words, err=True)
     common = replace(common, overrides=(*SETTINGS, *common.overrides))
     summary = run_pipeline(str(images.folder), common, again=ResumePolicy(fresh))

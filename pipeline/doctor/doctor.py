@@ -35,6 +35,7 @@ from shardmill.jobs.config import is_connect
 from shardmill.jobs.run_files import PARTIAL, RunState, StageRecord, failed_stage, write_stage_record, write_summary
 from shardmill.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
+from shardmill.words import size_of
 from train.tree import TrainTree
 
 if TYPE_CHECKING:
@@ -299,8 +300,8 @@ def _room(root: Path, listing: Listing, etl: EtlConfig) -> Finding:
     needed_bytes = num_images * stored_image_bytes(listing, etl) * len(etl.formats)
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = shutil.disk_usage(there).free
-    needed = f"a build of all {num_images:,} images takes about {needed_bytes / 1e9:,.2g} GB"
-    found = f"{free_bytes / 1e9:,.1f} GB free; {needed}"
+    needed = f"a build of all {num_images:,} images takes about {size_of(needed_bytes)}"
+    found = f"{size_of(free_bytes)} free; {needed}"
     if needed_bytes > free_bytes:
         # A guess, and of a full build: a later run adds what has changed.
         return Finding(

@@ -33,7 +33,7 @@ class Predictions(Result):
     dataset: LoadableDataset
     """The version; it has no images, and no loaders."""
     num_predicted: int
-    """Images that this run predicted: those that are new, or have changed."""
+    """Inputs that this run read: those that are new, or have changed; rejected ones are among them."""
     images_per_second: float
     is_new: bool
     """Whether this run made the version; False if nothing was new, and the latest one stays."""

@@ -78,8 +78,10 @@ class HttpStore(ReadOnlyStore):
             return None
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
+        uri = f"{self.uri}/{prefix}".rstrip("/")
+        what = uri if self.stat(prefix) else f"there is no {uri} (HTTP 404), and it"
         raise CannotList(
-            f"{self.uri}/{prefix}".rstrip("/") + " cannot be listed: a web server can only be asked for files by name",
+            f"{what} cannot be listed: a web server can only be asked for files by name",
             "expected a committed dataset, one container file or a pattern without *, or a table that names each image",
             "copy the folder to a local path, a bucket or hdfs://; or name its images with source.kind = 'table'",
         )

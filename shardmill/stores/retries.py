@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 CONNECT_SECONDS = 10.0
 """Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 8.0
-TELL_AFTER_SECONDS, TELL_EVERY_SECONDS = 10.0, 60.0
+TELL_AFTER_SECONDS, TELL_EVERY_SECONDS = 5.0, 60.0
 """A request that fails for so long is a warning, one in so many seconds for all requests of the process."""
 _log = logging.getLogger(__name__)
 # Not the process's own generator, as tenacity's waits: Keras takes the seeds of a model's first weights from that.

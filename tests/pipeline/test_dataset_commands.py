@@ -84,6 +84,8 @@ def test_gc_lists_first_and_deletes_on_request(dataset: str, tmp_path: Path):
     machine("compact", dataset, cwd=tmp_path)
     young = machine("gc", dataset, "--keep", "1", cwd=tmp_path)
     assert (young["expired_versions"], young["num_files"]) == ([], 0)
+    said = in_process("gc", dataset, "--keep", "1", cwd=tmp_path).stderr
+    assert "kept more than 1: what is younger than 7d (--older-than) or in use stays" in said
     listed = machine("gc", dataset, "--keep", "1", "--older-than", "0", cwd=tmp_path)
     assert (listed["expired_versions"], listed["deleted"]) == ([1], False)
     assert all(Path(dataset, file["path"]).exists() for file in listed["files"]) and listed["num_files"]

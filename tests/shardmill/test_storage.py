@@ -395,9 +395,13 @@ def test_images_come_from_a_web_server_by_their_names(tmp_path: Path):
     rows = "".join(f'"{name}",{name[:7]}\n' for name in files)
     (tmp_path / "images" / "table.csv").write_text(f"uri,label\n{rows}")
     with serving(tmp_path) as address:
-        with pytest.raises(CannotList, match="images cannot be listed: .*source.kind = 'table'") as caught:
+        with pytest.raises(
+            CannotList, match="images .HTTP 404., and it cannot be listed: .*source.kind = 'table'"
+        ) as caught:
             build_here(f"{address}/images", str(tmp_path / "none"), CONFIG)
         assert caught.value.exit_code == 4
+        with pytest.raises(CannotList, match=r"there is no http.*/none\.zip \(HTTP 404\), and it cannot be listed"):
+            build_here(f"{address}/none.zip", str(tmp_path / "none"), CONFIG)
         digests = set()
         for root in (f"{address}/images", str(tmp_path / "images"), f"local://{tmp_path}/images"):
             source = SourceConfig(uri=f"{root}/table.csv", kind="table")
