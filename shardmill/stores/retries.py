@@ -30,12 +30,17 @@ _next_warning = 0.0
 _has_driver = False
 
 
+def words_of_error(error: BaseException) -> str:
+    """The system's words, without the number."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def patiently(
     request: Callable[[float], Value],
     is_worth_another: Callable[[BaseException | None, float], bool],
     deadline_seconds: float,
     give_up: Callable[[], Value] | None = None,
-    words_of: Callable[[BaseException], str] | None = None,
+    words_of: Callable[[BaseException], str] = words_of_error,
 ) -> Value:
     """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes.
 
@@ -51,7 +56,7 @@ def patiently(
         ),
         wait=_pause_seconds,
         stop=stop_before_delay(deadline_seconds),
-        before_sleep=partial(_count_and_tell, deadline_seconds, words_of or words_of_error),
+        before_sleep=partial(_count_and_tell, deadline_seconds, words_of),
         retry_error_callback=(lambda state: give_up()) if give_up else None,
         reraise=True,
     )
@@ -79,11 +84,6 @@ def _pause_seconds(state: RetryCallState) -> float:
     return _jitter.uniform(0, min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (state.attempt_number - 1)))
 
 
-def words_of_error(error: BaseException) -> str:
-    """The system's words, without the number."""
-    return getattr(error, "strerror", None) or str(error)
-
-
 def _count_and_tell(deadline_seconds: float, words_of: Callable[[BaseException], str], state: RetryCallState) -> None:
     """tenacity's `before_sleep`: whoever watches is not left to guess what the process waits for."""
     global _next_warning
@@ -97,7 +97,7 @@ def _count_and_tell(deadline_seconds: float, words_of: Callable[[BaseException],
             return
         _next_warning = now + TELL_EVERY_SECONDS
     _log.warning(
-        "a request to storage has failed for %.0f s, and is repeated until %.0f s have passed: %s",
+        "a request to storage has failed for %.0f s, and is repeated for up to %.0f s: %s",
         *(seconds, deadline_seconds, words_of(error)),
     )
 

@@ -464,7 +464,7 @@ def test_who_watches_is_told_what_is_waited_for_once_a_minute(
         monkeypatch.setattr(retries, "_next_warning", 0.0)
         (warning,) = warnings_of_an_outage()
         assert re.fullmatch(
-            "WARNING: a request to storage has failed for 0 s, and is repeated until 2 s have passed: HTTP 503", warning
+            "WARNING: a request to storage has failed for 0 s, and is repeated for up to 2 s: HTTP 503", warning
         )
         assert warnings_of_an_outage() == [], "there was one a moment ago"
 
