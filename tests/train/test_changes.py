@@ -31,8 +31,6 @@ from shardmill.values import Cursor
 from tests.lab.datasets import build_here, make_dataset, write_images
 from tests.shardmill.collecting import build, gc_now, with_images
 from tests.train.training import ETL, ONE_LAYER, DriverRecorder, Killed, tree_of
-from train import training
-from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import AttemptRecord
 from train.config import TrainConfig
 from train.identity import fields_of_settings, settings_of
@@ -188,21 +186,6 @@ def test_a_training_is_left_to_a_process_of_this_host_that_is_at_work_on_it(begu
     else:
         assert train(uri, tmp_path).result.num_epochs == 2
     assert record_numbers(store, folder) == ([1, 2] if refusal else [1, 2, 3])
-
-
-def test_of_two_trainings_that_start_at_once_the_later_one_is_refused(begun, tmp_path, monkeypatch):
-    """The other one's ranks claim the training after this one's driver has looked for it."""
-    uri, _, copy = begun
-    copy(tmp_path)
-    store = open_store(tmp_path / "models")
-    [folder] = {file.path.rpartition("/")[0] for file in store.list("trainings") if "/attempts/" in file.path}
-    other = {"process": os.getppid(), "started": start_of_process(os.getppid())}
-    claim = read_record(store, folder, 1, AttemptRecord).model_copy(update=other)
-    monkeypatch.setattr(checkpoint, "CLAIM_SECONDS", 0.1)
-    monkeypatch.setattr(training, "verify_present", lambda dataset: put_record(store, folder, 2, claim))
-    with pytest.raises(CommitConflict, match=f"process {os.getppid()} of this host trains in"):
-        train(uri, tmp_path)
-    assert record_numbers(store, folder) == [1, 2]
 
 
 def test_the_command_continues_where_a_change_is_allowed(begun, tmp_path):

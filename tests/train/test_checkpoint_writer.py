@@ -32,9 +32,7 @@ from tests.train.ranks import WORKERS, Watcher, train_on_ranks
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
 from train.checkpoints.arrays import MARKER, WEIGHTS, rank_file
 from train.checkpoints.checkpoint import (
-    ATTEMPTS,
     Attempt,
-    AttemptRecord,
     CheckpointFolder,
     TrainingIdentity,
     claim_attempt,
@@ -46,7 +44,6 @@ from train.contracts.activities import Activity
 from train.contracts.values import RESULT, BestEpoch, ModelIdentity, Progress
 from train.launching import LAUNCHERS, rank_failures
 from train.launching.rank_failures import RankLost
-from train.records import put_record, read_record, record_path
 from train.results import read_result
 
 NUM_KILLS = usually(3, 300)
@@ -370,11 +367,6 @@ def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the
     older = start_driver(tmp_path, train, dataset=pin)
     older.wait_for_step()
     older.process.send_signal(signal.SIGSTOP)
-    # On its own host the retry would be refused.
-    store, folder = open_store(tmp_path / "models"), f"trainings/test/{ATTEMPTS}"
-    record = read_record(store, folder, 1, AttemptRecord)
-    store.delete(record_path(folder, 1))
-    put_record(store, folder, 1, record.model_copy(update={"host": "elsewhere"}))
     try:
         retry = start_driver(tmp_path, train, dataset=pin).outcome()
     finally:
@@ -382,6 +374,7 @@ def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the
     fenced = older.outcome()
     assert (fenced.get("error"), "attempt 2 began" in fenced["message"]) == ("CommitConflict", True), fenced
 
+    store = open_store(tmp_path / "models")
     result = read_result(store, "trainings/test")
     assert result is not None and result.weights_sha256 == retry["weights_sha256"]
     newest = next(complete_checkpoints(store, "trainings/test"))

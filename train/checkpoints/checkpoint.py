@@ -261,8 +261,6 @@ def _delete_checkpoint(store: Store, path: str, names: Iterable[str]) -> None:
 
 
 ATTEMPTS = "attempts"
-CLAIM_SECONDS = 10.0
-"""How long a rank waits for the end of another process that is at work on its training."""
 
 
 class AttemptRecord(Section):
@@ -315,9 +313,7 @@ class Attempt:
 
 
 def claim_attempt(store: Store, training_dir: str, world_size: int) -> Attempt:
-    """The next number, which is nobody else's. Raises CommitConflict (exit 6) as `refuse_beside_living` does."""
-    # Another command may have begun since this one's driver has looked. Ranks of an earlier launch may need longer.
-    refuse_beside_living(store, training_dir, CLAIM_SECONDS)
+    """The next number, which is nobody else's."""
     folder = f"{training_dir}/{ATTEMPTS}"
     host, process = socket.gethostname(), os.getpid()
     started = start_of_process(process)
