@@ -287,7 +287,7 @@ def dags_of(config_file: str | Path, options: DagOptions | None = None) -> dict[
         problem = f"{file}: {error}"
         try:
             return {dag_id: config_error_dag(dag_id, problem, schedule, **options.dag)}
-        except Exception:  # it is an argument of the DAG
+        except Exception:  # the problem is in options.dag itself: Airflow checks each argument in its own way
             return {dag_id: config_error_dag(dag_id, problem, schedule)}
 
 

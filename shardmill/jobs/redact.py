@@ -138,5 +138,5 @@ def _without_value(found: re.Match[str], levels_left: int) -> str:
 
 
 def warn_on_stderr(sentence: str) -> None:
-    """Warn where no observer of a stage is told."""
+    """Write a warning to stderr, for code that has no observer."""
     sys.stderr.write(f"WARNING: {redacted_text(sentence)}\n")

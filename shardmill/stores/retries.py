@@ -65,7 +65,7 @@ def patiently(
 
 @dataclass
 class FirstAnswer:
-    """Whether a server has ever answered this process. A server that has not is retried for CONNECT_SECONDS only."""
+    """Tracks whether a server has ever answered this process; until then it is retried for CONNECT_SECONDS only."""
 
     has_come: bool = False
     is_given_up: bool = False
@@ -85,7 +85,7 @@ def _pause_seconds(state: RetryCallState) -> float:
 
 
 def _count_and_tell(deadline_seconds: float, words_of: Callable[[BaseException], str], state: RetryCallState) -> None:
-    """tenacity's `before_sleep`: whoever watches is not left to guess what the process waits for."""
+    """tenacity's `before_sleep`: count the retry, and warn if the request has failed for TELL_AFTER_SECONDS."""
     global _next_warning
     count_retry()
     seconds, now = state.seconds_since_start or 0.0, time.monotonic()

@@ -97,7 +97,7 @@ shown["factory"] = {
         )
         for dag in dags_of(config, wrong).values()
     ],
-    # What tells people of failures is told of this one too.
+    # The config-error DAG keeps the owner, tags and schedule.
     "watched": [
         [dag.default_args["owner"], sorted(dag.tags), dag.schedule]
         for options in [DagOptions(dag={"tags": ["team"], "default_args": {"owner": "me"}}, schedule="@daily")]

@@ -476,12 +476,13 @@ def test_the_last_request_before_the_deadline_is_answered_too(tmp_path: Path, mo
         time.sleep(0.1)
         return Fault.SLOW_DOWN
 
+    def at_the_deadline(request: Callable[[float], object], is_worth_another: object, seconds: float) -> object:
+        return request(time.monotonic())
+
     with serving(tmp_path) as upstream, proxying(upstream) as proxy:
         proxy.choose = slow
         store = open_store(proxy.endpoint)
-        # One that is sent as the deadline comes.
-        now = lambda request, is_worth_another, seconds: request(time.monotonic())  # noqa: E731
-        monkeypatch.setattr(http_store, "patiently", now)
+        monkeypatch.setattr(http_store, "patiently", at_the_deadline)
         for use in (lambda: store.read("a"), lambda: store.stat("a")):
             with pytest.raises(StorageError, match="cannot access .*/a: HTTP 503"):
                 use()
