@@ -187,7 +187,7 @@ def _ask(
             body, max_bytes = bytearray(), most.get(response.status, 0)
             while len(body) <= max_bytes and (block := response.read1(_BLOCK_BYTES)):
                 body += block
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and response.length_remaining != 0:
                     raise _Transient(errno.EIO, f"it took longer than {DEADLINE_SECONDS:g} s")
             if len(body) <= max_bytes:
                 response.release_conn()

@@ -207,13 +207,14 @@ class CloudRequests(BucketRequests):
             if _is_behind_the_end(error):
                 return Piece(b"", 0, "")
             raise
-        blocks: list[bytes] = []
+        object_bytes = answer.meta["size"]
+        expected_bytes, blocks = min(num_bytes, object_bytes - start), list[bytes]()
         for block in answer.stream(_BLOCK_BYTES):
             blocks.append(bytes(block))
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{sum(map(len, blocks))} of {num_bytes} bytes received, slowly")
-        data, object_bytes = b"".join(blocks), answer.meta["size"]
-        if len(data) != min(num_bytes, object_bytes - start):
+            if time.monotonic() > deadline and (received := sum(map(len, blocks))) != expected_bytes:
+                raise TimeoutError(f"{received} of {expected_bytes} bytes received, slowly")
+        data = b"".join(blocks)
+        if len(data) != expected_bytes:
             raise ConnectionError(f"received {len(data)} bytes from {start} of {object_bytes}")
         return Piece(data, object_bytes, answer.meta["e_tag"] or "")
 

@@ -179,16 +179,16 @@ class S3Requests(BucketRequests):
             if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return Piece(b"", 0, "")
             raise
-        blocks: list[bytes] = []
+        object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
+        expected_bytes, blocks = min(num_bytes, object_bytes - start), list[bytes]()
         with closing(answer["Body"]) as body:
             # To the end, where botocore compares checksums.
             while block := body.read(_BLOCK_BYTES):
                 blocks.append(block)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{sum(map(len, blocks))} bytes received for {asked}, slowly")
+                if time.monotonic() > deadline and (received := sum(map(len, blocks))) != expected_bytes:
+                    raise TimeoutError(f"{received} bytes received for {asked}, slowly")
         data = b"".join(blocks)
-        object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
-        if len(data) != min(num_bytes, object_bytes - start):
+        if len(data) != expected_bytes:
             raise ConnectionError(f"received {len(data)} bytes for {asked} of {object_bytes}")
         return Piece(data, object_bytes, answer.get("ETag", ""))
 

@@ -130,6 +130,11 @@ def at_random(rate: float, *faults: Fault, seed: int) -> Choice:
     return lambda method, path: chance.choice(faults) if chance.random() < rate else None
 
 
+def at_the_deadline(request: Callable[[float], Any], *how: object) -> Any:
+    """In place of `retries.patiently`: one request, whose deadline has come when it begins."""
+    return request(time.monotonic())
+
+
 def uses_of(store: Store, data: bytes) -> tuple[Callable[[], bool], ...]:
     """Requests about the object `a/b`, which holds `data`: whether each has the right answer."""
     return (

@@ -16,7 +16,7 @@ from tests.etl.building import list_images
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
 from tests.services.clouds import Cloud, account_sas
-from tests.services.fault_proxy import Fault, in_turn, uses_of
+from tests.services.fault_proxy import Fault, at_the_deadline, in_turn, uses_of
 from tests.shardmill.races import race_of_writers
 
 pytestmark = pytest.mark.drill
@@ -77,7 +77,8 @@ def test_what_cannot_be_told_is_said_and_nothing_is_deleted(cloud: Cloud, monkey
     with pytest.raises(StorageError, match=r"whether .*/manifest was published is unknown: no success within 1 s"):
         store.put_if_absent("manifest", b"ours")
     cloud.faults.choose = lambda method, path: None
-    assert store.read("manifest") == b"ours"
+    deadline("8", monkeypatch)
+    assert open_store(cloud.root).read("manifest") == b"ours"
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,17 @@ def test_a_server_that_was_never_there_is_told_soon(cloud: Cloud, monkeypatch: p
     for use in (lambda store: store.put_if_absent("x", b""), lambda store: store.read("x")):
         with pytest.raises(StorageError, match=r"cannot access .*/x.*: HTTP error: .*Connection refused"):
             use(open_store(cloud.root))
+
+
+def test_an_answer_that_is_whole_counts_however_late(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
+    store = open_store(cloud.root)
+    store.put("a", b"1234")
+    monkeypatch.setattr(bucket_requests, "patiently", at_the_deadline)
+    assert store.read("a") == b"1234" and store.read_range("a", 1, 2) == b"23"
+    store.put("a", bytes(20_000_000))
+    monkeypatch.setattr(object_stores, "_BLOCK_BYTES", 1 << 20)
+    with pytest.raises(StorageError, match="bytes received.*, slowly"):
+        store.read("a")
 
 
 def test_patience_has_an_end(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):

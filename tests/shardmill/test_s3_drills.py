@@ -15,11 +15,11 @@ from etl.config import EtlConfig
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.stores import bucket_requests, open_store, retries, s3
+from shardmill.stores import bucket_requests, open_store, retries, s3, s3_requests
 from shardmill.stores.s3 import S3Store
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
-from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying, uses_of
+from tests.services.fault_proxy import Fault, FaultProxy, at_the_deadline, in_turn, proxying, uses_of
 from tests.services.marked import free_ports
 from tests.services.s3 import s3_client
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
@@ -245,6 +245,19 @@ def test_a_refusal_is_reported_once_and_without_a_key(
     assert KEY not in "".join(said) and SECRET[:20] not in "".join(said)
 
 
+def test_an_answer_that_is_whole_counts_however_late(
+    faults: FaultProxy, gateway_bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store(gateway_bucket)
+    store.put("a", b"1234")
+    monkeypatch.setattr(bucket_requests, "patiently", at_the_deadline)
+    assert store.read("a") == b"1234" and store.read_range("a", 1, 2) == b"23"
+    store.put("a", bytes(20_000_000))
+    monkeypatch.setattr(s3_requests, "_BLOCK_BYTES", 1 << 20)
+    with pytest.raises(StorageError, match="bytes received.*, slowly"):
+        store.read("a")
+
+
 def test_patience_has_an_end(faults: FaultProxy, gateway_bucket: str, monkeypatch: pytest.MonkeyPatch):
     limit("1", monkeypatch)
     faults.choose = lambda method, path: Fault.STALLED if "stalled" in path else Fault.SLOW_DOWN
@@ -253,7 +266,7 @@ def test_patience_has_an_end(faults: FaultProxy, gateway_bucket: str, monkeypatc
             StorageError, match=rf"cannot access .*/{name}: no success within 1 s .*the last of \d+ err"
         ):
             open_store(gateway_bucket).read(name)
-    assert faults.told[Fault.SLOW_DOWN] > 2
+    assert faults.told[Fault.SLOW_DOWN] > 1
 
 
 def test_a_large_file_goes_up_in_parts_each_tried_again(

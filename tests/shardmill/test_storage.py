@@ -34,7 +34,7 @@ from shardmill.stores import http as http_store
 from shardmill.stores.object_stores import AzureStore
 from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import build_here, make_dataset, read_all, write_images
-from tests.services.fault_proxy import Fault, in_turn, proxying
+from tests.services.fault_proxy import Fault, at_the_deadline, in_turn, proxying
 from tests.services.web import serving
 
 # They have tests of their own below.
@@ -429,10 +429,10 @@ def test_a_web_server_that_has_never_answered_is_given_up_soon_and_one_that_has_
     for use in (lambda store: store.read("a"), lambda store: store.stat("a")):
         with pytest.raises(StorageError, match="cannot access http://.*/a: .*refused; check the address, its server"):
             use(open_store("http://127.0.0.1:1"))
-    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 2.0)
     with serving(tmp_path) as address:
         store = open_store(address)
         assert store.read("a") == b"1"
+    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 2.0)
     began = time.monotonic()
     with pytest.raises(StorageError, match="cannot access http://127.*/a: .*refused"):
         store.read("a")
@@ -476,9 +476,6 @@ def test_the_last_request_before_the_deadline_is_answered_too(tmp_path: Path, mo
         time.sleep(0.1)
         return Fault.SLOW_DOWN
 
-    def at_the_deadline(request: Callable[[float], object], is_worth_another: object, seconds: float) -> object:
-        return request(time.monotonic())
-
     with serving(tmp_path) as upstream, proxying(upstream) as proxy:
         proxy.choose = slow
         store = open_store(proxy.endpoint)
@@ -486,6 +483,12 @@ def test_the_last_request_before_the_deadline_is_answered_too(tmp_path: Path, mo
         for use in (lambda: store.read("a"), lambda: store.stat("a")):
             with pytest.raises(StorageError, match="cannot access .*/a: HTTP 503"):
                 use()
+        proxy.choose = in_turn()
+        assert store.read("a") == b"1", "it is whole, however late"
+        monkeypatch.setattr(http_store, "_BLOCK_BYTES", 1)
+        (tmp_path / "a").write_bytes(b"12")
+        with pytest.raises(StorageError, match=r"cannot access .*/a: it took longer than"):
+            store.read("a")
 
 
 @pytest.mark.drill
@@ -520,6 +523,7 @@ def test_a_spoiled_answer_is_never_data(tmp_path: Path, monkeypatch: pytest.Monk
         proxy.choose = lambda method, path: Fault.SLOW_DOWN
         with pytest.raises(StorageError, match="cannot access .*/a: HTTP 503"):
             store.read("a")
+        monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 8.0)
         proxy.choose = in_turn()
         with pytest.raises(FileNotFoundError):
             store.read("nothing")
