@@ -75,6 +75,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """By a signal, until another one lets it go on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False
+
+
 def has_loaded(pid: int, name: str) -> bool:
     """Whether it has mapped a file with `name` in its path, such as a package's library."""
     try:

@@ -90,7 +90,7 @@ def test_make_docs_fails_for_a_link_that_leads_nowhere(tmp_path: Path):
     for target, expected in (("index.md", 0), ("nowhere.md", 1)):
         (tmp_path / "docs" / "index.md").write_text(f"[a link]({target})\n")
         command = [sys.executable, "-m", "mkdocs", *words.split()]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == expected, done.stderr
 
 

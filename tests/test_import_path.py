@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the wheel holds, as in an environment's folder of packages."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [find_uv(), "build", "--wheel", "--out-dir", folder, ROOT], check=True, capture_output=True, timeout=100
+        [find_uv(), "build", "--wheel", "--out-dir", folder, ROOT], check=True, capture_output=True, timeout=300
     )
     [wheel] = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "packages")
@@ -182,7 +182,7 @@ def test_modules_of_two_folders_with_names_of_ours_stay_importable(tmp_path: Pat
 SHARDMILL = [sys.executable, "-P", "-c", "import sys; from shardmill.applications import main; main()"]
 
 
-def run(*command: str | Path, cwd: Path, path: str, timeout: float = 60) -> str:
+def run(*command: str | Path, cwd: Path, path: str, timeout: float = 200) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True,
@@ -270,7 +270,7 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
     (tmp_path / "botocore.py").write_text("")
     done = subprocess.run(
         [Path(sys.executable).with_name("shardmill"), "inspect", "s3://bucket/dataset"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 1
     assert f"{tmp_path / 'botocore.py'} has the name of a package; rename it" in done.stderr
@@ -293,6 +293,6 @@ def test_a_module_in_a_folder_is_found_beside_an_installed_package_of_the_folder
     path = [str(tmp_path / "home")] * is_on_path + [str(tmp_path / "site"), str(ROOT)]
     done = subprocess.run(
         [sys.executable, "-P", "-c", FIND_BELOW_A_FOLDER], cwd=tmp_path / "home",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.strip() == "_shardmill_user.examples.mine", done.stderr[-2000:]

@@ -26,7 +26,7 @@ ROOMS = {
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=200)
 
 
 @pytest.mark.starts("program")

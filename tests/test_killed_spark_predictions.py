@@ -14,8 +14,8 @@ from shardmill.dataset.dataset import has_version, open_dataset
 from shardmill.dataset.verify import verify_dataset
 from tests.lab.commands import shardmill
 from tests.lab.datasets import write_images
-from tests.services.lost_executor import executors, until
-from tests.services.spark_standalone import NUM_SLOTS, SparkCluster
+from tests.services.lost_executor import STANDS_STILL, replace_an_executor, wait_for_both_standing
+from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of, to_standalone
 
 pytestmark = pytest.mark.drill
@@ -82,10 +82,11 @@ def job_of(out: str, folder: Path) -> tuple[str, ...]:
     return ("etl/predict_job.py", f"{folder}/models", *named, *ANSWERS)
 
 
-def begin(submitter: Submitter, out: str) -> Submitted:
-    """Until some units have ended, and both executors are in the middle of others."""
-    submitted = submitter.start(*job_of(out, submitter.folder))
-    until(lambda: len(list(submitter.folder.glob(f"{out}/pending/*.json"))) > 1, submitted)
+def begin(submitter: Submitter, cluster: SparkCluster, out: str) -> Submitted:
+    """Until some units have ended, and both executors stand still in the middle of others."""
+    submitted = submitter.start(*job_of(out, submitter.folder), **STANDS_STILL)
+    wait_for_both_standing(cluster, submitted)
+    assert len(list(submitter.folder.glob(f"{out}/pending/*.json"))) > 1
     return submitted
 
 
@@ -101,18 +102,17 @@ def check(folder: Path, out: str) -> dict[str, Any]:
 
 
 def test_a_killed_executor_changes_no_answer(folder: Path, submitter: Submitter, spark_cluster: SparkCluster):
-    before = len(spark_cluster.work_folders())
-    job = begin(submitter, "executor")
-    os.kill(executors(spark_cluster.mark)[0], signal.SIGKILL)
+    job = begin(submitter, spark_cluster, "executor")
+    replace_an_executor(spark_cluster, job)
     assert job.wait() == 0, job.output
     assert check(folder, "executor")["num_task_retries"] >= 1
-    # The master has started another one in its place.
-    assert len(spark_cluster.work_folders()) - before == NUM_SLOTS + 1
 
 
 @pytest.mark.exhaustive
-def test_a_killed_driver_is_continued_by_the_same_command(folder: Path, submitter: Submitter):
-    job = begin(submitter, "driver")
+def test_a_killed_driver_is_continued_by_the_same_command(
+    folder: Path, submitter: Submitter, spark_cluster: SparkCluster
+):
+    job = begin(submitter, spark_cluster, "driver")
     os.killpg(job.process.pid, signal.SIGKILL)
     job.wait()
     assert not has_version(f"{folder}/driver")

@@ -46,7 +46,7 @@ def variant(folder: str) -> dict[str, dict[str, Any]]:
     """By kind, what `kubectl apply -k` sends."""
     if not shutil.which("kubectl"):
         pytest.skip("no kubectl, which has kustomize")
-    done = subprocess.run(["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
 
@@ -131,7 +131,7 @@ def test_an_api_server_admits_them(api_server: ApiServer, tmp_path: Path):
         api_server.create({**indexed, "spec": {**indexed["spec"], "completions": None}}, "shardmill")
     api_server.create(definition())
     group = documents("etl.yaml")["SparkApplication"]["apiVersion"]
-    wait_until_up(group, lambda: api_server.serves(group), (), tmp_path, 30)
+    wait_until_up(group, lambda: api_server.serves(group), (), tmp_path, 200)
     with pytest.raises(ValueError, match="unknown field"):
         api_server.create({**documents("etl.yaml")["SparkApplication"], "unknown": 1}, "shardmill")
     admitted = {document["kind"]: api_server.create(document, "shardmill") for document in ALL}
@@ -178,7 +178,7 @@ def test_they_fit_together(tmp_path: Path):
         arguments = application["arguments"]
         settings = [value for option, value in pairwise(arguments) if option == "--set"]
         done = subprocess.run(
-            [sys.executable, str(ROOT / stage / "job.py"), "--help"], capture_output=True, text=True, timeout=60
+            [sys.executable, str(ROOT / stage / "job.py"), "--help"], capture_output=True, text=True, timeout=200
         )
         assert all(each in done.stdout for each in arguments if each.startswith("--"))
         # A setting that is wrong would be refused by the pod.

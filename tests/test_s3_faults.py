@@ -20,9 +20,11 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
-from shardmill.stores import open_store
+from shardmill.stores import open_store, s3
+from shardmill.stores.bucket_requests import BucketRequests
 from shardmill.stores.s3 import S3Store
 from tests.canaries import files_with_canaries
+from tests.lab.commands import in_process
 from tests.lab.datasets import build_here, upload, write_images
 from tests.services.fault_proxy import Choice, Fault, at_random, in_turn, proxying
 from tests.services.versitygw import Gateway, connect_to
@@ -66,8 +68,8 @@ def all_kinds(seed: int) -> Choice:
 
 
 MIXES = {"busy": busy, "all_kinds": all_kinds}
-MIXES_DEADLINE_SECONDS = "8"
-"""An eighth of it without a byte is a stall."""
+STALL_SECONDS, DEADLINE_SECONDS = 1.0, 120.0
+"""Two requests stall; how long all may take is no part of it."""
 
 
 def test_faults_change_neither_the_dataset_nor_the_training(
@@ -79,8 +81,9 @@ def test_faults_change_neither_the_dataset_nor_the_training(
     expected = build_and_train(source, f"{gateway_bucket}/expected")
     told: dict[str, Counter[Fault | None]] = {}
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(S3Store.deadline_variable, MIXES_DEADLINE_SECONDS)
+        monkeypatch.setenv(S3Store.deadline_variable, str(8 * STALL_SECONDS))
         connect_to(proxy.endpoint, monkeypatch)
+        monkeypatch.setattr(s3._connected(os.getpid()), "_deadline_seconds", DEADLINE_SECONDS)
         for name, mix in MIXES.items():
             proxy.choose, proxy.told = mix(_SEED), Counter()
             assert build_and_train(source, f"{gateway_bucket}/{name}") == expected
@@ -168,6 +171,8 @@ def run(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str
 def test_a_run_says_how_many_requests_were_sent_again(gateway_bucket: str, gateway: Gateway, tmp_path, monkeypatch):
     config, of_run = written_config(gateway_bucket, tmp_path), ("--workdir", tmp_path / "work", "--run-id", "run")
     with proxying(gateway.endpoint) as proxy:
+        # A request that only waits is not sent again.
+        monkeypatch.setenv(S3Store.deadline_variable, "1200")
         connect_to(proxy.endpoint, monkeypatch)
         # By processes that read and write units, by ranks, and by one of them for the checkpoint.
         spoiled = [
@@ -222,7 +227,7 @@ def test_keys_that_are_revoked_or_expire_during_a_run_end_it_once(
         done = run(command, config, "--workdir", tmp_path / "work", "--debug")
         seconds = time.monotonic() - first_seconds[0]
     print(f"exit {done.returncode} {seconds:.1f} s after the first of {refused.total()} refusals")
-    assert done.returncode == 4 and seconds < 60, (seconds, done.stderr[-3000:])
+    assert done.returncode == 4 and seconds < 120, (seconds, done.stderr[-3000:])
     # Others that were under way by then were refused as well, and may be named first.
     folder = revoked_at.split("/")[1]
     assert done.stderr.splitlines()[-1].startswith(f"ERROR 4: cannot access {gateway_bucket}/{folder}/"), done.stderr
@@ -243,6 +248,13 @@ def test_a_commit_that_may_have_happened_is_reported_and_found_later(
     config, bucket = written_config(gateway_bucket, tmp_path), open_store(gateway_bucket)
     is_lost = in_turn(Fault.DROPPED, method="PUT", path="/manifests/00000001.json")
     lost: list[Fault] = []
+    create = BucketRequests.create
+
+    def create_soon(requests: BucketRequests, bucket: str, key: str, data: bytes) -> bool:
+        # From here on nothing succeeds any more, so that nothing is to wait long.
+        if key.endswith("/manifests/00000001.json"):
+            monkeypatch.setattr(requests, "_deadline_seconds", 1.0)
+        return create(requests, bucket, key, data)
 
     def choose(method: str, path: str) -> Fault | None:
         if lost:
@@ -251,10 +263,10 @@ def test_a_commit_that_may_have_happened_is_reported_and_found_later(
         return lost[0] if lost else None
 
     with proxying(gateway.endpoint) as proxy:
-        monkeypatch.setenv(S3Store.deadline_variable, "4")
+        monkeypatch.setattr(BucketRequests, "create", create_soon)
         connect_to(proxy.endpoint, monkeypatch)
         proxy.choose = choose
-        done = run("etl", config, "--workdir", tmp_path / "work")
+        done = in_process("etl", config, "--workdir", tmp_path / "work", cwd=tmp_path)
     assert done.returncode == 4, done.stderr[-3000:]
     last = done.stderr.splitlines()[-1]
     assert "00000001.json was published is unknown" in last and "nothing was deleted" in last

@@ -26,13 +26,15 @@ from tests.lab.datasets import write_images
 from tests.lab.terminal import SPARK_LINES, Terminal
 from tests.processes import LOCAL, listeners
 from tests.services.lost_executor import (
+    GATED_TORCH,
     MAY_RESTART,
-    SLOW_TORCH,
+    STANDS_STILL,
+    behind_gate,
     check_it_went_on,
-    executors,
     kill_an_executor,
+    replace_an_executor,
     steps_of,
-    until,
+    wait_for_both_standing,
 )
 from tests.services.marked import free_ports
 from tests.services.slowed_attempt import SlowedAttempt
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_images(folder / "images", num_images=240)
     for dataset in ("local", "quiet", "killed"):
         (folder / f"{dataset}.toml").write_text(CONFIG.format(folder=folder, dataset=dataset))
-    shutil.copy(SLOW_TORCH, folder)
+    shutil.copy(GATED_TORCH, folder)
     make_bundle(folder)
     shardmill(folder, "etl", "local.toml", "--set", "etl.engine=local")
     return folder
@@ -82,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submitter(folder: Path, spark_cluster: SparkCluster) -> Submitter:
-    return to_standalone(spark_cluster, folder, folder / "shardmill.zip", SLOW_TORCH)
+    return to_standalone(spark_cluster, folder, folder / "shardmill.zip", GATED_TORCH)
 
 
 def shardmill(folder: Path, *arguments: str) -> dict:
@@ -97,22 +99,22 @@ def shardmill(folder: Path, *arguments: str) -> dict:
 def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
-    before = len(spark_cluster.work_folders())
-    etl = submitter.start("etl/job.py", "--config", "killed.toml", "--workdir", "work", "--run-id", "killed")
-    until(lambda: len(list(folder.glob("killed/pending/*.json"))) > 1, etl)
+    etl = submitter.start(
+        "etl/job.py", "--config", "killed.toml", "--workdir", "work", "--run-id", "killed", **STANDS_STILL
+    )
+    wait_for_both_standing(spark_cluster, etl)
+    assert len(list(folder.glob("killed/pending/*.json"))) > 1
     # Executors have our code as the bundle, and nowhere else.
     roots = {Path(arguments[4]).name for arguments in spark_cluster.processes("etl.engines.unit_worker").values()}
     assert roots == {"shardmill.zip"}
     # Everybody on a node can read command lines.
     assert spark_cluster.processes("org.apache.spark") and not spark_cluster.processes(spark_cluster.secret)
-    os.kill(executors(spark_cluster.mark)[0], signal.SIGKILL)
+    replace_an_executor(spark_cluster, etl)
     assert etl.wait() == 0, etl.output
 
     summary = summary_of(folder / "work", "killed")
     assert summary["etl"]["num_task_retries"] >= 1
     assert summary["dataset"]["content_digest"] == open_dataset(f"{folder}/local").manifest.content_digest
-    # The master has started another one in its place.
-    assert len(spark_cluster.work_folders()) - before == NUM_SLOTS + 1
 
 
 def test_of_two_attempts_at_a_unit_one_is_committed_and_gc_removes_the_other(
@@ -126,22 +128,21 @@ def test_of_two_attempts_at_a_unit_one_is_committed_and_gc_removes_the_other(
     (folder / "large.csv").write_text("path,label\n" + rows)
     chosen = (*SMALL_SHARDS, "--set", f"source.uri={folder}/large.csv", "--set", "source.kind=table")
     shardmill(folder, "etl", "local.toml", *chosen, "--set", f"dataset.uri={folder}/once", "--set", "etl.engine=local")
-    ui_port, *free = free_ports(2)
+    slowed = SlowedAttempt(spark_cluster, folder / "slowed")
     # It does so on another host only.
-    other_host = start_worker(spark_cluster, NUM_SLOTS, *free, host="127.0.0.2")
+    other_host = start_worker(spark_cluster, NUM_SLOTS, *free_ports(1), host="127.0.0.2")
     try:
         etl = submitter.start(
             "etl/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "twice", *chosen,
-            "--set", f"dataset.uri={folder}/twice", spark__ui__enabled="true", spark__ui__port=f"{ui_port}",
+            "--set", f"dataset.uri={folder}/twice", **slowed.settings(),
             spark__speculation="true", spark__speculation__interval="50ms", spark__speculation__quantile="0.5",
         )  # fmt: skip
-        slowed = SlowedAttempt(spark_cluster, f"http://127.0.0.1:{ui_port}", folder / "twice", etl)
-        first, second = slowed.slow_down()
+        first, second = slowed.slow_down(folder / "twice", etl)
         assert etl.wait() == 0, etl.output
     finally:
         os.killpg(other_host.pid, signal.SIGKILL)
         other_host.wait()
-    assert (first["speculative"], second["speculative"]) == (False, True) and first["host"] != second["host"]
+    assert (first["Speculative"], second["Speculative"]) == (False, True) and first["Host"] != second["Host"]
     assert not spark_cluster.processes("etl.engines.unit_worker")
     # Spark ended the lost attempt itself: nothing has failed.
     assert summary_of(folder / "work", "twice")["etl"]["num_task_retries"] == 0
@@ -232,10 +233,10 @@ def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
 def test_a_training_continues_after_its_executor_was_killed(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
-    chosen = ["--set", "train.strategy=torch_ddp", "--set", "train.model=slow_torch:net"]
+    chosen = ["--set", "train.strategy=torch_ddp", "--set", "train.model=gated_torch:net"]
     train = submitter.start(
         "train/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "barrier", "--until", "train",
-        *chosen, *MAY_RESTART,
+        *chosen, *MAY_RESTART, **behind_gate(submitter, "barrier"),
     )  # fmt: skip
     kill_an_executor(spark_cluster.mark, train, folder / "work", "barrier")
     shardmill(

@@ -68,7 +68,7 @@ def run(folder: Path, *options: str) -> dict[str, str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDMILL_FULL": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("test_some.py::")]
     return {name.partition("::")[2].removeprefix("test_"): outcome for name, outcome, *_ in lines}
@@ -144,7 +144,7 @@ def test_a_process_that_dies_costs_one_test_and_the_run_continues_to_its_end(tmp
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=100)
+            output, _ = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             # It says where it waits.
             process.send_signal(signal.SIGABRT)

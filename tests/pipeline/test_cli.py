@@ -134,7 +134,7 @@ def test_no_command_is_help_and_no_error(tmp_path: Path):
     assert in_process("--version", cwd=tmp_path).stdout == f"shardmill {released}\n"
     # The command asks for the shell that it was started from; `exit` keeps that one from becoming the command itself.
     shown = ["bash", "-c", "shardmill --show-completion; exit"]
-    done = subprocess.run(shown, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(shown, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert "shardmill" in done.stdout, done.stderr
 
 

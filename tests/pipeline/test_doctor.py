@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -19,14 +20,16 @@ from pipeline.tree import PipelineTree
 from shardmill.calls.results import Finding
 from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import StorageError, UsageError
+from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.summary_rows import stage_rows
 from shardmill.registry import Entry, install_hint
 from shardmill.stores import open_store
 from shardmill.words import size_of
-from tests.lab.commands import in_process, start
+from tests.lab.commands import ENVIRONMENT, in_process, start
 from tests.lab.datasets import build_here, make_dataset, write_images
+from tests.processes import is_stopped
 from tests.services.faulty_store import FaultyStore
 from tests.train.training import check_trainable
 from train.backends import BACKENDS
@@ -249,16 +252,19 @@ def test_a_rehearsal_finds_what_only_a_step_and_its_checkpoint_show(tmp_path: Pa
 
 
 @pytest.mark.drill
-def test_a_rehearsal_that_is_asked_to_end_ends(tmp_path: Path):
+def test_a_rehearsal_that_is_asked_to_end_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
     (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{uri}"\n[models]\nuri = "{tmp_path / "models"}"\n')
+    # It stands still before it writes the checkpoint of its first step.
+    monkeypatch.setitem(ENVIRONMENT, VARIABLE, "stop:checkpoint_file:1")
     doctor = start("doctor", "c.toml", "--rehearse", "--set", "train.num_workers=1", cwd=tmp_path)
-    deadline_seconds = time.monotonic() + 120
-    # Not its temporary file: ended within a write it may leave one, which `gc` removes by its age.
-    while not list((tmp_path / "models").glob("reach/[!.]*")) and time.monotonic() < deadline_seconds:
+    while not is_stopped(doctor.pid):
+        assert doctor.poll() is None, doctor.communicate()
         time.sleep(0.01)
+    assert list((tmp_path / "models").glob("reach/*"))
     doctor.terminate()
-    _, stderr = doctor.communicate(timeout=120)
+    doctor.send_signal(signal.SIGCONT)
+    _, stderr = doctor.communicate(timeout=200)
     assert doctor.returncode == 143, stderr
     assert not list(open_store(str(tmp_path / "models")).list(""))
 

@@ -32,7 +32,7 @@ from tests.services.servers import CACHE, fetching, go_program, start_server, wa
 _FAKE_GCS = "github.com/fsouza/fake-gcs-server@v1.55.1"
 _AZURITE = "azurite@3.35.0"
 _INSTALL_SECONDS = 300.0
-_START_SECONDS = 60.0
+_START_SECONDS = 240.0
 # Known to everybody: Azurite has no other.
 _ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

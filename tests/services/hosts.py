@@ -32,7 +32,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and `ip` (Debian: iproute2)")
     token = uuid.uuid4().hex[:6]
-    if subprocess.run(["ip", "netns", "add", f"sm{token}"], capture_output=True, timeout=20).returncode:
+    if subprocess.run(["ip", "netns", "add", f"sm{token}"], capture_output=True, timeout=120).returncode:
         pytest.skip("no network namespaces here: they need CAP_SYS_ADMIN")
     _ip("netns", "delete", f"sm{token}")
     hosts = (Host(f"sm{token}a", "10.213.77.1"), Host(f"sm{token}b", "10.213.77.2"))
@@ -57,4 +57,4 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, timeout=120)

@@ -12,7 +12,7 @@ from pathlib import Path
 MARK = "SHARDMILL_TEST_MARK"
 # For JVMs that live for seconds, which gain nothing from a second compiler.
 QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-_END_SECONDS = 20.0
+_END_SECONDS = 120.0
 
 
 # Below the ports that Linux hands out by itself (net.ipv4.ip_local_port_range): no `connect`, and no `bind` to port 0,

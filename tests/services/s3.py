@@ -16,7 +16,7 @@ import pytest
 from tests.services.marked import free_ports
 from tests.services.servers import start_server, wait_until_up
 
-_START_SECONDS = 60.0
+_START_SECONDS = 240.0
 
 
 @pytest.fixture(scope="session")
@@ -41,13 +41,13 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield endpoint
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(120)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
 def _listens(port: int) -> bool:
-    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
     return True
 
 

@@ -54,7 +54,7 @@ class SparkCluster:
 
     def num_workers(self) -> int:
         """Those that the master has let in and that are there."""
-        with urllib.request.urlopen(f"{self.pages}/json/", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.pages}/json/", timeout=60) as answer:
             return sum(each["state"] == "ALIVE" for each in json.load(answer)["workers"])
 
     def processes(self, part: str) -> dict[int, list[str]]:

@@ -22,7 +22,7 @@ SECURE = ROOT / "examples" / "spark" / "secure.properties"
 
 def make_bundle(folder: Path) -> Path:
     """What `make bundle` makes."""
-    subprocess.run([sys.executable, ROOT / "scripts" / "bundle.py", folder / "shardmill.zip"], check=True, timeout=60)
+    subprocess.run([sys.executable, ROOT / "scripts" / "bundle.py", folder / "shardmill.zip"], check=True, timeout=200)
     return folder / "shardmill.zip"
 
 
@@ -80,7 +80,7 @@ class Submitted:
     process: subprocess.Popen[str]
     folder: Path
 
-    def wait(self, timeout_seconds: float = 240) -> int:
+    def wait(self, timeout_seconds: float = 500) -> int:
         """Its exit code; it does not outlive the time."""
         try:
             return self.process.wait(timeout_seconds)

@@ -20,7 +20,7 @@ from tests.services.s3 import s3_client
 from tests.services.servers import go_program, start_server, wait_until_up
 
 _MODULE = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 KEY, SECRET = "AKIACANARY0OF0A0KEY0", "canary+of+a+secret/with+forty+characters"
 
 
@@ -79,5 +79,5 @@ def connect_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def _answers(endpoint: str) -> bool:
     # Without a signature it refuses.
     with suppress(urllib.error.HTTPError):
-        urllib.request.urlopen(endpoint, timeout=2).close()
+        urllib.request.urlopen(endpoint, timeout=10).close()
     return True

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
-_START_SECONDS = _END_SECONDS = 30.0
+_START_SECONDS = _END_SECONDS = 120.0
 
 
 @contextmanager

@@ -118,5 +118,5 @@ def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
 
 
 def _has_node(nodes_json: str) -> bool:
-    with urllib.request.urlopen(nodes_json, timeout=5) as answer:
+    with urllib.request.urlopen(nodes_json, timeout=30) as answer:
         return any(node["state"] == "RUNNING" for node in (json.load(answer)["nodes"] or {}).get("node", []))
