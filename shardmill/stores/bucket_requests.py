@@ -160,7 +160,7 @@ class BucketRequests(ABC):
         return words_of_error(error)
 
     def _patiently(self, request: Callable[[float], Value]) -> Value:
-        """As `shardmill.stores.retries.patiently`; the last request may stall beyond the deadline by an eighth."""
+        """As `shardmill.stores.retries.patiently`; the last request may stall beyond the deadline."""
         failed: list[tuple[Failure, BaseException]] = []
 
         def is_worth_another(error: BaseException | None, seconds: float) -> bool:

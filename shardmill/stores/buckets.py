@@ -16,6 +16,7 @@ from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.storage import TEMPORARY_PREFIX, StoredFile, is_temporary
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores.bucket_requests import BucketRequests, UnknownOutcome, given_deadline_seconds
+from shardmill.stores.retries import stall_seconds
 
 
 class BucketStore(ABC):
@@ -48,8 +49,8 @@ class BucketStore(ABC):
 
     @property
     def deadline_seconds(self) -> float:
-        # The last repetition may stall for an eighth.
-        return given_deadline_seconds(self.deadline_variable) * 9 / 8
+        seconds = given_deadline_seconds(self.deadline_variable)
+        return seconds + stall_seconds(seconds)
 
     def read(self, path: str) -> bytes:
         return self._get(path, 0, None)

@@ -20,7 +20,7 @@ from shardmill.errors import CannotList, UsageError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores.read_only import ReadOnlyStore
-from shardmill.stores.retries import CONNECT_SECONDS, FirstAnswer, patiently
+from shardmill.stores.retries import CONNECT_SECONDS, FirstAnswer, patiently, stall_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,8 +47,7 @@ class HttpStore(ReadOnlyStore):
     Raises UsageError for an address with a user, a query or a fragment.
     """
 
-    # The last repetition may stall for an eighth.
-    deadline_seconds = DEADLINE_SECONDS * 9 / 8
+    deadline_seconds = DEADLINE_SECONDS + stall_seconds(DEADLINE_SECONDS)
 
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
@@ -173,8 +172,8 @@ def _ask(
     import urllib3
     from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
-    # A stall is noticed early enough for further requests. The last one has this time too: its answer tells the cause.
-    patience = DEADLINE_SECONDS / 8
+    # The last request has this time, too: its answer tells the cause.
+    patience = stall_seconds(DEADLINE_SECONDS)
     wait = urllib3.Timeout(connect=min(CONNECT_SECONDS, patience), read=patience)
     try:
         # No redirects: an address that was given does not lead to another host unseen.

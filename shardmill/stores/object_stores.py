@@ -25,6 +25,7 @@ from shardmill.storage_errors import as_storage_error, with_advice
 from shardmill.stores import bucket_requests
 from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, UnknownOutcome
 from shardmill.stores.buckets import BucketStore
+from shardmill.stores.retries import stall_seconds
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
@@ -226,8 +227,7 @@ class CloudRequests(BucketRequests):
         # Each part within the deadline. A part that is repeated replaces itself, so that nothing is to be told.
         retries: RetryConfig = {"retry_timeout": timedelta(seconds=seconds)}
         if not repeats_parts:
-            # A stall is noticed early enough for further requests.
-            options["read_timeout"] = timedelta(seconds=seconds / 8)
+            options["read_timeout"] = timedelta(seconds=stall_seconds(seconds))
             retries["max_retries"] = 0
         return self._clients.setdefault((bucket, repeats_parts), self._cloud.open_bucket(bucket, options, retries))
 

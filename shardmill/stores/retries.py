@@ -18,6 +18,8 @@ Value = TypeVar("Value")
 
 CONNECT_SECONDS = 10.0
 """Time for which a server that has never answered this process or its driver is tried: its address may be wrong."""
+STALL_OF_DEADLINE = 1 / 8
+"""Part of a deadline after which a request without a byte has stalled: early enough for further ones."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 8.0
 TELL_AFTER_SECONDS, TELL_EVERY_SECONDS = 5.0, 60.0
 """A request that fails for so long is a warning, one in so many seconds for all requests of the process."""
@@ -33,6 +35,11 @@ _has_driver = False
 def words_of_error(error: BaseException) -> str:
     """The system's words, without the number."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def stall_seconds(deadline_seconds: float) -> float:
+    """How long a request may wait for a byte; the last one may do so beyond the deadline."""
+    return deadline_seconds * STALL_OF_DEADLINE
 
 
 def patiently(

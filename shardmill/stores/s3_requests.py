@@ -31,6 +31,7 @@ from shardmill.errors import UsageError
 from shardmill.storage_errors import with_advice
 from shardmill.stores import bucket_requests
 from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, a_few_at_once
+from shardmill.stores.retries import stall_seconds
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -133,11 +134,10 @@ class S3Requests(BucketRequests):
         from botocore.session import Session
 
         super().__init__(deadline_variable)
-        # A stall is noticed early enough for further requests.
         config = Config(
             retries={"mode": "standard", "total_max_attempts": 1},
             connect_timeout=5.0,
-            read_timeout=self._deadline_seconds / 8,
+            read_timeout=stall_seconds(self._deadline_seconds),
             max_pool_connections=_MAX_CONNECTIONS,
         )
         # Now, not within the deadline of the first request: reading botocore's tables takes most of a second.

@@ -209,7 +209,7 @@ def test_records_go_several_at_once(folder: Path, faulty: dict[str, Any]):
 
     def together(store: FaultyStore, path: str) -> None:
         if next(calls) < 2:
-            both.wait(20)
+            both.wait(120)
         store.sound.delete(path)
 
     shutil.copytree(folder / "dataset" / PENDING, folder / "left")

@@ -233,7 +233,7 @@ class Slowed:
         self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
     ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
         for outcome in self._decoder.decode(images, options):
-            assert self._may_go_on.wait(60)
+            assert self._may_go_on.wait(300)
             yield outcome
 
 
@@ -254,7 +254,7 @@ def test_of_two_attempts_at_a_unit_one_is_committed(tmp_path: Path, ends: str):
     for step in ("before the commit", "behind the commit"):
         if step == ends:
             may_go_on.set()
-            slow.join(60)
+            slow.join(300)
             assert slow.exitcode == 0
         if step == "before the commit":
             manifest = commit_results(plan, Finished(plan.listing, results))
@@ -295,7 +295,7 @@ def test_a_full_disk_publishes_nothing_and_the_build_is_finished_when_there_is_r
         'mount -t tmpfs -o size=600k tmpfs "$2" && exec "$0" -m "$3" "$1" "$2"',
     ]
     arguments = [sys.executable, tmp_path / "images", tmp_path / "disk", "tests.programs.build_on_a_small_disk"]
-    done = subprocess.run([*mounted, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*mounted, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
     refused, after, then = done.stdout.splitlines()
     pattern = (
         rf"no space to write {tmp_path}/disk/dataset/\S+ \(\d+ bytes\): No space left on device, \d+ bytes are free"

@@ -17,6 +17,8 @@ from enum import StrEnum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from shardmill.storage import Store
 
 _OF_ONE_CONNECTION = {"connection", "transfer-encoding", "expect", "keep-alive"}
@@ -133,6 +135,13 @@ def at_random(rate: float, *faults: Fault, seed: int) -> Choice:
 def at_the_deadline(request: Callable[[float], Any], *how: object) -> Any:
     """In place of `retries.patiently`: one request, whose deadline has come when it begins."""
     return request(time.monotonic())
+
+
+def end_patience_with(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of each call of `retries.patiently` comes with so many failures, whatever the clock says."""
+    import tenacity
+
+    monkeypatch.setattr(tenacity, "stop_before_delay", lambda seconds: tenacity.stop_after_attempt(num_failures))
 
 
 def uses_of(store: Store, data: bytes) -> tuple[Callable[[], bool], ...]:

@@ -16,7 +16,7 @@ from tests.services.hadoop import class_path, start_java, write_settings
 from tests.services.marked import free_ports
 from tests.services.servers import wait_until_up
 
-_START_SECONDS = 120.0
+_START_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True)

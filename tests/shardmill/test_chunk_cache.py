@@ -225,7 +225,7 @@ def read_in_a_process(uri: str, cache: Path, limit: int = 0, epochs: int = 1, **
 
 
 def answer_of(process: subprocess.Popen) -> dict:
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     return json.loads(text)
 
@@ -251,7 +251,7 @@ def test_processes_of_a_host_fetch_each_chunk_once_from_s3(root: Path, gateway_b
 def test_a_killed_process_leaves_no_half_entry_and_no_lock(far: str, tmp_path: Path, nth: int):
     whole = answer_of(read_in_a_process(far, tmp_path / "whole"))
     killed = read_in_a_process(far, tmp_path / "cache", **{VARIABLE: f"cache_keep:{nth}"})
-    killed.communicate(timeout=120)
+    killed.communicate(timeout=300)
     assert killed.returncode == -9
     assert [path for path in entries_of(tmp_path / "cache") if path.name.startswith(".tmp-")]
     answer = answer_of(read_in_a_process(far, tmp_path / "cache"))

@@ -74,7 +74,7 @@ def test_of_eight_racing_processes_exactly_one_wins_each_of_a_hundred_rounds(tmp
     writers = [context.Process(target=_race, args=(root, n, start, results)) for n in range(_NUM_WRITERS)]
     for writer in writers:
         writer.start()
-    outcomes = [results.get(timeout=120) for _ in range(_NUM_WRITERS * _NUM_ROUNDS)]
+    outcomes = [results.get(timeout=300) for _ in range(_NUM_WRITERS * _NUM_ROUNDS)]
     for writer in writers:
         writer.join(60)
     store = open_store(root)
@@ -278,7 +278,11 @@ def read_epoch(dataset: Dataset) -> list[Batch]:
 def test_an_epoch_read_while_another_process_commits_is_of_exactly_one_version(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     root, last, seen = str(tmp_path / "dataset"), 12, []
-    writer = subprocess.Popen([sys.executable, "-m", "tests.programs.commit_versions", tmp_path, str(last)], cwd=ROOT)
+    # It waits there until a version has been read: else a machine may commit them all before it reads one.
+    waits = [4, 8]
+    command = [sys.executable, "-m", "tests.programs.commit_versions", tmp_path, str(last), *map(str, waits)]
+    writer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, bufsize=0)
+    assert writer.stdin is not None
     try:
         while not seen or seen[-1] < last:
             assert writer.poll() in (None, 0)
@@ -293,6 +297,9 @@ def test_an_epoch_read_while_another_process_commits_is_of_exactly_one_version(t
             assert len(ids) == len(set(ids.tolist())) == dataset.manifest.splits["train"].num_rows
             assert open_pinned(dataset.pin).manifest == dataset.manifest
             seen.append(version)
+            if waits and version >= waits[0]:
+                writer.stdin.write(b"\n")
+                del waits[0]
     finally:
         writer.kill()
         writer.wait()

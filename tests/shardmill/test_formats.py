@@ -424,7 +424,7 @@ def test_a_killed_export_is_continued_by_the_same_command(uri: str, tmp_path: Pa
     export(uri, tmp_path / "whole", max_bytes=60_000)
     command = ("export-tar", uri, "tars", "--max-bytes", "60000")
     environment = {**ENVIRONMENT, VARIABLE: f"tar_record:{nth}"}
-    killed = subprocess.run([BIN / "shardmill", *command], cwd=tmp_path, env=environment, check=False, timeout=150)
+    killed = subprocess.run([BIN / "shardmill", *command], cwd=tmp_path, env=environment, check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL and not (tmp_path / "tars" / EXPORT).exists()
     (tmp_path / "tars" / ".tmp-left").write_bytes(b"half of a file")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "tars").glob("*.tar")}

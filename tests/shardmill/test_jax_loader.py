@@ -127,7 +127,7 @@ def run_processes(uri: str, num_processes: int, mesh: str, num_devices: int) -> 
         )
         for process in range(num_processes)
     ]  # fmt: skip
-    ended = [process.communicate(timeout=200) for process in started]
+    ended = [process.communicate(timeout=400) for process in started]
     assert not any(process.returncode for process in started), "".join(stderr[-2000:] for _, stderr in ended)
     return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
 

@@ -192,7 +192,7 @@ def test_several_ranks_name_a_version_or_compare_their_plans(dataset, tmp_path: 
         subprocess.Popen([*command, str(rank), "3", str(3 + rank)], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    same, other = zip(*(rank.communicate(timeout=100)[0].splitlines() for rank in ranks), strict=True)
+    same, other = zip(*(rank.communicate(timeout=300)[0].splitlines() for rank in ranks), strict=True)
     assert same == ("range(0, 4)", "range(4, 8)")
     assert all("the ranks have different plans: rank 0 " in each and "seed 4" in each for each in other)
 
@@ -248,7 +248,7 @@ def test_a_fork_of_a_process_that_has_iterated_is_refused(dataset):
     answers = fork.Queue()
     child = fork.Process(target=say, args=(answers,))
     child.start()
-    assert "is a fork of it" in answers.get(timeout=60)
+    assert "is a fork of it" in answers.get(timeout=300)
     child.join()
     loader.close()
 

@@ -121,7 +121,7 @@ ENDS = "terminated by SIGTERM; the current operation was finished\n"
 
 
 def started_program(arguments: list[str], expected: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "EXPECTED": expected, "COMMAND": COMMAND, "PYTHON": sys.executable}
+    environment = {**os.environ, "EXPECTED": expected.strip(), "COMMAND": COMMAND, "PYTHON": sys.executable}
     return subprocess.Popen(
         arguments, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
         preexec_fn=hears_all_signals, cwd=Path(__file__).parents[2],
@@ -141,7 +141,7 @@ def started_program(arguments: list[str], expected: str) -> subprocess.Popen[str
     ids=["foreground", "background", "nohup", "setsid", "job"],
 )
 def test_a_command_in_the_foreground_of_a_script_ends_with_it(script: str, expected: str):
-    shell = started_program(["bash", "-c", script], "ends" if expected == ENDS else "goes on")
+    shell = started_program(["bash", "-c", script], expected)
     assert shell.stdout is not None
     # The command is ready, and a child of the shell.
     assert int(shell.stdout.readline()) == shell.pid
@@ -151,9 +151,10 @@ def test_a_command_in_the_foreground_of_a_script_ends_with_it(script: str, expec
 
 @pytest.mark.starts("program")
 def test_the_end_of_the_thread_that_started_a_command_is_not_the_end_of_its_parent():
-    program = started_program([sys.executable, "-m", "tests.programs.start_from_a_thread", COMMAND], "goes on")
+    expected = "goes on not orphaned\n"
+    program = started_program([sys.executable, "-m", "tests.programs.start_from_a_thread", COMMAND], expected)
     assert program.stdout is not None
-    assert program.stdout.read() == f"{program.pid}\ngoes on not orphaned\n"
+    assert program.stdout.read() == f"{program.pid}\n{expected}"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def start(master: str, *settings: str, **variables: str) -> str:
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.programs.start_spark", master, *settings],
-        env=environment | variables, capture_output=True, text=True, timeout=120,
+        env=environment | variables, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return " ".join(done.stdout.split())
@@ -294,7 +295,7 @@ def test_a_local_master_of_spark_submit_is_reached_from_this_machine_alone(tmp_p
     command = [Path(sys.executable).with_name("spark-submit"), "--master", "local[2]", "where_spark_listens.py"]
     environment = {**os.environ, MARK: f"listens-{tmp_path.name}-{os.getpid()}"}
     done = subprocess.run(
-        command, cwd=ROOT / "tests" / "programs", env=environment, capture_output=True, text=True, timeout=120,
+        command, cwd=ROOT / "tests" / "programs", env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     found = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("address ")}
     assert done.returncode == 0 and found and found <= LOCAL, (found, done.stderr[-2000:])

@@ -34,7 +34,7 @@ from shardmill.stores import http as http_store
 from shardmill.stores.object_stores import AzureStore
 from tests.lab.commands import in_process, last_line
 from tests.lab.datasets import build_here, make_dataset, read_all, write_images
-from tests.services.fault_proxy import Fault, at_the_deadline, in_turn, proxying
+from tests.services.fault_proxy import Fault, at_the_deadline, end_patience_with, in_turn, proxying
 from tests.services.web import serving
 
 # They have tests of their own below.
@@ -449,8 +449,9 @@ def test_who_watches_is_told_what_is_waited_for_once_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     log_to_stderr(others=True)
-    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 16.0)
+    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 1600.0)
     monkeypatch.setattr(retries, "LONGEST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(retries, "TELL_AFTER_SECONDS", 1000.0)
     (tmp_path / "a").write_bytes(b"1")
 
     def warnings_of_an_outage() -> list[str]:
@@ -464,7 +465,7 @@ def test_who_watches_is_told_what_is_waited_for_once_a_minute(
         monkeypatch.setattr(retries, "_next_warning", 0.0)
         (warning,) = warnings_of_an_outage()
         assert re.fullmatch(
-            r"WARNING: a request to storage has failed for \d s, and is repeated for up to 16 s: HTTP 503", warning
+            r"WARNING: a request to storage has failed for \d+ s, and is repeated for up to 1600 s: HTTP 503", warning
         )
         assert warnings_of_an_outage() == [], "there was one a moment ago"
 
@@ -493,8 +494,6 @@ def test_the_last_request_before_the_deadline_is_answered_too(tmp_path: Path, mo
 
 @pytest.mark.drill
 def test_a_spoiled_answer_is_never_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # A second without a byte is a stall.
-    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 8.0)
     monkeypatch.setattr(http_store, "PIECE_BYTES", 3000)
     data = bytes(range(256)) * 40
     (tmp_path / "a").write_bytes(data)
@@ -519,11 +518,12 @@ def test_a_spoiled_answer_is_never_data(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(StorageError, match="cannot access .*/a: HTTP 403"):
             store.read("a")
         assert proxy.told.total() == before + 1
-        monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 1.0)
+        before = proxy.told[Fault.SLOW_DOWN]
+        end_patience_with(3, monkeypatch)
         proxy.choose = lambda method, path: Fault.SLOW_DOWN
         with pytest.raises(StorageError, match="cannot access .*/a: HTTP 503"):
             store.read("a")
-        monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 8.0)
+        assert proxy.told[Fault.SLOW_DOWN] == before + 3
         proxy.choose = in_turn()
         with pytest.raises(FileNotFoundError):
             store.read("nothing")
@@ -565,7 +565,7 @@ def test_servers_that_redirect_or_know_no_ranges_are_reported(tmp_path: Path, mo
 
 
 def test_a_certificate_must_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_store, "DEADLINE_SECONDS", 1.0)
+    end_patience_with(2, monkeypatch)
     (tmp_path / "a").write_bytes(b"1")
     certificate = write_certificate(tmp_path / "server.pem")
     with serving(tmp_path, certificate) as address:
