@@ -33,7 +33,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import AccessDenied, StorageError
 from shardmill.failpoints import FAILPOINTS, VARIABLE
-from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.loader.samples import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, Recorder, digests, tree_for
@@ -50,22 +50,26 @@ SPARK = ETL.model_copy(update={"engine": "spark"})
 
 @pytest.mark.drill
 def test_tasks_whose_python_workers_are_killed_are_retried_and_change_nothing(images: Path):
+    # A unit stops when it has published something, so that the attempt is lost half-way. It goes on by its loss alone.
+    stopped = images / "stopped"
+    conf = {f"spark.executorEnv.{VARIABLE}": f"stop:shard_mid@{stopped}"}
     # local[2,4]: two slots, and up to four tries for each task, as on a cluster.
-    tree = tree_for(images, "retried", SparkConfig(master="local[2,4]"), SPARK)
+    spark = SparkConfig(master="local[2,4]", etl=SparkApplicationConfig(conf=conf))
+    tree = tree_for(images, "retried", spark, SPARK)
     killed: list[int] = []
     done = threading.Event()
 
     def kill_workers() -> None:
-        # One may be hit between two tasks, which loses none. With three a task still has one try left.
-        while not done.is_set() and len(killed) < 3:
-            # Wait until a task has published something, so that the attempt is lost half-way.
-            if any((images / "retried" / "shards").rglob("*.parquet")):
-                workers = spark_python_workers()
-                if workers:
-                    os.kill(workers[0], signal.SIGKILL)
-                    killed.append(workers[0])
-                    time.sleep(0.3)
-            time.sleep(0.01)
+        while not done.wait(0.01):
+            if not stopped.exists():
+                continue
+            for worker in set(workers_of_stopped_units()).difference(killed):
+                # The next one stops as well. With three lost, a task still has one try left.
+                if len(killed) < 2:
+                    stopped.unlink()
+                os.kill(worker, signal.SIGKILL)
+                killed.append(worker)
+                break
 
     killer = threading.Thread(target=kill_workers)
     killer.start()
@@ -74,20 +78,23 @@ def test_tasks_whose_python_workers_are_killed_are_retried_and_change_nothing(im
     finally:
         done.set()
         killer.join()
-    assert killed, "no Python worker was seen"
-    assert 1 <= outcome.num_task_retries <= len(killed)
+    assert outcome.num_task_retries == len(killed) == 3
     here = open_dataset(build_here(str(images / "images"), str(images / "undisturbed"), ETL)).manifest
     assert digests(outcome) == (here.content_digest, here.layout_digest)
     verify_dataset(open_dataset(str(images / "retried")), deep=True).raise_if_failed()
 
 
-def spark_python_workers() -> list[int]:
-    """Forked Python workers (children of a `pyspark.daemon`) below this process: tests beside it have their own."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
-    daemons = {int(pid) for pid, _, args in rows if "pyspark.daemon" in args}
-    return [pid for pid in daemons if parents[pid] in daemons and os.getpid() in ancestors(pid, parents)]
+def workers_of_stopped_units() -> list[int]:
+    """Python workers of Spark's below this process, in whose units' processes one stands still."""
+    command = ["ps", "-ww", "-eo", "pid,ppid,stat,args"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # One that begins or ends has no arguments.
+    rows = [row for line in table.splitlines()[1:] if len(row := line.split(None, 3)) == 4]
+    parents = {int(pid): int(parent) for pid, parent, *_ in rows}
+    daemons = {int(pid) for pid, _, _, args in rows if "pyspark.daemon" in args}
+    stopped = {int(parent) for _, parent, state, args in rows if state.startswith("T") and "unit_worker" in args}
+    # Tests beside this one have their own.
+    return [pid for pid in stopped & daemons if os.getpid() in ancestors(pid, parents)]
 
 
 def ancestors(pid: int, parents: dict[int, int]) -> set[int]:
@@ -126,11 +133,14 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
         'formats = ["parquet", "tfrecord"]\n[spark]\nmaster = "local[1]"\n'
     )
     command = [sys.executable, "etl/job.py", "--config", str(config), "--workdir", str(images / "work")]
-    run = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    # The first unit stands still behind its record: nothing goes on while the run is killed, and after it.
+    environment = {**os.environ, VARIABLE: f"stop:task_report@{images}/stopped"}
+    run = subprocess.Popen(
+        command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
-        deadline = time.monotonic() + 240
-        while not any(root.glob(f"{PENDING}/*.json")):
-            assert run.poll() is None and time.monotonic() < deadline
+        while not (images / "stopped").exists():
+            assert run.poll() is None
             time.sleep(0.01)
     finally:
         os.killpg(run.pid, signal.SIGKILL)
@@ -138,7 +148,7 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
     num_finished = len(list(root.glob(f"{PENDING}/*.json")))
     assert latest_version(open_store(root)) == 0
     outcome = build_dataset(tree_for(images, "killed", etl=SPARK), run_id="again")
-    assert outcome.num_units_kept == num_finished >= 1
+    assert outcome.num_units_kept == num_finished == 1
     here = open_dataset(build_here(str(images / "images"), str(images / "whole"), ETL)).manifest
     assert digests(outcome) == (here.content_digest, here.layout_digest)
 
@@ -373,7 +383,7 @@ def kill_at_any_time(before: Path, folder: Path, rng: random.Random, num_units: 
     with suppress(subprocess.TimeoutExpired):
         build.wait(seconds)
     build.kill()
-    status, deadline = build.wait(), time.monotonic() + 30
+    status, deadline = build.wait(), time.monotonic() + 240
     while left := marked(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
