@@ -26,7 +26,10 @@ def run_notebook(notebook: NotebookNode, folder: Path) -> NotebookNode:
         client = NotebookClient(
             notebook,
             config=Config(ConnectionFileMixin={"transport": "ipc", "ip": f"{sockets}/kernel"}),
-            timeout=120,
+            timeout=500,
+            startup_timeout=300,
+            # Behind a cell's reply; what comes later is left out without a word.
+            iopub_timeout=120,
             resources={"metadata": {"path": folder}},
             # Times of execution would change the file with each run.
             record_timing=False,

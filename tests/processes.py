@@ -144,13 +144,23 @@ def listeners(mark: str) -> set[Listener]:
 
 
 def processes_of_session(session: int) -> dict[int, str]:
-    """Command lines by process id; one that has ended and that nobody waited for has none."""
+    """Command lines by process id; one that has ended and that nobody waited for has none.
+
+    Without those that are about to end: a machine may take seconds to end what was killed, and runs nothing of it.
+    """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ProcessLookupError):
-            if os.getsid(int(folder.name)) == session:
+            if os.getsid(int(folder.name)) == session and not _is_ending(folder):
                 found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
     return {pid: line for pid, line in found.items() if line}
+
+
+def _is_ending(folder: Path) -> bool:
+    """Whether SIGKILL waits for it, or it is on its way out (PF_EXITING of Linux's include/linux/sched.h)."""
+    waiting = re.findall(r"^S(?:ig|hd)Pnd:\s+(\w+)$", (folder / "status").read_text(), re.MULTILINE)
+    flags = int((folder / "stat").read_text().rpartition(")")[2].split()[6])
+    return bool(flags & 0x4) or any(int(each, 16) >> (signal.SIGKILL - 1) & 1 for each in waiting)
 
 
 def hears_all_signals() -> None:

@@ -76,7 +76,7 @@ def test_each_payload_is_a_task_and_a_cancelled_job_leaves_the_session_as_it_was
         assert not standing.wait(0.1)
     beside = cluster.start(tasks)
     standing.cancel()
-    assert standing.wait(60)
+    assert standing.wait(300)
     with pytest.raises(Exception, match=r"(?i)cancel|interrupt"):
         standing.result()
     assert sorted(beside.result()) == [(number, number) for number in range(37)]

@@ -33,7 +33,7 @@ def write_config(folder: Path, name: str, source: Path, etl: str = "") -> None:
     )
 
 
-def python(code: str, folder: Path, timeout: float = 120) -> str:
+def python(code: str, folder: Path, timeout: float = 300) -> str:
     return _output([sys.executable, "-W", "ignore", "-c", code], folder, timeout)
 
 
@@ -42,7 +42,7 @@ def program(name: str, folder: Path, *arguments: Path) -> str:
     return _output([sys.executable, "-W", "ignore", "-m", f"tests.programs.{name}", *map(str, arguments)], folder)
 
 
-def _output(command: list[str], folder: Path, timeout: float = 120) -> str:
+def _output(command: list[str], folder: Path, timeout: float = 300) -> str:
     done = subprocess.run(
         command,
         env=environment_of(folder),

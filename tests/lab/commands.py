@@ -82,7 +82,7 @@ def _like_a_new_process(command: Sequence[str], cwd: Path) -> Iterator[None]:
 
 
 def shardmill(
-    *arguments: str | Path, cwd: Path, timeout: float = 150, preexec: Callable[[], None] | None = None
+    *arguments: str | Path, cwd: Path, timeout: float = 300, preexec: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `shardmill ...` in `cwd` to its end, in a process of its own."""
     command = [str(BIN / "shardmill"), *map(str, arguments)]

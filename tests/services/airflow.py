@@ -27,7 +27,7 @@ from tests.services.marked import MARK, free_ports, marked
 from tests.services.servers import CACHE, fetching, start_server, wait_until_up
 
 _START_SECONDS = 400.0
-_END_SECONDS = 60.0
+_END_SECONDS = 200.0
 _WAIT_SECONDS = 900.0
 _SHOWN_CHARACTERS = 6000
 
