@@ -430,13 +430,19 @@ def test_local_disks_hold_no_more_than_the_units_under_way(engine: str, tmp_path
     command = [str(BIN / "shardmill"), "etl", str(tmp_path / "images"), "--workdir", str(tmp_path / "work")]
     mark = f"disks-{secrets.token_hex(8)}"
     java = f"-Djava.io.tmpdir={scratch}"
+    # A unit stands still until it was looked at.
+    said, stopped, peak = tmp_path / "said", tmp_path / "stopped", 0
     own = {"TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch), "JAVA_TOOL_OPTIONS": java, MARK: mark}
-    said, peak = tmp_path / "said", 0
+    own[VARIABLE] = f"stop:shard_open@{stopped}"
     try:
         with said.open("w") as output:
             job = subprocess.Popen([*command, *chosen], env={**ENVIRONMENT, **own}, stdout=output, stderr=output)
         while job.poll() is None:
+            is_stopped = stopped.exists()
             peak = max(peak, bytes_below(scratch, mark))
+            for pid in marked(mark) if is_stopped else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
             time.sleep(0.01)
     finally:
         end_marked(mark)
