@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import train.launching.connection
+import train.launching.rank_failures
+import train.launching.watchdog
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import WARNING, SilentObserver
 from shardmill.jobs.process import Terminated, raise_on_signals
@@ -55,9 +57,7 @@ pytestmark = pytest.mark.needs("horovod")
 
 @pytest.fixture
 def watchdog():
-    with Watchdog(
-        watched_task(2, start_timeout_seconds=2), "none:none", RunLog(SilentObserver()), "127.0.0.1"
-    ) as watchdog:
+    with Watchdog(watched_task(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
         yield watchdog
 
 
@@ -74,7 +74,7 @@ def finish(watchdog: Watchdog, rank: int) -> None:
 def test_a_rank_gets_its_task_after_its_hello(watchdog):
     there = watchdog.environment()
     _, welcome = call_driver(there[ADDRESS_VARIABLE], there[TOKEN_VARIABLE], "rank", 0, pid=1)
-    assert from_json(WorkerTask, welcome.task_json) == watched_task(2, start_timeout_seconds=2)
+    assert from_json(WorkerTask, welcome.task_json) == watched_task(2)
     assert welcome.worker == "none:none"
 
 
@@ -175,11 +175,27 @@ def test_a_closed_door_frees_its_port():
         socket.create_connection((host, int(port)), timeout=5)
 
 
-def test_ranks_that_do_not_start_are_named(watchdog):
-    connection = called(watchdog, 0)
-    with pytest.raises(TrainingError, match=r"1 of 2 ranks did not start within .* = 2: rank 1"):
-        watchdog.watch()
-    connection.close()
+def test_ranks_that_do_not_start_are_named():
+    task = watched_task(2, start_timeout_seconds=0.1)
+    with Watchdog(task, "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+        connection = called(watchdog, 0)
+        watchdog._handle(watchdog._inbox.get(timeout=60))
+        with pytest.raises(TrainingError, match=r"1 of 2 ranks did not start within .* = 0.1: rank 1"):
+            watchdog.watch()
+        connection.close()
+
+
+def test_a_deadline_that_has_passed_is_judged_by_all_that_has_come(monkeypatch):
+    monkeypatch.setattr(train.launching.rank_failures, "GRACE_SECONDS", -1.0)
+    task = watched_task(2, start_timeout_seconds=0.001)
+    with Watchdog(task, "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+        for rank in range(2):
+            watchdog._on_received(Received("rank", rank, Hello("rank", rank, "host", 7, "", ""), time.monotonic()))
+            finished = Finished(result_of(watched_task(2), World(rank, 2)))
+            watchdog._on_received(Received("rank", rank, finished, time.monotonic()))
+            watchdog.report_exit(rank, RankExit(0, ""))
+        time.sleep(0.01)
+        assert watchdog.watch().world_size == 2
 
 
 def test_when_it_fails_all_ranks_are_asked_to_end():
@@ -194,16 +210,17 @@ def test_when_it_fails_all_ranks_are_asked_to_end():
 
 def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
     with Watchdog(watched_task(2, silent_seconds=1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
+        started = time.monotonic()
         connections = called(watchdog, 0), called(watchdog, 1)
         finish(watchdog, 0)
-        started = time.monotonic()
         with pytest.raises(TrainingError, match="rank 1 .* stopped sending heartbeats before its first step"):
             watchdog.watch()
         assert time.monotonic() - started > 1
         assert len(connections) == 2
 
 
-def test_output_after_the_results_is_reported_and_no_end_of_a_process_is_a_fault_then():
+def test_output_after_the_results_is_reported_and_no_end_of_a_process_is_a_fault_then(monkeypatch):
+    monkeypatch.setattr(train.launching.watchdog, "LAST_WORDS_SECONDS", 60.0)
     observer = DriverRecorder()
     with Watchdog(watched_task(2), "none:none", observer, "127.0.0.1") as watchdog:
         for rank in range(2):
@@ -215,8 +232,14 @@ def test_output_after_the_results_is_reported_and_no_end_of_a_process_is_a_fault
             watchdog.report_output(1, "last words")
             watchdog.report_exit(1, RankExit(1, "tail"))
 
-        # Not before `watch` has the results; it waits for both processes.
-        threading.Timer(0.5, end).start()
+        # As soon as `watch` has the results; it waits for both processes.
+        wait = watchdog._receive_last_output
+
+        def end_and_wait() -> None:
+            threading.Thread(target=end).start()
+            wait()
+
+        monkeypatch.setattr(watchdog, "_receive_last_output", end_and_wait)
         assert watchdog.watch().world_size == 2
         assert (OUTPUT, {"rank": 1, "text": "last words"}) in observer.events
     assert not observer.named("rank_failed")

@@ -215,12 +215,7 @@ class Watchdog:
         with stopping_in_order(self._task.config.watch.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
             while not self._lost_ranks.is_over(time.monotonic()):
-                try:
-                    received = self._inbox.get(timeout=TICK_SECONDS)
-                except queue.Empty:
-                    pass
-                else:
-                    self._handle(received)
+                self._handle_all()
                 if request.is_made:
                     self._stop_ranks()
                 now = time.monotonic()
@@ -243,6 +238,17 @@ class Watchdog:
         result = self._ranks[0].result
         assert result is not None
         return result
+
+    def _handle_all(self) -> None:
+        """Handle what has come, or the first message of the next tick: deadlines are judged by all that is here."""
+        for _ in range(max(1, self._inbox.qsize())):
+            try:
+                received = self._inbox.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                return
+            self._handle(received)
+            if self._lost_ranks.is_over(time.monotonic()):
+                return
 
     def abort(self) -> None:
         """Make every rank end: by message first, and on this host by SIGKILL if it does not end in time."""
