@@ -100,7 +100,10 @@ class Driver:
         assert self.processes_left()
 
     def stopped_somewhere(self) -> dict:
-        """SIGTERM at a random moment after the first step. -> the outcome: it stopped, and left nothing."""
+        """SIGTERM at a random moment after the first step. -> the outcome: it stopped, and left nothing.
+
+        Of ranks that are held before their end (multi_rank_workers.py): they may not come to it sooner.
+        """
         seed = random.randrange(1 << 30)
         print(f"seed {seed}")
         self.wait_for_step()

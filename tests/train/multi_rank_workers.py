@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from shardmill.errors import TrainingError
 from shardmill.failpoints import VARIABLE
@@ -31,6 +34,66 @@ from train.strategies import STRATEGIES
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
 KILLED_IN = "SHARDMILL_TEST_KILLED_IN"
 """`RANK PLACE`: the failpoint at which that rank dies, and no other rank."""
+HELD_FROM = "SHARDMILL_TEST_HELD_FROM_STEP"
+_LET_GO = "held-from-step"
+
+
+def let_go(models: Path | str, held_from: int = sys.maxsize) -> None:
+    """From now on the ranks of `every_rank_is_held` are held from this global step on, or no longer."""
+    told = Path(models, _LET_GO)
+    told.parent.mkdir(parents=True, exist_ok=True)
+    told.with_suffix(".new").write_text(str(held_from))
+    told.with_suffix(".new").rename(told)
+
+
+def held(task: WorkerTask, world: World) -> World:
+    """It begins no step from the one that the environment names on before a test says so, or all are asked to stop.
+
+    However late the test acts, there is something left to do then.
+    """
+    told, stop_point = Path(task.models_uri, _LET_GO), getattr(world.may_begin, "__self__", None)
+
+    def is_held(global_step: int) -> bool:
+        held_from = told.read_text() if told.exists() else os.environ.get(HELD_FROM, sys.maxsize)
+        return global_step >= int(held_from) and not getattr(stop_point, "_is_held", False)
+
+    def may_begin(global_step: int) -> bool:
+        while is_held(global_step):
+            time.sleep(0.01)
+        return world.may_begin(global_step)
+
+    return replace(world, may_begin=may_begin)
+
+
+def every_rank_is_held(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    return run_worker(task, held(task, world), reporter)
+
+
+AWAY = "away"
+"""The folder of files named by the ranks that a test has stopped or killed."""
+
+
+def silos_are_late_only_if_they_are_away(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """And held. Rank 0's clock stands, and passes its deadline when all come but those that the test took away."""
+    from train.strategies import local_sgd
+
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds, sleep=time.sleep)
+    arrived, away = local_sgd.SiloMailbox._arrived, Path(task.models_uri, AWAY)
+    parts: set[int] = set()
+
+    def arrived_or_away(mailbox: local_sgd.SiloMailbox, kind: str) -> set[int]:
+        found = arrived(mailbox, kind)
+        if kind == "silo-":
+            parts.clear()
+            parts.update(found)
+        if kind == "begun-":
+            late = (mailbox._present | found | mailbox._ranks_of(local_sgd.BACK)) - parts
+            if late and late <= {int(file.name) for file in away.glob("*")}:
+                clock.seconds += 2 * mailbox._timeout_seconds
+        return found
+
+    with patch.object(local_sgd, "time", clock), patch.object(local_sgd.SiloMailbox, "_arrived", arrived_or_away):
+        return every_rank_is_held(task, world, reporter)
 
 
 def _finish_checkpoint() -> None:
@@ -93,6 +156,11 @@ def last_rank_stalls(task: WorkerTask, world: World, reporter: Reporter) -> Trai
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     dies = world.rank == world.world_size - 1
     return run_worker(task, world, DyingReporter(reporter, world.world_size) if dies else reporter)
+
+
+def every_loop_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """That of the chief, where the others serve it."""
+    return run_worker(task, world, DyingReporter(reporter))
 
 
 def one_rank_dies_in_a_checkpoint(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -275,7 +343,7 @@ def chief_reports_where_variables_are(task: WorkerTask, world: World, reporter: 
     """Of the model `counting`, when it has been trained: name -> the device that holds it."""
     from tests.train.models_under_test import counting_models
 
-    result = run_worker(task, world, reporter)
+    result = every_rank_is_held(task, world, reporter)
     [model] = counting_models
     reporter.event("variables", {each.path: each.value.device for each in model.variables})
     return result

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,7 @@ from tests.services.hosts import Host
 from tests.services.marked import MARK, free_ports
 from tests.train.driver_process import PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
-from train.launching.attach import JOB_TOKEN_VARIABLE, Gate, attached, call_gate, check_world_size
+from train.launching.attach import JOB_TOKEN_VARIABLE, Gate, _call_gate, attached, call_gate, check_world_size
 from train.launching.attach_options import AttachOptions, host_of_rank_0, loopback_warning
 from train.launching.connection import ProtocolError
 from train.planning.setup import resolve
@@ -127,13 +128,13 @@ def test_only_processes_that_know_the_token_wait_at_the_gate(monkeypatch):
     address, gate = f"127.0.0.1:{port}", Gate("127.0.0.1", port, TOKEN, 3)
     try:
         for token, rank in (("another secret of 30 characters", 1), (TOKEN, 0), (TOKEN, 3)):
-            with pytest.raises(ProtocolError):
-                call_gate(address, token, rank, time.monotonic())
-        known = call_gate(address, TOKEN, 2, time.monotonic() + 10)
+            with pytest.raises(ProtocolError, match="does not know this job's token, or refused"):
+                _call_gate(address, token, rank, time.monotonic() + 60)
+        known = call_gate(address, TOKEN, 2, time.monotonic() + 60)
         gate.begin("host:1", "nonce", lambda why: None)
         assert getattr(known.receive(), "address", "") == "host:1"
         # Who comes later hears of it, too.
-        late = call_gate(address, TOKEN, 1, time.monotonic() + 10)
+        late = call_gate(address, TOKEN, 1, time.monotonic() + 60)
         assert getattr(late.receive(), "nonce", "") == "nonce"
     finally:
         gate.end(5, "because")
@@ -148,7 +149,7 @@ class Job:
     def __init__(self, num_processes: int, worker: str, models: Path, stop_timeout_seconds: float) -> None:
         train = {"launcher": "attach", "num_workers": num_processes, "strategy": "torch_ddp",
                  "attach": {"port": free_ports(1)[0]},
-                 "watch": {"start_timeout_seconds": 30, "stop_timeout_seconds": stop_timeout_seconds}}  # fmt: skip
+                 "watch": {"start_timeout_seconds": 280, "stop_timeout_seconds": stop_timeout_seconds}}  # fmt: skip
         dataset = {"uri": PIN.uri, "version": PIN.version, "manifest_sha256": PIN.manifest_sha256}
         given = {"train": train, "dataset": dataset, "models_uri": str(models), "master": "", "worker": worker}
         mark = f"mark-{uuid.uuid4()}"
@@ -172,7 +173,7 @@ class Job:
         """Exit code and last words of every process but rank 0's."""
         ended = []
         for process in self.processes[1:]:
-            _, stderr = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=180)
             ended.append((process.returncode, stderr.strip()))
         return ended
 
@@ -230,7 +231,8 @@ def test_a_signal_to_all_processes_at_once_is_one_request(start):
     assert len(ranks) == 3
     for pid in (*ranks, *(process.pid for process in job.processes)):
         os.kill(pid, signal.SIGTERM)
-    time.sleep(0.5)
+    # Two signals at once would be one.
+    job.driver.wait_for("stopping")
     job.processes[0].send_signal(signal.SIGTERM)
     outcome = job.driver.outcome()
     assert outcome["error"] == "Terminated" and outcome["message"].endswith("; stopped in order"), outcome
@@ -337,13 +339,21 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
 
 
 def test_a_rank_that_waits_for_rank_0_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("train.launching.attach.PATIENCE_SECONDS", 0.3)
-    [port] = free_ports(1)
-    with pytest.raises(OSError):
-        call_gate(f"127.0.0.1:{port}", "t" * 32, 1, time.monotonic() + 1.5)
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds, sleep=lambda seconds: later(seconds))
+
+    def later(seconds: float) -> None:
+        clock.seconds += seconds
+
+    monkeypatch.setattr("train.launching.attach.time", clock)
+    with socket.socket() as taken:
+        # A port that nobody else gets, and on which nobody listens.
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError):
+            call_gate(f"127.0.0.1:{port}", "t" * 32, 1, 55.0)
     # Once, and again only six times as long after it.
     [line] = capsys.readouterr().err.splitlines()
-    assert re.match(rf"shardmill: rank 1 waits for \d s more for rank 0 at 127.0.0.1:{port}: .*refused", line)
+    assert re.match(rf"shardmill: rank 1 waits for 45 s more for rank 0 at 127.0.0.1:{port}: .*refused", line)
 
 
 @pytest.mark.parametrize("host", ["gpu-07:29610", "http://gpu-07"])

@@ -27,7 +27,7 @@ from tests.lab.scale import usually
 from tests.train.checkpoints import CONFIG, FullStore, OneRank, Silent
 from tests.train.driver_process import start_driver
 from tests.train.forked_ranks import launch_forked
-from tests.train.multi_rank_workers import KILLED_IN
+from tests.train.multi_rank_workers import HELD_FROM, KILLED_IN, let_go
 from tests.train.ranks import WORKERS, Watcher, train_on_ranks
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
 from train.checkpoints.arrays import MARKER, WEIGHTS, rank_file
@@ -358,15 +358,20 @@ def test_only_the_newest_attempt_publishes_and_only_once(tmp_path):
 
 
 @pytest.mark.drill
-def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the_training(tiny_uri, tmp_path):
+def test_an_attempt_that_wakes_up_beside_its_retry_ends_with_6_and_leaves_it_the_training(
+    tiny_uri, tmp_path, monkeypatch
+):
     """A scheduler whose worker was killed knows nothing of the training that still lives; here it sleeps meanwhile."""
     how = {"launcher": "inline", "strategy": "single", "num_workers": 1, "model": f"{MODELS}:stateful", "epochs": 3}
     sizes = {"global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 1, "checkpoint": {"keep": 100}}
     train: dict[str, object] = {**how, **sizes}
     pin = open_dataset(tiny_uri).pin
-    older = start_driver(tmp_path, train, dataset=pin)
+    # It must not end before it sleeps.
+    monkeypatch.setenv(HELD_FROM, "20")
+    older = start_driver(tmp_path, train, worker=f"{WORKERS}:every_rank_is_held", dataset=pin)
     older.wait_for_step()
     older.process.send_signal(signal.SIGSTOP)
+    let_go(tmp_path / "models")
     try:
         retry = start_driver(tmp_path, train, dataset=pin).outcome()
     finally:

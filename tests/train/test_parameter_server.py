@@ -25,6 +25,7 @@ from shardmill.words import counted
 from tests.lab.datasets import build_here, write_images
 from tests.train.driver_process import start_driver
 from tests.train.forked_ranks import forked_ranks, launch_forked
+from tests.train.multi_rank_workers import AWAY, HELD_FROM, KILL_AT, let_go
 from tests.train.ranks import SERVED, WORKERS, Watcher, planned
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
 from train.checkpoints.arrays import load_arrays, rank_file
@@ -51,6 +52,8 @@ class Killer(Watcher):
 
     rank: int = -1
     at: tuple[int, int] = (0, 0)
+    models: Path = Path()
+    """Of ranks that are held until it has."""
     wait_seconds: float = 0.0
     pids: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Killer(Watcher):
             time.sleep(self.wait_seconds)
             os.kill(self.pids[self.rank], signal.SIGKILL)
             self.rank = -1
+            let_go(self.models)
 
     def event(self, name: str, fields: dict) -> None:
         super().event(name, fields)
@@ -92,8 +96,9 @@ def num_trained(checkpoint: Path) -> int:
 
 
 @pytest.mark.starts("ranks")
-def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path):
-    watcher = Killer(rank=2, at=(1, 2))
+def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setenv(HELD_FROM, "40")
+    watcher = Killer(rank=2, at=(1, 2), models=tmp_path)
     result = launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:chief_reports_where_variables_are")
     config = TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}})
     assert_all_steps_in_order(watcher, tiny_uri, config)
@@ -118,12 +123,14 @@ def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny
 
 
 @pytest.mark.drill
-def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(tiny_uri, tmp_path):
+def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(tiny_uri, tmp_path, monkeypatch):
     """Steps take so long that the worker is in the middle of one soon after one has ended; if it was not, once more."""
     laborious = {"model": "tests.train.models_under_test:laborious", "epochs": 2, "checkpoint_every_steps": 0}
+    monkeypatch.setenv(HELD_FROM, "15")
     for attempt in range(3):
-        watcher = Killer(rank=2, at=(1, 2), wait_seconds=0.1)
-        launch(tiny_uri, tmp_path / str(attempt), watcher, **laborious)
+        models = tmp_path / str(attempt)
+        watcher = Killer(rank=2, at=(1, 2), models=models, wait_seconds=0.1)
+        launch(tiny_uri, models, watcher, f"{WORKERS}:every_rank_is_held", **laborious)
         assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "epochs": 2}))
         if watcher.named("redispatched"):
             break
@@ -134,10 +141,12 @@ def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(ti
 
 
 @pytest.mark.drill
-def test_a_chief_continues_where_it_was_killed(tiny_uri, tmp_path):
-    watcher, rest = Killer(rank=0, at=(2, 4)), Killer()
-    with pytest.raises(TrainingError, match=r"^rank 0 .* was killed by SIGKILL after step \d of epoch 2"):
-        launch(tiny_uri, tmp_path, watcher, model=f"{MODELS}:stateful")
+def test_a_chief_continues_where_it_was_killed(tiny_uri, tmp_path, monkeypatch):
+    watcher, rest = Killer(), Killer()
+    # By itself, instead of reporting step 5 of epoch 2.
+    monkeypatch.setenv(KILL_AT, "21")
+    with pytest.raises(TrainingError, match=r"^rank 0 .* was killed by .* after step 4 of epoch 2"):
+        launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:every_loop_dies", model=f"{MODELS}:stateful")
     result = launch(tiny_uri, tmp_path, rest, model=f"{MODELS}:stateful")
     assert result.resumed_from is not None and result.resumed_from.epoch == 2
     both = watcher.sample_ids | rest.sample_ids
@@ -145,12 +154,13 @@ def test_a_chief_continues_where_it_was_killed(tiny_uri, tmp_path):
 
 
 @pytest.mark.drill
-def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(tiny_uri, tmp_path):
+def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(tiny_uri, tmp_path, monkeypatch):
     """By three workers: each batch is dispatched, and trained with, exactly once, by the model's own count."""
     config = SERVED | {"num_workers": 3, "parameter_server": {"num_servers": 1}, "checkpoint_every_steps": 0}
     config["watch"] = {"stop_timeout_seconds": 60}
     pin = open_dataset(tiny_uri).pin
-    first = start_driver(tmp_path, config, dataset=pin).stopped_somewhere()
+    monkeypatch.setenv(HELD_FROM, "40")
+    first = start_driver(tmp_path, config, worker=f"{WORKERS}:every_rank_is_held", dataset=pin).stopped_somewhere()
     newest = next(complete_checkpoints(open_store(tmp_path / "models"), "trainings/test"))
     assert len(first["sample_ids"]) == newest.marker.global_step == num_trained(tmp_path / "models" / newest.path) > 0
     second = start_driver(tmp_path, config, dataset=pin).outcome()
@@ -161,20 +171,27 @@ def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(
 
 
 @pytest.mark.exhaustive
-def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp_path):
-    watcher = Killer(rank=4, at=(1, 2))
+def test_a_server_that_is_lost_is_named_and_the_training_continues(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setenv(HELD_FROM, "16")
+    watcher = Killer(rank=4, at=(1, 2), models=tmp_path)
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
-    done = launch_until_done(lambda plan: launch(tiny_uri, tmp_path, watcher, num_workers=plan.config.num_workers),
-                             TrainingPlan(resolve(config, SparkConfig())), watcher,
-                             check=lambda plan: check(plan.setup))  # fmt: skip
+    held = f"{WORKERS}:every_rank_is_held"
+    done = launch_until_done(
+        lambda plan: launch(tiny_uri, tmp_path, watcher, held, num_workers=plan.config.num_workers),
+        TrainingPlan(resolve(config, SparkConfig())),
+        watcher,
+        check=lambda plan: check(plan.setup),
+    )
     assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", done.restarts[0].cause)
     assert done.result.world_size == SERVED["num_workers"] and watcher.sample_ids == planned(tiny_uri, config)
 
 
 @pytest.mark.exhaustive
-def test_the_last_worker_is_not_spared(tiny_uri, tmp_path):
+def test_the_last_worker_is_not_spared(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setenv(HELD_FROM, "40")
+    killer, one = Killer(rank=1, at=(1, 2), models=tmp_path), {"num_workers": 1, "parameter_server": {"num_servers": 1}}
     with pytest.raises(TrainingError, match=r"^rank 1 \(host .*was killed by SIGKILL"):
-        launch(tiny_uri, tmp_path, Killer(rank=1, at=(1, 2)), num_workers=1, parameter_server={"num_servers": 1})
+        launch(tiny_uri, tmp_path, killer, f"{WORKERS}:every_rank_is_held", **one)
 
 
 @pytest.mark.exhaustive
@@ -192,9 +209,10 @@ def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path
 
 
 @pytest.mark.exhaustive
-def test_it_trains_in_a_barrier_stage_and_a_lost_worker_is_replaced(tiny_uri, tmp_path):
-    watcher = Killer(rank=1, at=(1, 2))
-    result = launch(tiny_uri, tmp_path, watcher, launcher="spark_barrier")
+def test_it_trains_in_a_barrier_stage_and_a_lost_worker_is_replaced(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setenv(HELD_FROM, "40")
+    watcher = Killer(rank=1, at=(1, 2), models=tmp_path)
+    result = launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:every_rank_is_held", launcher="spark_barrier")
     assert watcher.named("rank_lost")[-1]["rank"] == 1
     assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}}))
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
@@ -228,8 +246,9 @@ def silos(tmp_path_factory) -> tuple[str, ...]:
 
 @dataclass
 class Disturbing(DriverRecorder):
-    """Stops one silo for some rounds, and kills another one later."""
+    """Stops one silo for some rounds, and kills another one later; the ranks are held a few steps ahead of it."""
 
+    models: Path = Path()
     pids: dict[int, int] = field(default_factory=dict)
     steps_until_back: int = 2
 
@@ -239,28 +258,37 @@ class Disturbing(DriverRecorder):
             self.pids[fields["rank"]] = fields["pid"]
         if name == "silo_back":
             os.kill(self.pids[1], signal.SIGKILL)
+            self.away(1).touch()
 
     def step(self, step: GlobalStep) -> None:
         super().step(step)
         if len(self.steps) == 3:
             os.kill(self.pids[2], signal.SIGSTOP)
+            self.away(2).touch()
         if self.silos("silo_missing") == [2] and not self.silos("silo_back"):
             self.steps_until_back -= 1
             if self.steps_until_back == 0:
+                self.away(2).unlink()
                 os.kill(self.pids[2], signal.SIGCONT)
+        let_go(self.models, len(self.steps) + 3)
+
+    def away(self, rank: int) -> Path:
+        (folder := self.models / AWAY).mkdir(parents=True, exist_ok=True)
+        return folder / str(rank)
 
     def silos(self, name: str) -> list[int]:
         return [fields["silo"] for fields in self.named(name)]
 
 
 @pytest.mark.starts("ranks")
-def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos):
+def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos, monkeypatch):
     """The metrics are those on the pinned dataset, of whose classes no silo has all."""
-    of_silos = {"silos": silos, "local_steps": 4, "silo_timeout_seconds": 1.5}
+    of_silos = {"silos": silos, "local_steps": 4, "silo_timeout_seconds": 60}
     config = {**TORCH, "local_sgd": of_silos, "num_workers": 3, "global_batch_size": 48, "epochs": 16}
     task = task_of(tiny_uri, tmp_path, **config)
-    disturbing = Disturbing()
-    result = launch_forked(task, disturbing)
+    disturbing = Disturbing(models=tmp_path)
+    monkeypatch.setenv(HELD_FROM, "3")
+    result = launch_forked(task, disturbing, f"{WORKERS}:silos_are_late_only_if_they_are_away")
 
     assert disturbing.silos("silo_missing") == [2, 1] and disturbing.silos("silo_back") == [2]
     lost = disturbing.named("rank_lost")

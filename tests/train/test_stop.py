@@ -29,7 +29,7 @@ from tests.processes import hears_all_signals
 from tests.services.marked import MARK
 from tests.train.driver_process import ROOT, WORKERS, Driver, hearing_signals, start_driver
 from tests.train.forked_ranks import forked_ranks
-from tests.train.multi_rank_workers import KILL_AT
+from tests.train.multi_rank_workers import HELD_FROM, KILL_AT
 from tests.train.training import MODELS, DriverRecorder, Recorder, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.config import TrainConfig
@@ -37,6 +37,7 @@ from train.contracts.task import WorkerTask
 from train.contracts.world import Role
 from train.launching import LAUNCHERS
 from train.launching.connection import StopAgreement, StopPoint
+from train.launching.rank import DEFAULT_WORKER
 from train.launching.rank_failures import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.models.user import source_sha256
 from train.planning.checks import check
@@ -49,6 +50,7 @@ from train.strategies.horovod import HOROVOD
 from train.training import check_fewer
 
 TORCH = "tests.train.torch_models:stateful"
+HELD = "tests.train.multi_rank_workers:every_rank_is_held"
 # Steps of a few milliseconds, and no checkpoint but those of the epochs' ends.
 SHORT = {"epochs": 2, "global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 0, "record_samples": True,
           "checkpoint": {"keep": 100}, "watch": {"stop_timeout_seconds": 60}}  # fmt: skip
@@ -74,9 +76,11 @@ def trained_here(
     config = resolve(TrainConfig.model_validate(train), SparkConfig()).config
     task = WorkerTask(config, pin, str(models), "trainings/test", source_sha256(config.model))
     watcher = Stopping(at_step=at_step, number=number)
+    # Who is to be stopped must not end before it is asked to. In this process the signal is there at once.
+    worker = HELD if at_step >= 0 and config.launcher != "inline" else DEFAULT_WORKER
     with forked_ranks(config.backend), hearing_signals():
         try:
-            last = LAUNCHERS[config.launcher].launch(task, SparkConfig(), watcher).weights_sha256
+            last = LAUNCHERS[config.launcher].launch(task, SparkConfig(), watcher, worker=worker).weights_sha256
         except Terminated as stopped:
             last = error_line(stopped)
             assert watcher.named("stopping")
@@ -100,8 +104,9 @@ def assert_stopped_in_order(first_ids: list[list[str]], said: str, models: Path)
     ],
 )
 def test_a_signal_stops_all_ranks_before_one_step_and_the_end_is_the_same(
-    tiny_uri, tmp_path, number, launcher, strategy, world_size, model
+    tiny_uri, tmp_path, monkeypatch, number, launcher, strategy, world_size, model
 ):
+    monkeypatch.setenv(HELD_FROM, "20")
     train = {"launcher": launcher, "strategy": strategy, "num_workers": world_size, "model": model, **SHORT}
     pin, at_step = open_dataset(tiny_uri).pin, random.randrange(10)
     print("at step", at_step)
@@ -125,10 +130,13 @@ def test_a_signal_stops_all_ranks_before_one_step_and_the_end_is_the_same(
         exhaustive("attach", "torch_ddp", TORCH),
     ],
 )
-def test_sigterm_to_a_driver_of_ranks_elsewhere_stops_them_likewise(tiny_uri, tmp_path, launcher, strategy, model):
+def test_sigterm_to_a_driver_of_ranks_elsewhere_stops_them_likewise(
+    tiny_uri, tmp_path, monkeypatch, launcher, strategy, model
+):
+    monkeypatch.setenv(HELD_FROM, "50")
     train = {"launcher": launcher, "strategy": strategy, "num_workers": 2, "model": model, **SHORT, "epochs": 4}
     pin = open_dataset(tiny_uri).pin
-    first = start_driver(tmp_path, train, dataset=pin, models="stopped").stopped_somewhere()
+    first = start_driver(tmp_path, train, worker=HELD, dataset=pin, models="stopped").stopped_somewhere()
     assert_stopped_in_order(first["sample_ids"], first["message"], tmp_path / "stopped")
     second = start_driver(tmp_path, train, dataset=pin, models="stopped").outcome()
     # Wherever its ranks had been.
@@ -241,7 +249,7 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, tiny_uri, comm
     process = driver.process
     try:
         kill(process.pid, number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=180)
     finally:
         process.kill()
     assert process.returncode == 128 + number, errors
@@ -261,7 +269,7 @@ def test_a_training_whose_shell_is_killed_stops_in_order_and_leaves_nothing(tmp_
     driver = begun(tmp_path, tiny_uri, script, "local")
     os.kill(driver.process.pid, signal.SIGKILL)
     # Until all that hold the pipes are gone.
-    _, errors = driver.process.communicate(timeout=60)
+    _, errors = driver.process.communicate(timeout=180)
     assert errors.rstrip().splitlines()[-1].startswith("ERROR 143: "), errors
     driver.assert_nothing_left()
     summary = json.loads((tmp_path / "work/runs/run/summary.json").read_text())
@@ -308,7 +316,8 @@ def test_ranks_that_are_lost_are_done_without_and_the_losses_stay(
 ):
     monkeypatch.setenv(KILL_AT, "3:6 2:13")
     watcher, one = DriverRecorder(), Recorder()
-    how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2, "watch": {"silent_seconds": 5}}
+    watch = {"silent_seconds": 5} if worker == "last_rank_freezes" else {}
+    how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2, "watch": watch}
     result, restarts = launch_on(tiny_uri, tmp_path / "several", launcher, watcher, worker, **how)
     assert (result.world_size, [(each.lost_ranks, each.world_size) for each in restarts]) == (1, [((2,), 2), ((1,), 1)])
     assert [how_lost in each.cause for each in restarts] == [True, True], restarts

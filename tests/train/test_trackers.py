@@ -224,13 +224,17 @@ class Sending(sent.SentTracker):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sent, "FLUSH_SECONDS", 0.02)
-    monkeypatch.setattr(sent, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(sent, "CLOSE_SECONDS", 60)
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_end_that_fails_is_reported_as_the_end():
-    tracker = Sending({"end": [OSError("the end is refused")] * 1000})
-    tracker.step(step(0))
+def test_an_end_that_fails_is_reported_as_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sent, "CLOSE_SECONDS", 0.1)
+    tracker = Sending({"end": [OSError("the end is refused")] * 10_000})
+    tracker.sent(step(0))
+    tracker._closing.set()
+    while not tracker._failing:
+        sent.time.sleep(0.01)
     assert tracker.closed() == ["all values were delivered, but not the end of the training: the end is refused"]
 
 
@@ -242,7 +246,7 @@ def test_an_end_that_succeeds_later_is_no_warning():
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_reason_for_missing_values_is_reported_at_the_end():
+def test_the_reason_for_missing_values_is_reported_at_the_end(monkeypatch: pytest.MonkeyPatch):
     refused = Sending({"begin": [OSError("away")], "send": [sent.Refusal("no such step")]})
     refused.sent(step(0))
     assert refused.closed() == ["5 metric values were not delivered: no such step"]
@@ -251,6 +255,7 @@ def test_the_reason_for_missing_values_is_reported_at_the_end():
     slow.sent(step(0))
     slow.send = lambda scalars: sent.time.sleep(30)
     slow.step(step(1))
+    monkeypatch.setattr(sent, "CLOSE_SECONDS", 0.1)
     assert slow.closed() == ["5 metric values were not delivered: the server is slow or does not respond"]
     assert len(slow.warned) == 2 and "away; the training continues, and sending is retried" in slow.warned[0]
 
