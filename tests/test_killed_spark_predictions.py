@@ -18,7 +18,7 @@ from tests.services.lost_executor import STANDS_STILL, replace_an_executor, wait
 from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of, to_standalone
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
 CONFIG = """
 [source]

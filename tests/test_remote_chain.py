@@ -45,6 +45,7 @@ def shardmill(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("root_fixture", "engine", "format_name"), CASES)
 def test_the_chain_runs_on_remote_storage(root_fixture: str, engine: str, format_name: str, request, tmp_path: Path):
     root = request.getfixturevalue(root_fixture)

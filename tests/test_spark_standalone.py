@@ -41,7 +41,7 @@ from tests.services.slowed_attempt import SlowedAttempt
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster, start_worker
 from tests.services.spark_submit import Submitter, make_bundle, summary_of, to_standalone
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
 CONFIG = """
 [source]

@@ -31,7 +31,7 @@ from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.watch import ON_EXECUTORS, watching
 from tests.services.yarn import YarnCluster
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 # Of YARN a drill runs one chain: ETL and training in cluster mode, an executor that is killed, an exit code.
 
 CONFIG = """
