@@ -202,7 +202,7 @@ def no_answer_from(
     LocalStore.read_blocks = answering(LocalStore.read_blocks)
 
 
-LATE_SECONDS = 0.1
+LATE_SECONDS = 0.25
 
 
 def last_rank_is_late(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -295,7 +295,7 @@ PLACES = {
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(120 + 10 * NUM_KILLS)
+@pytest.mark.timeout(600 + 10 * NUM_KILLS)
 def test_no_kill_of_a_rank_costs_a_complete_checkpoint(tiny_uri, tmp_path, monkeypatch):
     config = {"model": "tests.train.torch_models:linear", "strategy": "torch_fsdp", "global_batch_size": 12,
               "num_streams": 6, "epochs": NUM_KILLS // 3 + 2, "checkpoint_every_steps": 1}  # fmt: skip

@@ -150,7 +150,7 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
         ("is_killed", HOURS, "RankLost", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
         ("exits_early", HOURS, "TrainingError", ["rank 1", "exited with code 7", "no licence found"]),
         ("is_stopped", {"silent_seconds": 4}, "RankLost", ["rank 1", "stopped sending heartbeats after step 0"]),
-        ("hangs", {"silent_seconds": 5, "progress_timeout_seconds": 6}, "RankLost",
+        ("hangs", {"silent_seconds": 7200, "progress_timeout_seconds": 6}, "RankLost",
          ["rank 1 (host ", "hangs after step 0 of epoch 0", "in its own work; rank 0 waiting in an allreduce"]),
         # By nothing but what steps took: without progress a rank has 600 s.
         ("sleeps_in_a_step", {"silent_seconds": 4}, "RankLost",

@@ -208,7 +208,7 @@ def test_a_module_that_cannot_be_built_without_numbers_is_built_whole(tiny_uri, 
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_85_million_weights_are_trained_by_every_strategy(tiny_uri, tmp_path):
     config = {**VIT, "model": "tests.train.sharded_models:base_vit", "global_batch_size": 8, "num_streams": 4,
               "checkpoint_every_steps": 0}  # fmt: skip
