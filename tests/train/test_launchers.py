@@ -29,6 +29,7 @@ from tests.services.marked import marked
 from tests.train.driver_process import PIN, WORKERS, Driver, hearing_signals, start_driver
 from tests.train.forked_ranks import forked_ranks
 from tests.train.launch_driver import Teller
+from tests.train.multi_rank_workers import HELD_FROM, let_go
 from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.contracts.task import WorkerTask
@@ -392,9 +393,13 @@ def test_the_driver_looks_for_the_interfaces_of_ranks_on_its_own_machine(launche
 
 @pytest.mark.drill
 @pytest.mark.parametrize("launcher", ["local", exhaustive("horovod_spark")])
-def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start, dataset, launcher):
+def test_training_under_attack_ends_well_and_listens_to_this_machine_only(
+    start, tmp_path, monkeypatch, dataset, launcher
+):
+    # Ranks do not end before they were seen.
+    monkeypatch.setenv(HELD_FROM, "1")
     train = {"global_batch_size": 24, "num_streams": 6, "epochs": 40 if launcher == "local" else 20}
-    driver = start(launcher, 2, dataset=dataset, **train)
+    driver = start(launcher, 2, "tests.train.multi_rank_workers:every_rank_is_held", dataset, **train)
     seen, answers, others = set(), set(), set()
     # On Spark ranks listen until all are there, which may be too short to be seen: one of them is held up meanwhile.
     # Under `local` rank 0 has the rendezvous, which listens for longer.
@@ -402,6 +407,7 @@ def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start,
     while driver.process.poll() is None:
         seen |= listeners(driver.mark)
         if any(each.is_rank for each in seen):
+            let_go(tmp_path / "models")
             if held:
                 os.kill(held, signal.SIGCONT)
                 held = 0
