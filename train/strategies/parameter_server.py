@@ -268,7 +268,8 @@ def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
     named = _named(read) if read is not None else None
     # Port 0: the kernel chooses when the server binds it. The chief tells everybody the whole cluster.
     threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=NUM_WAITING_THREADS)
-    server = tf.distribute.Server({job: {number: f"{world.address}:0"}}, job_name=job, task_index=number, config=threads)
+    address = f"{world.address}:0"
+    server = tf.distribute.Server({job: {number: address}}, job_name=job, task_index=number, config=threads)
     port = server.target.rpartition(":")[2]
     own = ClusterTask(world.role, f"{world.address}:{port}")
     if read is not None and named is not None:
