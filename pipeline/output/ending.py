@@ -111,9 +111,8 @@ def end_children(patience_seconds: float = 5.0) -> None:
     what these start meanwhile.
     """
     adopt_orphans()
-    deadline = time.monotonic() + patience_seconds
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        told: set[int] = set()
+    for number, seconds in ((signal.SIGTERM, patience_seconds), (signal.SIGKILL, 1.0)):
+        deadline, told = time.monotonic() + seconds, set[int]()
         while found := set(filter(_is_alive, _descendants("self"))):
             for pid in found - told:
                 with suppress(ProcessLookupError):
@@ -122,7 +121,6 @@ def end_children(patience_seconds: float = 5.0) -> None:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-        deadline += 1.0
 
 
 def _descendants(process: str) -> set[int]:

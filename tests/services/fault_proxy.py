@@ -11,7 +11,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -164,6 +164,11 @@ class PassOn(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         return
+
+    def handle(self) -> None:
+        # Of a client that has given up.
+        with suppress(ConnectionError):
+            super().handle()
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

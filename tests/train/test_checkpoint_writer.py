@@ -20,6 +20,7 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.errors import CommitConflict, StorageError
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.process import Terminated
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
@@ -39,7 +40,7 @@ from train.checkpoints.checkpoint import (
     complete_checkpoints,
     open_checkpoint,
 )
-from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
+from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment, wait_for_writers
 from train.contracts.activities import Activity
 from train.contracts.values import RESULT, BestEpoch, ModelIdentity, Progress
 from train.launching import LAUNCHERS, rank_failures
@@ -102,6 +103,29 @@ def test_the_rank_that_a_checkpoint_waits_for_is_reported(tmp_path):
         assert told.get(timeout=60) == Activity()
         taken.join()
     assert open_checkpoint(open_store(tmp_path), folder.path_of(1)).marker.world_size == 2
+
+
+def test_what_is_still_written_when_a_training_was_asked_to_end_can_be_waited_for(tmp_path):
+    is_left = threading.Event()
+
+    class HeldStore(LocalStore):
+        def put(self, path: str, data: bytes) -> None:
+            assert is_left.wait(60)
+            super().put(path, data)
+
+    claim_attempt(open_store(tmp_path), "t", 2)
+    folder = CheckpointFolder(Attempt(HeldStore(str(tmp_path)), "t", 1), 2)
+    with pytest.raises(Terminated), CheckpointWriter(folder, OneRank(), Silent()) as writer:
+        writer.begin(moment(folder, 1))
+        raise Terminated
+    assert not complete_checkpoints_of(tmp_path)
+    is_left.set()
+    wait_for_writers()
+    assert complete_checkpoints_of(tmp_path)
+
+
+def complete_checkpoints_of(models: Path) -> list[str]:
+    return [each.path for each in complete_checkpoints(open_store(models), "t")]
 
 
 IDENTITY = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})

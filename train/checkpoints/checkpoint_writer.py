@@ -30,7 +30,15 @@ from train.contracts.world import Gather, alone
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
 GRACE_SECONDS = 10.0
+THREAD_NAME = "checkpoint"
 STORING, OF_ALL_RANKS = Activity("storing a checkpoint"), waiting("the checkpoint of all ranks")
+
+
+def wait_for_writers() -> None:
+    """Wait a short time for what this process still writes of a training that was asked to end."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(GRACE_SECONDS)
 
 
 class Ranks(Protocol):
@@ -111,7 +119,7 @@ class CheckpointWriter:
             self._reporter.event(BEFORE_CHECKPOINT, {})
         self._running = Future()
         # A daemon: a store that hangs keeps no process alive.
-        threading.Thread(target=self._run, args=(moment, self._running), name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, args=(moment, self._running), name=THREAD_NAME, daemon=True).start()
 
     @property
     def is_writing(self) -> bool:

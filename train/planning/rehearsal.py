@@ -15,6 +15,7 @@ from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
 from shardmill.jobs.reach import REACH, planted, removed_afterwards
 from shardmill.words import counted
 from train.checkpoints.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint_writer import wait_for_writers
 from train.contracts.task import WorkerTask
 from train.launching import LAUNCHERS
 from train.planning.memory_fit import decided
@@ -64,6 +65,9 @@ def _trained_until_stopped(task: WorkerTask, tree: TrainTree, watch: _FirstStep)
         if was_signalled() or not watch.seconds:
             raise
         return str(stopped)
+    finally:
+        # Of a rank in this process: what came later would not be removed.
+        wait_for_writers()
     # There was no second step.
     return "the training ended"
 
