@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -181,6 +182,23 @@ class BucketRequests(ABC):
             raise OSError(errno.EIO, f"{waited}; the last of {len(failed)} errors: {self._words_of(last)}") from last
 
         return patiently(request, is_worth_another, self._deadline_seconds, give_up, self._words_of)
+
+
+def received_whole(blocks: Iterable[bytes], place: tuple[int, int], object_bytes: int, deadline: float) -> bytes:
+    """The bytes at `place` (start, number of bytes) of an object, from the blocks of an answer's body.
+
+    Raises TimeoutError if some are missing at the deadline, and ConnectionError if some are when the body ends.
+    """
+    start, num_bytes = place
+    expected_bytes, num_received, received = min(num_bytes, object_bytes - start), 0, list[bytes]()
+    for block in blocks:
+        received.append(block)
+        num_received += len(block)
+        if num_received != expected_bytes and time.monotonic() > deadline:
+            raise TimeoutError(f"{num_received} bytes received from {start} of {object_bytes}, slowly")
+    if num_received != expected_bytes:
+        raise ConnectionError(f"received {num_received} bytes from {start} of {object_bytes}")
+    return b"".join(received)
 
 
 def a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:

@@ -10,7 +10,6 @@ import errno
 import functools
 import os
 import re
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from shardmill.errors import UsageError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error, with_advice
 from shardmill.stores import bucket_requests
-from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, UnknownOutcome
+from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, UnknownOutcome, received_whole
 from shardmill.stores.buckets import BucketStore
 from shardmill.stores.retries import stall_seconds
 
@@ -209,14 +208,7 @@ class CloudRequests(BucketRequests):
                 return Piece(b"", 0, "")
             raise
         object_bytes = answer.meta["size"]
-        expected_bytes, blocks = min(num_bytes, object_bytes - start), list[bytes]()
-        for block in answer.stream(_BLOCK_BYTES):
-            blocks.append(bytes(block))
-            if time.monotonic() > deadline and (received := sum(map(len, blocks))) != expected_bytes:
-                raise TimeoutError(f"{received} of {expected_bytes} bytes received, slowly")
-        data = b"".join(blocks)
-        if len(data) != expected_bytes:
-            raise ConnectionError(f"received {len(data)} bytes from {start} of {object_bytes}")
+        data = received_whole(map(bytes, answer.stream(_BLOCK_BYTES)), place, object_bytes, deadline)
         return Piece(data, object_bytes, answer.meta["e_tag"] or "")
 
     def _client(self, bucket: str, *, repeats_parts: bool = False) -> ObjectStore:

@@ -11,7 +11,6 @@ import errno
 import functools
 import io
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from http import HTTPStatus
@@ -30,7 +29,7 @@ from urllib3.exceptions import HTTPError
 from shardmill.errors import UsageError
 from shardmill.storage_errors import with_advice
 from shardmill.stores import bucket_requests
-from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, a_few_at_once
+from shardmill.stores.bucket_requests import BucketRequests, Failure, Piece, a_few_at_once, received_whole
 from shardmill.stores.retries import stall_seconds
 
 if TYPE_CHECKING:
@@ -180,16 +179,9 @@ class S3Requests(BucketRequests):
                 return Piece(b"", 0, "")
             raise
         object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
-        expected_bytes, blocks = min(num_bytes, object_bytes - start), list[bytes]()
         with closing(answer["Body"]) as body:
             # To the end, where botocore compares checksums.
-            while block := body.read(_BLOCK_BYTES):
-                blocks.append(block)
-                if time.monotonic() > deadline and (received := sum(map(len, blocks))) != expected_bytes:
-                    raise TimeoutError(f"{received} bytes received for {asked}, slowly")
-        data = b"".join(blocks)
-        if len(data) != expected_bytes:
-            raise ConnectionError(f"received {len(data)} bytes for {asked} of {object_bytes}")
+            data = received_whole(iter(lambda: body.read(_BLOCK_BYTES), b""), place, object_bytes, deadline)
         return Piece(data, object_bytes, answer.get("ETag", ""))
 
     def _failure_of(self, error: BaseException) -> Failure:

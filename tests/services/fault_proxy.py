@@ -15,11 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from shardmill.errors import StorageError
 from shardmill.storage import Store
+from shardmill.stores import bucket_requests
 
 _OF_ONE_CONNECTION = {"connection", "transfer-encoding", "expect", "keep-alive"}
 
@@ -135,6 +138,20 @@ def at_random(rate: float, *faults: Fault, seed: int) -> Choice:
 def at_the_deadline(request: Callable[[float], Any], *how: object) -> Any:
     """In place of `retries.patiently`: one request, whose deadline has come when it begins."""
     return request(time.monotonic())
+
+
+def check_late_answers(store: Store, client: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole answer of a bucket counts however late; one that is not whole at the deadline is given up.
+
+    `client`: the module that reads answers, in blocks.
+    """
+    store.put("a", b"1234")
+    monkeypatch.setattr(bucket_requests, "patiently", at_the_deadline)
+    assert store.read("a") == b"1234" and store.read_range("a", 1, 2) == b"23"
+    store.put("a", bytes(20_000_000))
+    monkeypatch.setattr(client, "_BLOCK_BYTES", 1 << 20)
+    with pytest.raises(StorageError, match="bytes received.*, slowly"):
+        store.read("a")
 
 
 def end_patience_with(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:

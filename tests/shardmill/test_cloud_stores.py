@@ -16,7 +16,7 @@ from tests.etl.building import list_images
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
 from tests.services.clouds import Cloud, account_sas
-from tests.services.fault_proxy import Fault, at_the_deadline, end_patience_with, in_turn, uses_of
+from tests.services.fault_proxy import Fault, check_late_answers, end_patience_with, in_turn, uses_of
 from tests.shardmill.races import race_of_writers
 
 pytestmark = pytest.mark.drill
@@ -202,14 +202,7 @@ def test_a_server_that_was_never_there_is_told_soon(cloud: Cloud, monkeypatch: p
 
 
 def test_an_answer_that_is_whole_counts_however_late(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
-    store = open_store(cloud.root)
-    store.put("a", b"1234")
-    monkeypatch.setattr(bucket_requests, "patiently", at_the_deadline)
-    assert store.read("a") == b"1234" and store.read_range("a", 1, 2) == b"23"
-    store.put("a", bytes(20_000_000))
-    monkeypatch.setattr(object_stores, "_BLOCK_BYTES", 1 << 20)
-    with pytest.raises(StorageError, match="bytes received.*, slowly"):
-        store.read("a")
+    check_late_answers(open_store(cloud.root), object_stores, monkeypatch)
 
 
 def test_patience_has_an_end(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,15 @@ from shardmill.stores import bucket_requests, open_store, retries, s3, s3_reques
 from shardmill.stores.s3 import S3Store
 from tests.lab.datasets import build_here, read_all, upload, write_images
 from tests.programs.use_store import use_store
-from tests.services.fault_proxy import Fault, FaultProxy, at_the_deadline, end_patience_with, in_turn, proxying, uses_of
+from tests.services.fault_proxy import (
+    Fault,
+    FaultProxy,
+    check_late_answers,
+    end_patience_with,
+    in_turn,
+    proxying,
+    uses_of,
+)
 from tests.services.marked import free_ports
 from tests.services.s3 import s3_client
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
@@ -253,14 +261,7 @@ def test_a_refusal_is_reported_once_and_without_a_key(
 def test_an_answer_that_is_whole_counts_however_late(
     faults: FaultProxy, gateway_bucket: str, monkeypatch: pytest.MonkeyPatch
 ):
-    store = open_store(gateway_bucket)
-    store.put("a", b"1234")
-    monkeypatch.setattr(bucket_requests, "patiently", at_the_deadline)
-    assert store.read("a") == b"1234" and store.read_range("a", 1, 2) == b"23"
-    store.put("a", bytes(20_000_000))
-    monkeypatch.setattr(s3_requests, "_BLOCK_BYTES", 1 << 20)
-    with pytest.raises(StorageError, match="bytes received.*, slowly"):
-        store.read("a")
+    check_late_answers(open_store(gateway_bucket), s3_requests, monkeypatch)
 
 
 def test_patience_has_an_end(faults: FaultProxy, gateway_bucket: str, monkeypatch: pytest.MonkeyPatch):
