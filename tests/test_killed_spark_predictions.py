@@ -14,7 +14,7 @@ from shardmill.dataset.dataset import has_version, open_dataset
 from shardmill.dataset.verify import verify_dataset
 from tests.lab.commands import shardmill
 from tests.lab.datasets import write_images
-from tests.services.lost_executor import STANDS_STILL, replace_an_executor, wait_for_both_standing
+from tests.services.lost_executor import STOPS_IN_SECOND_UNIT, replace_an_executor, wait_for_both_stopped
 from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of, to_standalone
 
@@ -83,9 +83,9 @@ def job_of(out: str, folder: Path) -> tuple[str, ...]:
 
 
 def begin(submitter: Submitter, cluster: SparkCluster, out: str) -> Submitted:
-    """Until some units have ended, and both executors stand still in the middle of others."""
-    submitted = submitter.start(*job_of(out, submitter.folder), **STANDS_STILL)
-    wait_for_both_standing(cluster, submitted)
+    """Wait until some units have ended and both executors are stopped in the middle of others."""
+    submitted = submitter.start(*job_of(out, submitter.folder), **STOPS_IN_SECOND_UNIT)
+    wait_for_both_stopped(cluster, submitted)
     assert len(list(submitter.folder.glob(f"{out}/pending/*.json"))) > 1
     return submitted
 

@@ -28,13 +28,13 @@ from tests.processes import LOCAL, listeners
 from tests.services.lost_executor import (
     GATED_TORCH,
     MAY_RESTART,
-    STANDS_STILL,
+    STOPS_IN_SECOND_UNIT,
     behind_gate,
     check_it_went_on,
     kill_an_executor,
     replace_an_executor,
     steps_of,
-    wait_for_both_standing,
+    wait_for_both_stopped,
 )
 from tests.services.marked import free_ports
 from tests.services.slowed_attempt import SlowedAttempt
@@ -100,9 +100,9 @@ def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
     etl = submitter.start(
-        "etl/job.py", "--config", "killed.toml", "--workdir", "work", "--run-id", "killed", **STANDS_STILL
+        "etl/job.py", "--config", "killed.toml", "--workdir", "work", "--run-id", "killed", **STOPS_IN_SECOND_UNIT
     )
-    wait_for_both_standing(spark_cluster, etl)
+    wait_for_both_stopped(spark_cluster, etl)
     assert len(list(folder.glob("killed/pending/*.json"))) > 1
     # Executors have our code as the bundle, and nowhere else.
     roots = {Path(arguments[4]).name for arguments in spark_cluster.processes("etl.engines.unit_worker").values()}

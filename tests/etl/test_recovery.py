@@ -85,7 +85,7 @@ def test_tasks_whose_python_workers_are_killed_are_retried_and_change_nothing(im
 
 
 def workers_of_stopped_units() -> list[int]:
-    """Python workers of Spark's below this process, in whose units' processes one stands still."""
+    """Spark's Python workers below this process that have a stopped unit process."""
     command = ["ps", "-ww", "-eo", "pid,ppid,stat,args"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # One that begins or ends has no arguments.
@@ -133,7 +133,7 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
         'formats = ["parquet", "tfrecord"]\n[spark]\nmaster = "local[1]"\n'
     )
     command = [sys.executable, "etl/job.py", "--config", str(config), "--workdir", str(images / "work")]
-    # The first unit stands still behind its record: nothing goes on while the run is killed, and after it.
+    # The first unit stops after it has put its record: nothing changes while the run is killed, or afterwards.
     environment = {**os.environ, VARIABLE: f"stop:task_report@{images}/stopped"}
     run = subprocess.Popen(
         command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
@@ -430,7 +430,7 @@ def test_local_disks_hold_no_more_than_the_units_under_way(engine: str, tmp_path
     command = [str(BIN / "shardmill"), "etl", str(tmp_path / "images"), "--workdir", str(tmp_path / "work")]
     mark = f"disks-{secrets.token_hex(8)}"
     java = f"-Djava.io.tmpdir={scratch}"
-    # A unit stands still until it was looked at.
+    # One unit is stopped until the size of the scratch folder has been measured.
     said, stopped, peak = tmp_path / "said", tmp_path / "stopped", 0
     own = {"TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch), "JAVA_TOOL_OPTIONS": java, MARK: mark}
     own[VARIABLE] = f"stop:shard_open@{stopped}"

@@ -255,7 +255,7 @@ def test_a_rehearsal_finds_what_only_a_step_and_its_checkpoint_show(tmp_path: Pa
 def test_a_rehearsal_that_is_asked_to_end_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
     (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{uri}"\n[models]\nuri = "{tmp_path / "models"}"\n')
-    # It stands still before it writes the checkpoint of its first step.
+    # It is stopped before it writes the checkpoint of its first step.
     monkeypatch.setitem(ENVIRONMENT, VARIABLE, "stop:checkpoint_file:1")
     doctor = start("doctor", "c.toml", "--rehearse", "--set", "train.num_workers=1", cwd=tmp_path)
     while not is_stopped(doctor.pid):

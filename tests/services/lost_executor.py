@@ -27,9 +27,9 @@ GATED_TORCH, GATED_KERAS = (ROOT / "tests" / "programs" / f"gated_{framework}.py
 # The restart comes from a checkpoint, and does steps again.
 MAY_RESTART = ("--set", "train.max_restarts=1", "--set", "train.checkpoint_every_steps=4")
 _STEPS_BEFORE = 6
-_UNIT_WORKER = "etl.engines.unit_worker"
-# Of a job that runs units: each process that does stands still once, when its second unit is recorded.
-STANDS_STILL = {f"spark__executorEnv__{VARIABLE}": "stop:task_report:2"}
+UNIT_WORKER = "etl.engines.unit_worker"
+# Spark settings that stop each unit process once, after the record of its second unit.
+STOPS_IN_SECOND_UNIT = {f"spark__executorEnv__{VARIABLE}": "stop:task_report:2"}
 
 Steps = dict[tuple[int, int], dict[str, Any]]
 """Of a run: losses and sample ids, by epoch and step."""
@@ -50,18 +50,18 @@ def until(is_so: Callable[[], object], submitted: Submitted) -> None:
         time.sleep(0.02)
 
 
-def wait_for_both_standing(cluster: SparkCluster, submitted: Submitted) -> None:
-    """Until a job with `STANDS_STILL` has a unit that is recorded and not reported on each executor of the cluster."""
-    until(lambda: [is_stopped(pid) for pid in cluster.processes(_UNIT_WORKER)] == [True] * NUM_SLOTS, submitted)
+def wait_for_both_stopped(cluster: SparkCluster, submitted: Submitted) -> None:
+    """Until each executor has stopped in a unit that is recorded and not reported; for `STOPS_IN_SECOND_UNIT`."""
+    until(lambda: [is_stopped(pid) for pid in cluster.processes(UNIT_WORKER)] == [True] * NUM_SLOTS, submitted)
 
 
 def replace_an_executor(cluster: SparkCluster, submitted: Submitted) -> None:
-    """Kill one of those that stand still; once the master has started another one in its place, all go on."""
+    """Kill one of the stopped executors; continue all processes once the master has replaced it."""
     before = len(cluster.work_folders())
     os.kill(executors(cluster.mark)[0], signal.SIGKILL)
     until(lambda: len(cluster.work_folders()) == before + 1, submitted)
     while submitted.process.poll() is None:
-        for pid in cluster.processes(_UNIT_WORKER):
+        for pid in cluster.processes(UNIT_WORKER):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         time.sleep(0.1)

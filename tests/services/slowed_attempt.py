@@ -14,7 +14,7 @@ from typing import Any
 
 from shardmill.failpoints import VARIABLE
 from tests.processes import is_stopped
-from tests.services.lost_executor import until
+from tests.services.lost_executor import UNIT_WORKER, until
 from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitted
 
@@ -31,7 +31,7 @@ class SlowedAttempt:
     """Of its own."""
 
     def settings(self) -> dict[str, str]:
-        """Of Spark: the first process that has published a shard stands still, and the driver logs all tasks."""
+        """Spark settings that stop the first process that has published a shard, and log all tasks."""
         (self.folder / "events").mkdir(parents=True)
         return {
             f"spark__executorEnv__{VARIABLE}": f"stop:shard_close@{self.folder}/stopped",
@@ -43,7 +43,7 @@ class SlowedAttempt:
         """Until the ETL ends. Returns both attempts at the unit, as Spark's event log tells of them."""
         until(self._stopped, etl)
         [process] = self._stopped()
-        # It stands still until a second attempt has published something, too, so that whichever is lost leaves files
+        # It is stopped until a second attempt has published something, too, so that whichever is lost leaves files
         # behind. From then on it runs a tenth of the time.
         until(lambda: _published_twice(dataset), etl)
         [unit] = _published_twice(dataset)
@@ -57,7 +57,7 @@ class SlowedAttempt:
         return self._attempts(unit)
 
     def _stopped(self) -> list[int]:
-        return [pid for pid in self.cluster.processes("etl.engines.unit_worker") if is_stopped(pid)]
+        return [pid for pid in self.cluster.processes(UNIT_WORKER) if is_stopped(pid)]
 
     def _attempts(self, unit: int) -> list[dict[str, Any]]:
         """In the stage that has a speculative one. In a build from nothing the place of a task is that of its unit."""

@@ -93,7 +93,7 @@ def test_a_lease_is_renewed_for_as_long_as_the_work_lasts(tmp_path: Path, faulty
 
 @pytest.mark.drill
 def test_a_lease_is_renewed_in_real_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Often, so that there is something to see, and with time enough for a machine that stands still for a while.
+    # Renewals are frequent, so that some are seen, and the lease is longer than a machine pauses.
     monkeypatch.setattr(leases, "_RENEWALS_PER_TTL", 1200)
     with writing(open_store(tmp_path), "etl", ttl_seconds=240) as lease:
         for _ in range(3):

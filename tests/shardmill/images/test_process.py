@@ -359,7 +359,7 @@ def exit_code_of(images: Images, limits: DecodeLimits) -> int | None:
 
 @pytest.mark.starts("program")
 def test_each_image_of_a_run_has_the_time_for_itself(monkeypatch: pytest.MonkeyPatch):
-    # However long the machine stands still: it is the time of the processor that counts here.
+    # Only CPU time counts here, however long the machine pauses.
     monkeypatch.setattr(sandbox, "CLOCK_PER_CPU_SECOND", 10_000)
     images = images_of(*[png(np.zeros((2000, 2000, 3), np.uint8))] * 20)
     process_image(*images[0], PNG_OPTIONS)

@@ -25,7 +25,7 @@ from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_f
 pytestmark = pytest.mark.starts("decoder", "program")
 
 MISBEHAVE = "tests.shardmill.images.misbehaving:misbehave"
-# More time than a machine that stands still for a while takes; for what never ends, little.
+# Longer than a machine pauses; HASTE is for code that never ends.
 LIMITS = DecodeLimits(decode_timeout_seconds=60, decode_memory_bytes=300_000_000)
 HASTE = DecodeLimits(decode_timeout_seconds=0.5)
 DATA = jpeg(photo())
